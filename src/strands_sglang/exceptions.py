@@ -1,0 +1,61 @@
+"""Everything that can go wrong between this library and an SGLang server.
+
+One family, so that a caller can tell "the infrastructure failed" (`SGLangClientError`) from an error of the agent's own
+code with one `except`. Every message says what was wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SGLangClientError(Exception):
+    """A request to an SGLang server did not give a usable answer."""
+
+
+class SGLangHTTPError(SGLangClientError):
+    """The server answered with an HTTP status of 400 or above.
+
+    Attributes:
+        status: HTTP status code.
+        body: The response body as text, at most a few kilobytes of it.
+    """
+
+    def __init__(self, message: str, *, status: int, body: str = "") -> None:
+        """Keep the status and the body beside the message."""
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class SGLangContextLengthError(SGLangHTTPError):
+    """The prompt, or the prompt plus `max_new_tokens`, is longer than the model's context."""
+
+
+class SGLangThrottledError(SGLangHTTPError):
+    """The server is too busy at present (429, 503), also after all retries."""
+
+
+class SGLangConnectionError(SGLangClientError):
+    """The server could not be reached, dropped the connection, or did not answer in time."""
+
+
+class SGLangDecodingError(SGLangClientError):
+    """The server answered 200 with something that is not a `/generate` response."""
+
+
+class SGLangAbortedError(SGLangClientError):
+    """The server aborted the generation (weight update, pause, `/abort_request`).
+
+    Attributes:
+        response: The server's response with the tokens that it had sampled until then.
+    """
+
+    def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
+        """Keep the partial response beside the message."""
+        super().__init__(message)
+        self.response = response
+
+
+class TokenizerMismatchError(SGLangClientError):
+    """The tokenizer given to the model is not the tokenizer of the served model."""
