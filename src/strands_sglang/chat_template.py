@@ -1,0 +1,267 @@
+"""From chat messages to prompt tokens: the opening of a sequence, and the continuation after a sampled turn.
+
+The opening is the template's render of the whole conversation. The continuation is what the same template puts *after*
+a sampled turn, found without rendering that turn again: a short stand-in conversation ends in an assistant message that
+holds a unique sentinel; the new messages follow it; whatever the template writes behind the first end-of-turn token
+after the sentinel is the continuation. The sampled tokens themselves are never decoded into a prompt. What this method
+cannot prove raises `UnprovenContinuationError`, and the caller starts a new sequence from a full render instead.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from .messages import ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REASONING_START, REASONING_END = "<think>", "</think>"
+
+
+class ChatTemplateError(ValueError):
+    """The chat template is missing, or refused a conversation. The message holds the template's own words."""
+
+
+class UnprovenContinuationError(Exception):
+    """What follows a sampled turn cannot be derived from the template. The message says why."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to put in front of the model.
+
+    Attributes:
+        token_ids: Ids, shape (T,).
+        reasoning_open: True if the prompt ends inside reasoning that it opened itself (`<think>` in the generation
+            prompt).
+    """
+
+    token_ids: list[int]
+    reasoning_open: bool
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, as the source of prompt tokens. Immutable; safe to share between threads."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Find the template and the token that ends an assistant's turn in it.
+
+        Args:
+            tokenizer: A Hugging Face tokenizer.
+            chat_template: Jinja text that replaces the tokenizer's own template.
+            arguments: Passed to the template with every render, e.g. `{"enable_thinking": False}`.
+
+        Raises:
+            ChatTemplateError: The tokenizer has no chat template and none was given, or it cannot render a plain
+                exchange.
+        """
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
+                "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
+            )
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments or {})
+        self._chat_template = chat_template
+        self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
+        self.end_of_turn = self._find_end_of_turn()
+        self.end_of_turn_id: int | None = (
+            None if self.end_of_turn is None else tokenizer.convert_tokens_to_ids(self.end_of_turn)
+        )
+        self.identity = {
+            "chat template": self._chat_template or tokenizer.chat_template,
+            "template arguments": self._prefix_arguments(),
+        }
+
+    # --- prompts ---
+
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+        """The prompt that opens a sequence: the whole conversation, rendered.
+
+        Args:
+            messages: Chat messages, the system message first if there is one.
+            tools: Tools in OpenAI form.
+
+        Raises:
+            ChatTemplateError: The template refused the conversation.
+        """
+        text = self.render(messages, tools, add_generation_prompt=True)
+        return Prompt(self.encode(text), _ends_in_open_reasoning(text))
+
+    def continuation(
+        self,
+        output_ids: Sequence[int],
+        stop_token_id: int | None,
+        calls: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Prompt:
+        """The prompt tokens that follow a sampled turn.
+
+        Args:
+            output_ids: The turn's sampled ids, shape (T,).
+            stop_token_id: The stop token among them; None if the turn was cut off or ended at a stop string. Such a
+                turn gets its missing end-of-turn token here, as a prompt token.
+            calls: The turn's tool calls: `{"id", "name"}` in order.
+            messages: The chat messages that came since.
+            tools: Tools in OpenAI form.
+
+        Raises:
+            UnprovenContinuationError: The template's text after the turn cannot be told.
+            ChatTemplateError: The template refused the messages.
+        """
+        end, end_id = self.end_of_turn, self.end_of_turn_id
+        if end is None or end_id is None:
+            raise UnprovenContinuationError("the chat template ends an assistant turn with no special token")
+        if stop_token_id not in (None, end_id):
+            stop = self.tokenizer.convert_ids_to_tokens(stop_token_id)
+            raise UnprovenContinuationError(f"the model stopped with {stop!r} where the chat template puts {end!r}")
+        text = end + self._text_after_turn(calls, messages, tools, end)
+        token_ids = self.encode(text)
+        if not token_ids or token_ids[0] != end_id:
+            raise UnprovenContinuationError(f"{end!r} does not stay one token in front of {text[len(end) :][:40]!r}")
+        ended = len(output_ids) > 0 and output_ids[-1] == end_id
+        return Prompt(token_ids[1:] if ended else token_ids, _ends_in_open_reasoning(text))
+
+    def _text_after_turn(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+        end: str,
+    ) -> str:
+        sentinel = f"sentinel{uuid.uuid4().hex}"
+        answers_calls = any(message["role"] == "tool" for message in messages)
+        stand_in: ChatMessage = {"role": "assistant", "content": sentinel}
+        if calls and answers_calls:
+            # The sentinel stands in the last call, since that is what the template renders last.
+            stand_in["content"] = ""
+            stand_in["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call["id"],
+                    "function": {"name": call["name"], "arguments": {"argument": sentinel}},
+                }
+                for call in calls
+            ]
+        conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, stand_in, *messages]
+        text = self.render(conversation, tools, add_generation_prompt=True)
+        _, found, after = text.rpartition(sentinel)
+        if not found:
+            raise UnprovenContinuationError("the chat template leaves the assistant's turn out of its render")
+        _, found, after = after.partition(end)
+        if not found:
+            raise UnprovenContinuationError(f"the chat template does not end the assistant's turn with {end!r}")
+        return after
+
+    # --- text and tokens ---
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text for a conversation.
+
+        Raises:
+            ChatTemplateError: The template refused it.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),
+                chat_template=self._chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(self.arguments if arguments is None else arguments),
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            roles = [message["role"] for message in messages]
+            raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text; no special tokens are added, the template wrote them."""
+        with self._lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        with self._lock:
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # --- what can be derived ---
+
+    def _find_end_of_turn(self) -> str | None:
+        """The first special token that the template writes behind an assistant's text."""
+        sentinel = f"sentinel{uuid.uuid4().hex}"
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
+        after = self.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
+        specials = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        specials.update(self.tokenizer.all_special_tokens)
+        found = [(after.index(token), -len(token), token) for token in specials if token and token in after]
+        return min(found)[2] if found else None
+
+    def _prefix_arguments(self) -> str:
+        """The arguments that change how history is rendered; others touch only the generation prompt."""
+        probe: list[ChatMessage] = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            {"role": "user", "content": "v"},
+        ]
+
+        def changes(name: str) -> bool:
+            try:
+                with_it = self.render(probe, add_generation_prompt=False, arguments={name: self.arguments[name]})
+                return with_it != self.render(probe, add_generation_prompt=False, arguments={})
+            except ChatTemplateError:
+                return True
+
+        relevant = {name: value for name, value in self.arguments.items() if changes(name)}
+        return json.dumps(relevant, sort_keys=True, default=repr)
+
+
+_templates: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, str], ChatTemplate]]
+_templates = weakref.WeakKeyDictionary()
+_templates_lock = threading.Lock()
+
+
+def get_chat_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, arguments: Mapping[str, Any]
+) -> ChatTemplate:
+    """A shared `ChatTemplate`, so that a thousand models on one tokenizer look at its template once.
+
+    Raises:
+        ChatTemplateError: As for `ChatTemplate`.
+    """
+    text = chat_template or getattr(tokenizer, "chat_template", None)
+    key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr))
+    with _templates_lock:
+        known = _templates.setdefault(tokenizer, {})
+        if key not in known:
+            known[key] = ChatTemplate(tokenizer, chat_template=chat_template, arguments=arguments)
+        return known[key]
+
+
+def _ends_in_open_reasoning(prompt: str) -> bool:
+    """Whether a prompt's text ends with an opened and empty reasoning block."""
+    return prompt.rstrip().endswith(REASONING_START)

@@ -1,0 +1,259 @@
+"""Pure functions over Strands messages: into chat-template messages, and into fingerprints.
+
+A conversation is identified by what the model would see of it: system prompt, tools, template, messages. `fingerprint`
+hashes it into a chain, one link per message, so that "is this a recorded conversation plus something new?" is a
+dictionary look-up per message and never a comparison of texts. Canonical form: the whitelist `role` and `content`, the
+normalisation that Strands itself applies before every model call, and cache points left out, which the model never
+sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+from strands.types.content import Message, Messages
+from strands.types.tools import ToolSpec
+
+BLANK_TEXT = "[blank text]"
+"""What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
+
+ChatMessage = dict[str, Any]
+"""A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls."""
+
+
+class UnsupportedContentError(ValueError):
+    """A message holds content that cannot be put in front of the model. The message names its path."""
+
+
+# --- canonical form and fingerprints ---
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a model call was asked with, as fingerprints.
+
+    Attributes:
+        parts: Digests of what stands before the messages: system prompt, tools, chat template, template arguments.
+        digests: One digest per message, shape (M,).
+        chain: `chain[i]` identifies `parts` and the first `i` messages; shape (M + 1,).
+        roles: The role of each message, shape (M,).
+    """
+
+    parts: Mapping[str, bytes]
+    digests: tuple[bytes, ...]
+    chain: tuple[bytes, ...]
+    roles: tuple[str, ...]
+
+    @property
+    def key(self) -> bytes:
+        """Identifies the whole conversation."""
+        return self.chain[-1]
+
+
+def fingerprint(parts: Mapping[str, Any], messages: Messages) -> Conversation:
+    """Fingerprint a conversation in one pass.
+
+    Args:
+        parts: What stands before the messages, by name; any JSON-like values.
+        messages: Strands messages.
+    """
+    part_digests = {name: _digest(_dump(value)) for name, value in parts.items()}
+    link = _digest(b"".join(part_digests.values()))
+    digests, chain = [], [link]
+    for message in messages:
+        digests.append(message_digest(message))
+        link = next_link(link, digests[-1])
+        chain.append(link)
+    return Conversation(part_digests, tuple(digests), tuple(chain), tuple(message["role"] for message in messages))
+
+
+def message_digest(message: Message) -> bytes:
+    """The digest of a message's canonical form."""
+    return _digest(_dump([message["role"], canonical_content(message)]))
+
+
+def next_link(link: bytes, digest: bytes) -> bytes:
+    """The chain link after `link` for a message with this digest."""
+    return _digest(link + digest)
+
+
+def canonical_content(message: Message) -> list[Mapping[str, Any]]:
+    """The content blocks in the form in which Strands hands an assistant message back to its model."""
+    blocks = [cast(Mapping[str, Any], block) for block in message["content"] if "cachePoint" not in block]
+    if message["role"] != "assistant":
+        return blocks
+    if not blocks:
+        return [{"text": BLANK_TEXT}]
+    if any("toolUse" in block for block in blocks):
+        return [block for block in blocks if "text" not in block or (block["text"] or "").strip()]
+    return [
+        {"text": BLANK_TEXT} if "text" in block and not (block["text"] or "").strip() else block for block in blocks
+    ]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _dump(value: Any) -> bytes:
+    """Bytes that are equal exactly for equal values (dictionaries by content, not by order)."""
+    try:
+        return orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # integers beyond 64 bits, lone surrogates: rare, and the standard library can
+        return json.dumps(value, default=repr, sort_keys=True).encode()
+
+
+def _dump_other(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "bytes:" + _digest(bytes(value)).hex()
+    return repr(value)
+
+
+# --- into chat-template messages ---
+
+
+def to_chat_messages(
+    messages: Messages,
+    *,
+    known_calls: Sequence[Mapping[str, Any]] = (),
+    result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
+    path: str = "messages",
+) -> list[ChatMessage]:
+    """Strands messages as chat-template messages. Every content block is rendered or raises; none is dropped.
+
+    Tool results become one `tool` message each, in the order of the calls that they answer (Strands puts those of
+    invalid calls first, and those of interrupted ones last); text beside them becomes a `user` message after them.
+
+    Args:
+        messages: Strands messages.
+        known_calls: Tool uses of the assistant message that stands right before `messages`, if that one is not in them.
+        result_notice: Given a toolUseId, the text that replaces its result: what the model is told of a call that did
+            not parse. None keeps the result.
+        path: How error messages name `messages`.
+
+    Raises:
+        UnsupportedContentError: A block cannot be rendered; the message names its path.
+    """
+    chat: list[ChatMessage] = []
+    calls = list(known_calls)
+    for i, message in enumerate(messages):
+        where = f"{path}[{i}]"
+        if message["role"] == "assistant":
+            chat.append(_assistant_message(message, where))
+            calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+        else:
+            chat.extend(_user_messages(message, where, calls, result_notice))
+    return chat
+
+
+def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]] | None:
+    """Strands tool specs in the OpenAI form that chat templates take; None if there are none."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": spec["name"],
+                "description": spec["description"],
+                "parameters": spec["inputSchema"].get("json", spec["inputSchema"]),
+            },
+        }
+        for spec in tool_specs or ()
+    ]
+    return tools or None
+
+
+def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mapping[str, Any]] | None) -> str | None:
+    """The system prompt as text, None if there is none.
+
+    Raises:
+        UnsupportedContentError: A block is neither text nor a cache point.
+    """
+    if system_prompt is not None or not system_prompt_content:
+        return system_prompt
+    texts = []
+    for i, block in enumerate(system_prompt_content):
+        if "text" in block:
+            texts.append(block["text"])
+        elif "cachePoint" not in block:
+            raise UnsupportedContentError(f"system_prompt[{i}]: cannot render a {_kind(block)} block as text")
+    return "\n".join(texts) if texts else None
+
+
+def _assistant_message(message: Message, where: str) -> ChatMessage:
+    texts, reasoning, calls = [], [], []
+    for j, block in enumerate(message["content"]):
+        if "text" in block:
+            texts.append(block["text"])
+        elif "toolUse" in block:
+            use = block["toolUse"]
+            call = {"name": use["name"], "arguments": use["input"]}
+            calls.append({"type": "function", "id": use["toolUseId"], "function": call})
+        elif "reasoningContent" in block and "reasoningText" in block["reasoningContent"]:
+            reasoning.append(block["reasoningContent"]["reasoningText"]["text"])
+        elif "cachePoint" not in block:
+            raise _unsupported(block, f"{where}.content[{j}]")
+    chat: ChatMessage = {"role": "assistant", "content": "\n".join(texts)}
+    if reasoning:
+        chat["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        chat["tool_calls"] = calls
+    return chat
+
+
+def _user_messages(
+    message: Message,
+    where: str,
+    calls: Sequence[Mapping[str, Any]],
+    result_notice: Callable[[str], str | None],
+) -> list[ChatMessage]:
+    order = {call["toolUseId"]: position for position, call in enumerate(calls)}
+    results: list[tuple[int, ChatMessage]] = []
+    texts = []
+    for j, block in enumerate(message["content"]):
+        here = f"{where}.content[{j}]"
+        if "text" in block:
+            texts.append(block["text"])
+        elif "toolResult" in block:
+            result = block["toolResult"]
+            use_id = result["toolUseId"]
+            position = order.get(use_id)
+            notice = result_notice(use_id)
+            text = notice if notice is not None else _result_text(result["content"], f"{here}.toolResult")
+            chat: ChatMessage = {"role": "tool", "content": text, "tool_call_id": use_id}
+            if position is not None:
+                chat["name"] = calls[position]["name"]
+            results.append((len(calls) if position is None else position, chat))
+        elif "cachePoint" not in block:
+            raise _unsupported(block, here)
+    chats = [chat for _, chat in sorted(results, key=lambda entry: entry[0])]
+    if texts or not chats:
+        chats.append({"role": "user", "content": "\n".join(texts)})
+    return chats
+
+
+def _result_text(content: Sequence[Mapping[str, Any]], where: str) -> str:
+    texts = []
+    for k, block in enumerate(content):
+        if "text" in block:
+            texts.append(block["text"])
+        elif "json" in block:
+            texts.append(json.dumps(block["json"], ensure_ascii=False))
+        else:
+            raise _unsupported(block, f"{where}.content[{k}]")
+    return "\n".join(texts)
+
+
+def _unsupported(block: Mapping[str, Any], where: str) -> UnsupportedContentError:
+    return UnsupportedContentError(
+        f"{where}: cannot put a {_kind(block)} block in front of the model; this version renders text, json, tool "
+        "uses, tool results and reasoning. Turn the block into text before the call"
+    )
+
+
+def _kind(block: Mapping[str, Any]) -> str:
+    return "/".join(block) or "empty"

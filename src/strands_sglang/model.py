@@ -1,0 +1,395 @@
+"""`SGLangModel`: a Strands model provider whose every call is one request with token ids in and token ids out.
+
+Orchestration only. A call is attached to the recorded conversation that it extends (`trajectory`), its new messages
+become prompt tokens (`chat_template`), one request is made (`client`), the sampled tokens are recorded, taken apart
+into reasoning, text and tool calls (`tool_parsers`), and handed to the agent as stream events. The agent sees clean
+messages; the exact tokens stay in the trajectory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+from strands.models._validation import validate_config_keys, warn_on_tool_choice_not_supported
+from strands.models.model import Model
+from strands.types.content import Message, Messages, SystemContentBlock
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
+from strands.types.streaming import StreamEvent
+from strands.types.tools import ToolChoice, ToolSpec
+from typing_extensions import Unpack, override
+
+from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError, get_chat_template
+from .client import SGLangClient
+from .exceptions import (
+    SGLangAbortedError,
+    SGLangContextLengthError,
+    SGLangDecodingError,
+    SGLangThrottledError,
+)
+from .generation import Generation, read_generation
+from .messages import fingerprint, system_text, to_chat_messages, to_chat_tools
+from .request import plan_request, wants_logprobs
+from .server_check import check_server
+from .shared import get_client
+from .stream_events import content_blocks, stop_reason, stream_events
+from .tokens import TokenManager
+from .tool_parsers import ParsedTurn, ToolParser, get_tool_parser
+from .trajectory import Place, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=BaseModel)
+
+DEFAULT_TOOL_PARSER = "hermes"
+
+
+class SGLangModel(Model):
+    """Strands model provider for SGLang's native `/generate`, recording every token exactly.
+
+    One object may serve several agents, event loops and threads; what it records is keyed by the conversations
+    themselves. Call `reset()` before each episode.
+
+    Example:
+        >>> model = SGLangModel(tokenizer=tokenizer, base_url="http://localhost:30000")
+        >>> agent = Agent(model=model, tools=[calculator])
+        >>> result = await agent.invoke_async("What is 25 * 17?")
+        >>> model.token_manager.token_ids, model.token_manager.loss_mask, model.token_manager.logprobs
+    """
+
+    class SGLangConfig(TypedDict, total=False):
+        """Configuration of an `SGLangModel`.
+
+        Attributes:
+            model_id: Name of the model, for logs and traces.
+            sampling_params: SGLang's sampling parameters. `max_new_tokens` left out means: what still fits the context.
+            params: Earlier spelling of `sampling_params`.
+            return_logprob: Record the logprobs of sampled tokens (default True).
+            return_prompt_logprobs: Record those of prompt tokens too (default False: it defeats the prefix cache).
+            return_routed_experts: Ask for the experts that each token was routed to (default False).
+            enable_thinking: Shorthand for `chat_template_kwargs={"enable_thinking": ...}`.
+            chat_template: Jinja text that replaces the tokenizer's chat template.
+            chat_template_kwargs: Arguments for the chat template.
+            context_window_limit: Context length in tokens; by default what the server tells.
+        """
+
+        model_id: str | None
+        sampling_params: dict[str, Any] | None
+        params: dict[str, Any] | None
+        return_logprob: bool | None
+        return_prompt_logprobs: bool | None
+        return_routed_experts: bool | None
+        enable_thinking: bool | None
+        chat_template: str | None
+        chat_template_kwargs: dict[str, Any] | None
+        context_window_limit: int | None
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        client: SGLangClient | None = None,
+        base_url: str | None = None,
+        tool_parser: ToolParser | str | None = None,
+        **config: Unpack[SGLangConfig],
+    ) -> None:
+        """Set up the model. Nothing is sent until the first call.
+
+        Args:
+            tokenizer: The Hugging Face tokenizer of the served model.
+            client: A client to use. Exactly one of `client` and `base_url` must be given.
+            base_url: URL of an SGLang server; models with the same URL share one pooled client.
+            tool_parser: How the model writes tool calls: a parser, or the name of one (default "hermes").
+            **config: See `SGLangConfig`.
+
+        Raises:
+            ValueError: Neither or both of `client` and `base_url`; a tokenizer without a chat template; an unknown tool
+                parser; both `sampling_params` and `params`.
+        """
+        if (client is None) == (base_url is None):
+            given = "neither was" if client is None else "both were"
+            raise ValueError(f"pass exactly one of client= and base_url=; {given} given")
+        self.client: SGLangClient = client if client is not None else get_client(cast(str, base_url))
+        self.tokenizer = tokenizer
+        self.tool_parser = (
+            tool_parser
+            if isinstance(tool_parser, ToolParser)
+            else get_tool_parser(DEFAULT_TOOL_PARSER if tool_parser is None else tool_parser)
+        )
+        self.config: dict[str, Any] = {}
+        self.update_config(**config)
+        self.reset()
+
+    # --- configuration ---
+
+    @override
+    def update_config(self, **model_config: Unpack[SGLangConfig]) -> None:  # type: ignore[override]
+        """Change the configuration; the next call uses it.
+
+        Raises:
+            ValueError: Both `sampling_params` and `params`, or a chat template that cannot be used.
+        """
+        validate_config_keys(model_config, self.SGLangConfig)
+        changed = dict(model_config)
+        if "params" in changed:
+            if changed.get("sampling_params") is not None:
+                raise ValueError("pass sampling_params= only; params= is its earlier spelling")
+            changed["sampling_params"] = changed.pop("params")
+        config = {**self.config, **changed}
+        arguments = dict(config.get("chat_template_kwargs") or {})
+        if config.get("enable_thinking") is not None:
+            arguments["enable_thinking"] = config["enable_thinking"]
+        self.chat_template = get_chat_template(self.tokenizer, config.get("chat_template"), arguments)
+        self.config = config
+
+    @override
+    def get_config(self) -> SGLangConfig:
+        """The configuration in force."""
+        return cast(SGLangModel.SGLangConfig, self.config)
+
+    # --- what was recorded ---
+
+    def reset(self) -> None:
+        """Start a new episode: an empty trajectory. What was read from the old one stays valid."""
+        self.trajectory = Trajectory()
+        self.tool_parse_errors: dict[str, int] = {}
+
+    @property
+    def token_manager(self) -> TokenManager:
+        """The latest sequence of the main conversation, as a snapshot; all sequences are in `trajectory`."""
+        return self.trajectory.latest_main_sequence()
+
+    @property
+    def rollout(self) -> TokenManager:
+        """The same as `token_manager`."""
+        return self.token_manager
+
+    # --- calls ---
+
+    @override
+    async def stream(  # type: ignore[override]
+        self,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None = None,
+        system_prompt: str | None = None,
+        *,
+        tool_choice: ToolChoice | None = None,
+        system_prompt_content: list[SystemContentBlock] | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Make one model call and stream its answer as Strands events.
+
+        The answer is recorded before the first event is given out, so the record is complete even if the consumer
+        stops.
+
+        Args:
+            messages: The whole conversation.
+            tool_specs: The tools that the model may call.
+            system_prompt: The system prompt.
+            tool_choice: Not supported yet; a warning says so.
+            system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
+            **kwargs: Whatever else Strands passes.
+
+        Yields:
+            Strands stream events.
+
+        Raises:
+            ContextWindowOverflowException: The context has no room for the prompt.
+            SGLangAbortedError: The server aborted the request; what it had sampled is recorded as a cut turn.
+            SGLangClientError: The server or the network failed after all retries.
+            ModelThrottledException: The server is too busy and the client was told not to retry (`max_retries=0`).
+            UnsupportedContentError: A message holds content that cannot be rendered.
+        """
+        warn_on_tool_choice_not_supported(tool_choice)
+        system = system_text(system_prompt, cast(Any, system_prompt_content))
+        trajectory = self.trajectory  # a reset while the request is on its way must not split the call
+        turn, generation = await self._generate(trajectory, messages, tool_specs, system)
+        parsed = self._parse(trajectory, turn, generation, tool_specs)
+        blocks = content_blocks(parsed)
+        trajectory.answer(
+            turn,
+            generation,
+            Message(role="assistant", content=blocks),
+            tool_calls=[
+                {"toolUseId": call.id, "name": call.name, "id": call.native_id or call.id} for call in parsed.tool_calls
+            ],
+            result_notices={
+                call.id: self.tool_parser.render_error(call) for call in parsed.tool_calls if call.is_error
+            },
+        )
+        for call in parsed.tool_calls:
+            if call.is_error:
+                name = call.attempted_name or call.name
+                self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
+        for event in stream_events(blocks, stop_reason(generation, parsed), generation):
+            yield event
+
+    @override
+    async def structured_output(
+        self, output_model: type[T], prompt: Messages, system_prompt: str | None = None, **kwargs: Any
+    ) -> AsyncGenerator[dict[str, T | Any], None]:
+        """Sample an instance of a pydantic model, constrained by its JSON schema.
+
+        The tokens are recorded in a sequence of their own with loss mask 0: a grammar chose among them, so they are not
+        on-policy.
+
+        Args:
+            output_model: What to produce.
+            prompt: The conversation.
+            system_prompt: The system prompt.
+            **kwargs: Ignored.
+
+        Yields:
+            `{"output": <instance of output_model>}`.
+
+        Raises:
+            ValueError: The sampled text is not valid for `output_model`, e.g. because it was cut off.
+            SGLangClientError: As for `stream`.
+        """
+        schema = json.dumps(output_model.model_json_schema())
+        trajectory = self.trajectory
+        turn, generation = await self._generate(trajectory, prompt, None, system_prompt, {"json_schema": schema})
+        parsed = self._parse(trajectory, turn, generation, None)
+        trajectory.answer(turn, generation, Message(role="assistant", content=content_blocks(parsed)))
+        try:
+            output = output_model.model_validate_json(parsed.text)
+        except ValidationError as error:
+            raise ValueError(
+                f"the sampled text is no {output_model.__name__} (finish reason {generation.finish_type}): {error}"
+            ) from error
+        yield {"output": output}
+
+    async def _generate(
+        self,
+        trajectory: Trajectory,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None,
+        system: str | None,
+        grammar: Mapping[str, Any] | None = None,
+    ) -> tuple[Turn, Generation]:
+        """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded."""
+        template, config = self.chat_template, self.config
+        conversation = fingerprint({"system prompt": system, "tools": tool_specs, **template.identity}, messages)
+        place = trajectory.attach(conversation, messages)
+        place, prompt = self._prompt(template, place, messages, tool_specs, system)
+        known_ids = place.turn.token_ids() if place.turn is not None else []
+        turn = trajectory.ask(
+            place, conversation, prompt.token_ids, reasoning_open=prompt.reasoning_open, constrained=grammar is not None
+        )
+        logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
+        try:
+            response = await self._request(turn, [*known_ids, *prompt.token_ids], len(known_ids), config, grammar)
+            generation = read_generation(response, logprobs_expected=wants_logprobs(config))
+            self._check(turn, generation, len(known_ids) + len(prompt.token_ids), config)
+        except BaseException as error:  # also CancelledError: the turn must not stay "asked"
+            trajectory.fail(turn, error)
+            raise
+        if generation.finish_type == "abort":
+            error = SGLangAbortedError(
+                f"the server aborted the request after {generation.completion_tokens} tokens: "
+                f"{generation.abort_message}; this happens at weight updates and pauses",
+                response=response,
+            )
+            trajectory.cut(turn, generation, error)
+            raise error
+        return turn, generation
+
+    def _prompt(
+        self,
+        template: ChatTemplate,
+        place: Place,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None,
+        system: str | None,
+    ) -> tuple[Place, Prompt]:
+        """The prompt tokens for a place; where the continuation cannot be proven, a new sequence from a full render."""
+        tools = to_chat_tools(tool_specs)
+        if place.turn is not None:
+            turn = place.turn
+            chat = to_chat_messages(
+                place.new_messages,
+                known_calls=turn.tool_calls,
+                result_notice=turn.result_notices.get,
+                path=f"messages[{len(messages) - len(place.new_messages)}:]",
+            )
+            try:
+                stop = turn.generation.stop_token_id if turn.generation is not None else None
+                return place, template.continuation(turn.output_ids, stop, turn.tool_calls, chat, tools)
+            except UnprovenContinuationError as error:
+                place = Place(None, messages, f"opens a sequence: {error}")
+        chat = to_chat_messages(messages)
+        if system is not None:
+            chat.insert(0, {"role": "system", "content": system})
+        return place, template.opening(chat, tools)
+
+    async def _request(
+        self,
+        turn: Turn,
+        input_ids: list[int],
+        known: int,
+        config: Mapping[str, Any],
+        grammar: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Send one request and return the server's response."""
+        server = await check_server(self.client, self.chat_template)
+        request = plan_request(config, len(input_ids), known, context_length=server.context_length, grammar=grammar)
+        turn.sampling_params, turn.clamped = request.sampling_params, request.clamped
+        vocab_size = max(len(self.tokenizer), max(input_ids[:known], default=0) + 1)  # sampled ids may be padding ids
+        try:
+            return await self.client.generate(
+                input_ids, request.sampling_params, vocab_size=vocab_size, **request.fields
+            )
+        except SGLangContextLengthError as error:
+            raise ContextWindowOverflowException(str(error)) from error
+        except SGLangThrottledError as error:
+            if self.client.max_retries == 0:
+                raise ModelThrottledException(str(error)) from error
+            raise
+
+    @staticmethod
+    def _check(turn: Turn, generation: Generation, prompt_tokens: int, config: Mapping[str, Any]) -> None:
+        """Refuse an answer to something else than what was asked."""
+        if generation.finish_type == "abort":
+            return
+        if generation.prompt_tokens != prompt_tokens:
+            raise SGLangDecodingError(
+                f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
+                "a server started with --allow-auto-truncate does this: start it without"
+            )
+        if config.get("return_routed_experts") and generation.routed_experts is None:
+            raise SGLangDecodingError(
+                "routed experts were asked for and not returned: the model has none, the server was started without "
+                "--enable-return-routed-experts, or a router drops the request's key"
+            )
+
+    def _parse(
+        self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
+    ) -> ParsedTurn:
+        """Take the sampled tokens apart. If the parser itself fails, they are kept as a cut turn."""
+        try:
+            return self._parsed_turn(turn, generation, tool_specs)
+        except Exception as error:
+            trajectory.cut(turn, generation, error)
+            raise
+
+    def _parsed_turn(self, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None) -> ParsedTurn:
+        ids = generation.output_ids
+        if generation.stop_token_id is not None:
+            ids = ids[:-1]
+        text = self.chat_template.decode(ids)
+        if isinstance(generation.matched, str) and not turn.sampling_params.get("no_stop_trim"):
+            text = text.partition(generation.matched)[0]
+        return self.tool_parser.parse_turn(
+            text,
+            token_ids=ids.tolist(),
+            tokenizer=self.tokenizer,
+            tools=tool_specs,
+            reasoning_open=turn.reasoning_open,
+            truncated=generation.finish_type == "length",
+        )

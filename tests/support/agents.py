@@ -1,0 +1,55 @@
+"""Agents for tests: Strands agents as a rollout uses them, and tools that note what was run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from strands import Agent, tool
+from strands.agent.conversation_manager import NullConversationManager
+
+from strands_sglang import SGLangModel
+
+
+def call(name: str = "calculator", **arguments: Any) -> str:
+    """A tool call as a model writes it in Hermes format."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def make_tools() -> tuple[list[Any], list[str]]:
+    """A calculator and a tool that always fails, and the list in which they note what was run."""
+    ran: list[str] = []
+
+    @tool
+    def calculator(expression: str) -> str:
+        """Compute a product.
+
+        Args:
+            expression: Such as "2 * 3".
+        """
+        ran.append(expression)
+        left, right = expression.split("*")
+        return str(int(left) * int(right))
+
+    @tool
+    def broken(reason: str) -> str:
+        """Fail.
+
+        Args:
+            reason: Why.
+        """
+        ran.append(reason)
+        raise RuntimeError(reason)
+
+    return [calculator, broken], ran
+
+
+def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any) -> Agent:
+    """An agent without printing, without history management and without hidden retries."""
+    defaults: dict[str, Any] = {
+        "system_prompt": "Be brief.",
+        "callback_handler": None,
+        "conversation_manager": NullConversationManager(),
+        "retry_strategy": None,
+    }
+    return Agent(model=model, tools=tools or [], **{**defaults, **kwargs})

@@ -1,0 +1,130 @@
+import pytest
+
+from strands_sglang.chat_template import ChatTemplate, ChatTemplateError, UnprovenContinuationError
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "calculator", "description": "Computes.", "parameters": {"type": "object"}},
+    }
+]
+CALLS = [{"toolUseId": "t0", "name": "calculator", "id": "t0"}]
+
+
+def opening_messages():
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
+
+
+def call_message(*calls):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": {"x": 1}}}
+            for call in calls
+        ],
+    }
+
+
+@pytest.fixture
+def template(chatml_tokenizer):
+    return ChatTemplate(chatml_tokenizer)
+
+
+def follow_up(kind):
+    """The assistant's message, its calls, and the messages that follow it."""
+    result = {"role": "tool", "content": "4", "name": "calculator", "tool_call_id": "t0"}
+    user = {"role": "user", "content": "And 3+3?"}
+    if kind == "tool result":
+        return call_message(*CALLS), CALLS, [result]
+    if kind == "two tool results":
+        calls = [*CALLS, {"toolUseId": "t1", "name": "other", "id": "t1"}]
+        return call_message(*calls), calls, [result, {**result, "content": "6", "tool_call_id": "t1"}]
+    if kind == "tool result and text":
+        return call_message(*CALLS), CALLS, [result, user]
+    return {"role": "assistant", "content": "It is 4."}, [], [user]
+
+
+@pytest.mark.parametrize("kind", ["tool result", "two tool results", "tool result and text", "user turn"])
+def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, kind):
+    answer, calls, new = follow_up(kind)
+    opening = template.opening(opening_messages(), TOOLS)
+    whole = template.opening([*opening_messages(), answer, *new], TOOLS).token_ids
+    end = template.end_of_turn_id
+    # The sampled turn, as the template writes it: what stands between the opening and the end of the turn.
+    start = len(opening.token_ids)
+    sampled = whole[start : whole.index(end, start) + 1]
+
+    continuation = template.continuation(sampled, end, calls, new, TOOLS)
+    assert opening.token_ids + sampled + continuation.token_ids == whole
+
+
+def test_a_cut_turn_gets_its_missing_end_as_a_prompt_token(template):
+    new = [{"role": "user", "content": "go on"}]
+    ended = template.continuation([5, template.end_of_turn_id], template.end_of_turn_id, [], new, None)
+    cut = template.continuation([5], None, [], new, None)
+    assert cut.token_ids == [template.end_of_turn_id, *ended.token_ids]
+
+
+def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
+    new = [{"role": "user", "content": "go on"}]
+    cut = template.continuation([5, template.end_of_turn_id], None, [], new, None)
+    assert cut.token_ids[0] != template.end_of_turn_id
+
+
+def test_a_turn_that_ended_in_another_token_is_not_continued(template):
+    other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    with pytest.raises(UnprovenContinuationError, match="endoftext.*im_end"):
+        template.continuation([5, other], other, [], [{"role": "user", "content": "x"}], None)
+
+
+def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
+    text = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    assert template.opening(opening_messages(), None).reasoning_open
+    new = [{"role": "user", "content": "x"}]
+    assert template.continuation([template.end_of_turn_id], template.end_of_turn_id, [], new, None).reasoning_open
+
+
+def test_a_closed_reasoning_block_in_the_prompt_is_not_open_reasoning(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
+    prompt = template.opening(opening_messages(), None)
+    assert "</think>" in template.decode(prompt.token_ids)
+    assert not prompt.reasoning_open
+
+
+def test_arguments_of_the_generation_prompt_do_not_change_the_identity(chatml_tokenizer):
+    with_thinking = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": True})
+    without = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
+    assert with_thinking.identity == without.identity
+
+
+def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer):
+    text = "{{ greeting or '' }}" + chatml_tokenizer.chat_template
+    plain = ChatTemplate(chatml_tokenizer, chat_template=text)
+    greeted = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"greeting": "hi"})
+    assert plain.identity != greeted.identity
+
+
+def test_a_tokenizer_without_a_template_is_refused(chatml_tokenizer):
+    class Bare:
+        chat_template = None
+        name_or_path = "bare-model"
+
+    with pytest.raises(ChatTemplateError, match="'bare-model' has no chat template.*chat_template="):
+        ChatTemplate(Bare())
+
+
+def test_a_template_that_refuses_a_conversation_is_quoted(chatml_tokenizer):
+    text = "{% if messages|length > 2 %}{{ raise_exception('only one exchange') }}{% endif %}<|im_end|>" + (
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    with pytest.raises(ChatTemplateError, match="only one exchange"):
+        template.opening([*opening_messages(), {"role": "user", "content": "x"}], None)
+
+
+def test_a_template_without_an_end_of_turn_token_continues_nothing(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    with pytest.raises(UnprovenContinuationError, match="no special token"):
+        template.continuation([5], None, [], [{"role": "user", "content": "x"}], None)

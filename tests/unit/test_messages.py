@@ -1,0 +1,162 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strands_sglang.messages import (
+    UnsupportedContentError,
+    canonical_content,
+    fingerprint,
+    message_digest,
+    system_text,
+    to_chat_messages,
+    to_chat_tools,
+)
+
+
+def user(*blocks):
+    return {"role": "user", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
+
+
+def assistant(*blocks):
+    return {"role": "assistant", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
+
+
+def tool_use(use_id, name="calculator", **tool_input):
+    return {"toolUse": {"toolUseId": use_id, "name": name, "input": tool_input}}
+
+
+def tool_result(use_id, *content, status="success"):
+    return {"toolResult": {"toolUseId": use_id, "status": status, "content": list(content)}}
+
+
+class TestChatMessages:
+    def test_all_text_blocks_are_rendered(self):
+        assert to_chat_messages([user("one", "two")]) == [{"role": "user", "content": "one\ntwo"}]
+
+    def test_tool_calls_keep_text_reasoning_and_arguments(self):
+        reasoning = {"reasoningContent": {"reasoningText": {"text": "hm"}}}
+        (chat,) = to_chat_messages([assistant(reasoning, "let me see", tool_use("a", x=1))])
+        assert chat["content"] == "let me see"
+        assert chat["reasoning_content"] == "hm"
+        assert chat["tool_calls"] == [
+            {"type": "function", "id": "a", "function": {"name": "calculator", "arguments": {"x": 1}}}
+        ]
+
+    def test_tool_results_come_in_the_order_of_their_calls(self):
+        history = [
+            assistant(*(tool_use(f"call_{i}", name=f"t{i}") for i in range(12))),
+            user(*(tool_result(f"call_{i}", {"text": str(i)}) for i in (11, 2, 0, 1, *range(3, 11)))),
+        ]
+        results = to_chat_messages(history)[1:]
+        assert [result["content"] for result in results] == [str(i) for i in range(12)]
+        assert [result["name"] for result in results] == [f"t{i}" for i in range(12)]
+
+    def test_results_are_ordered_by_calls_of_a_message_that_is_not_among_them(self):
+        chat = to_chat_messages(
+            [user(tool_result("b", {"text": "2"}), tool_result("a", {"text": "1"}))],
+            known_calls=[{"toolUseId": "a", "name": "x"}, {"toolUseId": "b", "name": "y"}],
+        )
+        assert [message["content"] for message in chat] == ["1", "2"]
+
+    def test_text_beside_tool_results_follows_them_as_a_user_message(self):
+        chat = to_chat_messages([user("and also", tool_result("a", {"text": "4"}))])
+        assert [(message["role"], message["content"]) for message in chat] == [("tool", "4"), ("user", "and also")]
+
+    def test_json_text_and_empty_results_are_rendered(self):
+        chat = to_chat_messages(
+            [user(tool_result("a", {"json": {"ü": [1]}}, {"text": "t"}), tool_result("b", status="error"))]
+        )
+        assert [message["content"] for message in chat] == ['{"ü": [1]}\nt', ""]
+
+    def test_a_notice_replaces_the_result_of_a_call_that_did_not_parse(self):
+        notices = {"a": "your call was not valid JSON"}
+        (chat,) = to_chat_messages([user(tool_result("a", {"text": "Unknown tool"}))], result_notice=notices.get)
+        assert chat["content"] == "your call was not valid JSON"
+
+    @pytest.mark.parametrize(
+        ("message", "path"),
+        [
+            (user({"image": {"format": "png", "source": {"bytes": b""}}}), r"messages\[0\].content\[0\]: .*image"),
+            (user("x", {"document": {"name": "d"}}), r"messages\[0\].content\[1\]: .*document"),
+            (user(tool_result("a", {"image": {}})), r"messages\[0\].content\[0\].toolResult.content\[0\]: .*image"),
+            (assistant({"reasoningContent": {"redactedContent": b"x"}}), r"messages\[0\].content\[0\]"),
+        ],
+    )
+    def test_what_cannot_be_rendered_raises_with_its_path(self, message, path):
+        with pytest.raises(UnsupportedContentError, match=path):
+            to_chat_messages([message])
+
+    def test_cache_points_are_invisible(self):
+        assert to_chat_messages([user("x", {"cachePoint": {"type": "default"}})]) == to_chat_messages([user("x")])
+
+    def test_tools_take_the_openai_form(self):
+        spec = {"name": "add", "description": "Adds.", "inputSchema": {"json": {"type": "object"}}}
+        assert to_chat_tools([spec]) == [
+            {
+                "type": "function",
+                "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+            }
+        ]
+        assert to_chat_tools([]) is None
+        assert to_chat_tools(None) is None
+
+    def test_system_prompt_blocks_are_joined_and_others_refused(self):
+        assert system_text("s", None) == "s"
+        assert system_text(None, None) is None
+        assert system_text(None, [{"text": "a"}, {"cachePoint": {}}, {"text": "b"}]) == "a\nb"
+        with pytest.raises(UnsupportedContentError, match=r"system_prompt\[0\]"):
+            system_text(None, [{"image": {}}])
+
+
+class TestFingerprints:
+    def test_an_answer_is_recognised_in_the_form_in_which_strands_gives_it_back(self):
+        for emitted, returned in [
+            (assistant(), assistant("[blank text]")),
+            (assistant("  \n"), assistant("[blank text]")),
+            (assistant(" ", tool_use("a", x=1)), assistant(tool_use("a", x=1))),
+            (assistant(tool_use("a", x=1, y="é")), assistant(tool_use("a", **json.loads('{"y": "\\u00e9", "x": 1}')))),
+        ]:
+            assert message_digest(emitted) == message_digest(returned)
+
+    def test_only_role_and_content_count(self):
+        assert message_digest({**user("x"), "metadata": {"usage": 1}, "tracking_id": "t"}) == message_digest(user("x"))
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (user("x"), assistant("x")),
+            (user("x"), user("x ")),
+            (user("a", "b"), user("ab")),
+            (assistant(tool_use("a", x=1)), assistant(tool_use("b", x=1))),
+            (assistant(tool_use("a", x=1)), assistant(tool_use("a", x="1"))),
+            (user({"image": {"source": {"bytes": b"1"}}}), user({"image": {"source": {"bytes": b"2"}}})),
+            (user("10000000000000000000000"), user(tool_result("a", {"json": 10**22}))),
+        ],
+    )
+    def test_different_messages_have_different_digests(self, one, other):
+        assert message_digest(one) != message_digest(other)
+
+    def test_canonicalising_changes_nothing_in_the_message(self):
+        message = assistant(" ", tool_use("a"))
+        canonical_content(message)
+        assert message == assistant(" ", tool_use("a"))
+
+    def test_what_stands_before_the_messages_is_part_of_the_conversation(self):
+        base = fingerprint({"system prompt": "s", "tools": None}, [user("x")])
+        assert base.key == fingerprint({"system prompt": "s", "tools": None}, [user("x")]).key
+        assert base.key != fingerprint({"system prompt": "t", "tools": None}, [user("x")]).key
+        assert base.key != fingerprint({"system prompt": "s", "tools": []}, [user("x")]).key
+
+    @given(st.lists(st.text(max_size=4), min_size=1, max_size=6), st.data())
+    def test_the_chain_of_a_prefix_is_a_prefix_of_the_chain(self, texts, data):
+        messages = [user(text) for text in texts]
+        cut = data.draw(st.integers(0, len(messages)))
+        whole, part = fingerprint({}, messages), fingerprint({}, messages[:cut])
+        assert whole.chain[: cut + 1] == part.chain
+        assert len(set(whole.chain)) == len(whole.chain)
+
+    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
+    def test_any_json_has_a_digest(self, value):
+        assert len(message_digest(user(tool_result("a", {"json": value})))) == 16

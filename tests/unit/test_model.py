@@ -1,0 +1,594 @@
+"""SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from pydantic import BaseModel
+from strands.types.exceptions import MaxTokensReachedException
+
+from strands_sglang import (
+    SGLangAbortedError,
+    SGLangClient,
+    SGLangDecodingError,
+    SGLangModel,
+    TokenizerMismatchError,
+    TokenManager,
+    TurnStatus,
+)
+from strands_sglang.chat_template import ChatTemplateError
+from strands_sglang.messages import UnsupportedContentError
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from strands_sglang.tool_parsers import HermesToolParser, ToolParser
+from support.agents import call, make_agent, make_tools
+
+
+@pytest.fixture
+def rollout(chatml_tokenizer):
+    """Sets up a scripted server and a model on it."""
+
+    def make(answers, *, server=None, **config):
+        scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
+        return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
+
+    return make
+
+
+def assert_exact(server, model):
+    """What the server was sent and returned is what the latest sequence holds, token by token."""
+    tm = model.token_manager
+    recorded, position = tm.token_ids, 0
+    for request, response in zip(server.requests, server.responses, strict=True):
+        prompt, output = request.input_ids, response.body["output_ids"]
+        logprobs = [entry[0] for entry in response.body["meta_info"]["output_token_logprobs"]]
+        assert recorded[: len(prompt)] == prompt
+        assert recorded[len(prompt) : len(prompt) + len(output)] == output
+        assert tm.logprobs[len(prompt) : len(prompt) + len(output)] == logprobs
+        assert tm.loss_mask[position : len(prompt)] == [0] * (len(prompt) - position)
+        assert tm.loss_mask[len(prompt) : len(prompt) + len(output)] == [1] * len(output)
+        position = len(prompt) + len(output)
+    assert len(tm) == position
+
+
+class TestExactness:
+    async def test_one_answer_is_recorded_as_it_came(self, rollout):
+        server, model = rollout(["It is 4."])
+        result = await make_agent(model).invoke_async("What is 2+2?")
+        assert str(result).strip() == "It is 4."
+        assert result.stop_reason == "end_turn"
+        assert_exact(server, model)
+
+    async def test_a_conversation_of_30_tool_turns_is_one_sequence(self, rollout):
+        answers = [f"Step {i}: " + call(expression=f"{i} * 7") for i in range(30)]
+        server, model = rollout([*answers, "Done."])
+        tools, ran = make_tools()
+        result = await make_agent(model, tools).invoke_async("Compute a lot.")
+        assert str(result).strip() == "Done."
+        assert ran == [f"{i} * 7" for i in range(30)]
+        assert len(model.trajectory.sequences()) == 1
+        assert_exact(server, model)
+
+    async def test_tokens_that_do_not_survive_decoding_are_kept(self, rollout, chatml_tokenizer):
+        # "17" as two single-digit tokens, which encoding its text would never give.
+        odd = [chatml_tokenizer.encode(digit)[0] for digit in "17"]
+        assert chatml_tokenizer.encode(chatml_tokenizer.decode(odd)) != odd
+        server, model = rollout([ScriptedAnswer(token_ids=odd), "Right."])
+        agent = make_agent(model)
+        await agent.invoke_async("Say 17.")
+        await agent.invoke_async("Again.")
+        prompt = server.requests[1].input_ids
+        start = len(server.requests[0].input_ids)
+        assert prompt[start : start + 2] == odd
+        assert_exact(server, model)
+
+    async def test_the_prompt_is_what_the_template_writes(self, rollout, chatml_tokenizer):
+        server, model = rollout([call(expression="2 * 3"), "6"])
+        tools, _ = make_tools()
+        await make_agent(model, tools).invoke_async("2 times 3?")
+        assert server.requests[1].text.endswith(
+            "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+    async def test_usage_names_prompt_output_and_cached_tokens(self, rollout):
+        server, model = rollout(["One.", "Two."])
+        agent = make_agent(model)
+        await agent.invoke_async("a")
+        result = await agent.invoke_async("b")
+        usage = result.metrics.accumulated_usage
+        prompts = [len(request.input_ids) for request in server.requests]
+        outputs = [len(response.body["output_ids"]) for response in server.responses]
+        assert usage["inputTokens"] == sum(prompts)
+        assert usage["outputTokens"] == sum(outputs)
+        assert usage["totalTokens"] == sum(prompts) + sum(outputs)
+        assert usage["cacheReadInputTokens"] == sum(request.cached_tokens for request in server.requests) > 0
+
+    async def test_the_prefix_cache_is_not_defeated_by_default(self, rollout):
+        server, model = rollout(["x"])
+        await make_agent(model).invoke_async("a")
+        assert "logprob_start_len" not in server.requests[0].body
+
+    async def test_prompt_logprobs_are_recorded_when_asked_for(self, rollout):
+        server, model = rollout(["One.", "Two."], return_prompt_logprobs=True)
+        agent = make_agent(model)
+        await agent.invoke_async("a")
+        await agent.invoke_async("b")
+        tm = model.token_manager
+        assert tm.logprobs[0] is None
+        assert all(isinstance(logprob, float) and logprob < 0 for logprob in tm.logprobs[1:])
+        assert (
+            server.requests[1].body["logprob_start_len"]
+            == len(server.requests[0].input_ids) + len(server.responses[0].body["output_ids"]) - 1
+        )
+
+    async def test_without_logprobs_everything_else_is_recorded(self, rollout):
+        server, model = rollout(["x"], return_logprob=False)
+        await make_agent(model).invoke_async("a")
+        tm = model.token_manager
+        assert tm.segments[1].token_ids == server.responses[0].body["output_ids"]
+        assert set(tm.logprobs) == {None}
+
+    async def test_reset_starts_a_new_episode_and_leaves_the_old_record_valid(self, rollout):
+        _, model = rollout(["One.", "Two."])
+        await make_agent(model).invoke_async("a")
+        old = model.token_manager
+        ids = old.token_ids
+        model.reset()
+        assert model.token_manager.token_ids == []
+        await make_agent(model).invoke_async("b")
+        assert old.token_ids == ids
+        assert len(model.trajectory) == 1
+
+    async def test_a_reset_while_a_call_is_running_does_not_split_it(self, rollout):
+        asked = asyncio.Event()
+        go_on = asyncio.Event()
+
+        async def slow(request):
+            asked.set()
+            await go_on.wait()
+            return "late"
+
+        _, model = rollout(slow)
+        old = model.trajectory
+        running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
+        await asked.wait()
+        model.reset()
+        go_on.set()
+        await running
+        assert [turn.status for turn in old.turns] == [TurnStatus.ANSWERED]
+        assert len(model.trajectory) == 0
+
+    async def test_rollout_and_token_manager_are_the_same(self, rollout):
+        _, model = rollout(["x"])
+        await make_agent(model).invoke_async("a")
+        assert isinstance(model.rollout, TokenManager)
+        assert model.rollout.tokens == model.token_manager.tokens
+
+
+class TestToolCalls:
+    async def test_parallel_calls_run_and_their_results_come_in_order(self, rollout):
+        answer = "".join(call(expression=f"{i} * 10") for i in range(12))
+        server, model = rollout([answer, "Done."])
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert sorted(ran) == sorted(f"{i} * 10" for i in range(12))
+        results = server.requests[1].text.rpartition("assistant\n<tool_call>")[2].split("<tool_response>\n")[1:]
+        assert [int(result.partition("\n")[0]) for result in results] == [i * 10 for i in range(12)]
+        assert_exact(server, model)
+
+    async def test_a_failing_tool_is_told_to_the_model(self, rollout):
+        server, model = rollout([call("broken", reason="no luck"), "Sorry."])
+        tools, _ = make_tools()
+        result = await make_agent(model, tools).invoke_async("go")
+        assert result.stop_reason == "end_turn"
+        assert "no luck" in server.requests[1].text
+        assert_exact(server, model)
+
+    async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(self, rollout):
+        server, model = rollout([call("rm", path="/"), "Sorry."])
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert ran == []
+        shown = server.requests[1].text.rpartition("<tool_response>")[2]
+        assert "'rm'" in shown
+        assert "calculator" in shown
+        assert model.tool_parse_errors == {"rm": 1}
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"\n</tool_call>',
+            '<tool_call>\n{"name": "calculator", "arguments": "2 * 3"}\n</tool_call>',
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}',
+            "<tool_call>\ncalculator(2 * 3)\n</tool_call>",
+        ],
+    )
+    async def test_a_call_that_does_not_parse_runs_nothing_and_the_model_sees_why(self, rollout, broken):
+        server, model = rollout([broken, call(expression="2 * 3"), "6"])
+        tools, ran = make_tools()
+        agent = make_agent(model, tools)
+        await agent.invoke_async("go")
+        assert ran == ["2 * 3"]
+        shown = server.requests[1].text.rpartition("<tool_response>")[2]
+        assert broken.removeprefix("<tool_call>").removesuffix("</tool_call>").strip() in shown
+        assert "Unknown tool" not in shown
+        assert sum(model.tool_parse_errors.values()) == 1
+        use = agent.messages[1]["content"][-1]["toolUse"]
+        assert (use["name"], use["input"]) == ("unknown_tool", {})
+        assert len(model.trajectory.sequences()) == 1
+        assert_exact(server, model)
+
+    async def test_good_calls_beside_a_broken_one_run(self, rollout):
+        server, model = rollout([call(expression="2 * 3") + "<tool_call>oops</tool_call>", "ok"])
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert ran == ["2 * 3"]
+        first, second = server.requests[1].text.split("<tool_response>\n")[-2:]
+        assert first.startswith("6\n")
+        assert "oops" in second
+
+    async def test_tool_use_ids_are_unique_across_models(self, rollout):
+        ids = set()
+        for _ in range(3):
+            _, model = rollout([call(expression="1 * 1") * 2, "ok"])
+            tools, _ = make_tools()
+            agent = make_agent(model, tools)
+            await agent.invoke_async("go")
+            ids |= {block["toolUse"]["toolUseId"] for block in agent.messages[1]["content"]}
+        assert len(ids) == 6
+
+    async def test_the_agent_sees_reasoning_text_and_calls_apart(self, rollout):
+        draft = call(expression="6 * 6")
+        _, model = rollout([f"<think>\nmaybe {draft}\n</think>\n\nLet me see.\n{call(expression='2 * 3')}", "ok"])
+        tools, ran = make_tools()
+        agent = make_agent(model, tools)
+        await agent.invoke_async("go")
+        reasoning, text, use = agent.messages[1]["content"]
+        assert draft in reasoning["reasoningContent"]["reasoningText"]["text"]
+        assert text == {"text": "Let me see."}
+        assert use["toolUse"]["input"] == {"expression": "2 * 3"}
+        assert ran == ["2 * 3"]
+        assert len(model.trajectory.sequences()) == 1
+
+    async def test_a_call_in_reasoning_that_the_prompt_opened_never_runs(self, rollout, chatml_tokenizer):
+        template = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
+        answers = [f"draft {call(expression='6 * 6')}</think>" + call(expression="2 * 3"), f"never closed {call()}"]
+        _, model = rollout(answers, chat_template=template)
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert ran == ["2 * 3"]
+
+    async def test_a_parser_that_raises_loses_no_tokens(self, rollout, chatml_tokenizer):
+        class Broken(ToolParser):
+            def parse(self, text):
+                raise ZeroDivisionError("bug in the parser")
+
+        server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Broken())
+        with pytest.raises(ZeroDivisionError):
+            await make_agent(model).invoke_async("go")
+        assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
+
+
+class TestEnds:
+    async def test_an_empty_answer_goes_on_to_be_one_sequence(self, rollout):
+        server, model = rollout(["", "Second."])
+        agent = make_agent(model)
+        result = await agent.invoke_async("a")
+        assert result.stop_reason == "end_turn"
+        await agent.invoke_async("b")
+        assert len(model.trajectory.sequences()) == 1
+        assert_exact(server, model)
+
+    async def test_an_answer_cut_by_max_new_tokens_is_not_complete_and_can_go_on(self, rollout, chatml_tokenizer):
+        server, model = rollout(
+            ["A long answer that does not fit.", "And on."], sampling_params={"max_new_tokens": 4, "temperature": 1.0}
+        )
+        agent = make_agent(model)
+        with pytest.raises(MaxTokensReachedException):
+            await agent.invoke_async("a")
+        assert len(model.token_manager.segments[1]) == 4
+        with pytest.raises(MaxTokensReachedException):
+            await agent.invoke_async("go on")
+        # The end of turn that was never sampled stands in the prompt, with mask 0.
+        end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
+        observation = model.token_manager.segments[2]
+        assert (observation[0].token_id, observation[0].loss_mask) == (end, False)
+        assert_exact(server, model)
+
+    async def test_a_cut_tool_call_is_not_run_and_ends_its_sequence(self, rollout):
+        answer = call(expression="2 * 3")
+        server, model = rollout([answer, "ok"], sampling_params={"max_new_tokens": 12})
+        tools, ran = make_tools()
+        agent = make_agent(model, tools)
+        with pytest.raises(MaxTokensReachedException):
+            await agent.invoke_async("a")
+        assert ran == []
+        await agent.invoke_async("b")
+        first, second = model.trajectory.sequences()
+        assert first.segments[-1].finish_reason == "length"
+        assert "message 1 (assistant) is not the recorded one" in model.trajectory.turns[1].reason
+        assert sum(second.loss_mask) == len(server.responses[1].body["output_ids"])
+
+    async def test_an_abort_keeps_the_partial_answer_and_raises(self, rollout):
+        server, model = rollout([ScriptedAnswer("A partial", finish_reason="abort")])
+        with pytest.raises(SGLangAbortedError, match="weight updates") as caught:
+            await make_agent(model).invoke_async("a")
+        assert caught.value.response == server.responses[0].body
+        (turn,) = model.trajectory.turns
+        assert turn.status is TurnStatus.CUT
+        assert_exact(server, model)
+
+    async def test_a_cancelled_call_leaves_its_prompt_and_no_sampled_token(self, rollout):
+        asked = asyncio.Event()
+
+        async def hang(request):
+            asked.set()
+            await asyncio.Event().wait()
+
+        server, model = rollout(hang)
+        running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
+        await asked.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert model.token_manager.segment_info == [(False, len(server.requests[0].input_ids))]
+        assert server.aborted == [server.requests[0].rid]
+
+    async def test_retrying_a_failed_call_duplicates_nothing(self, rollout):
+        server, model = rollout([call(expression="2 * 3")])  # the script runs out: HTTP 500
+        tools, _ = make_tools()
+        agent = make_agent(model, tools)
+        for _ in range(3):
+            with pytest.raises(Exception, match="500"):
+                await agent.invoke_async("go" if not agent.messages else None)
+        assert [turn.status for turn in model.trajectory.turns] == [TurnStatus.COMMITTED, TurnStatus.FAILED] or [
+            turn.status for turn in model.trajectory.turns
+        ] == [TurnStatus.ANSWERED, TurnStatus.FAILED]
+        assert sum(model.token_manager.loss_mask) == len(server.responses[0].body["output_ids"])
+
+    async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(self, rollout, chatml_tokenizer):
+        server, model = rollout(["One END two", "ok"], sampling_params={"stop": ["END"]})
+        agent = make_agent(model)
+        result = await agent.invoke_async("a")
+        assert str(result).strip() == "One"
+        assert "END" in chatml_tokenizer.decode(model.token_manager.segments[1].token_ids)
+        await agent.invoke_async("b")
+        assert_exact(server, model)
+
+    async def test_a_turn_that_stopped_at_another_token_opens_a_new_sequence(self, rollout, chatml_tokenizer):
+        other = chatml_tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        _, model = rollout(
+            [ScriptedAnswer("Hm.", stop_token_id=other), "ok"],
+            server={"stop_token_ids": [other, chatml_tokenizer.eos_token_id]},
+        )
+        agent = make_agent(model)
+        await agent.invoke_async("a")
+        await agent.invoke_async("b")
+        assert "the model stopped with '<|endoftext|>'" in model.trajectory.turns[1].reason
+        assert len(model.trajectory.sequences()) == 2
+
+
+class TestRewrittenHistories:
+    async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(self, rollout):
+        server, model = rollout(["One.", "Two."])
+        agent = make_agent(model)
+        await agent.invoke_async("first question")
+        agent.messages[:] = [
+            {"role": "user", "content": [{"text": "SUMMARY"}]},
+            {"role": "assistant", "content": [{"text": "NOTED"}]},
+        ]
+        await agent.invoke_async("second question")
+        text = server.requests[1].text
+        assert all(part in text for part in ("SUMMARY", "NOTED", "second question"))
+        assert "first question" not in text
+        assert "message 0 (user) is not the recorded one" in model.trajectory.turns[1].reason
+        assert len(model.trajectory.sequences()) == 2
+
+    async def test_assistant_text_that_was_not_sampled_is_never_trained(self, rollout, chatml_tokenizer):
+        history = [
+            {"role": "user", "content": [{"text": "What is 1+1?"}]},
+            {"role": "assistant", "content": [{"text": "EXAMPLE ANSWER"}]},
+        ]
+        server, model = rollout(["Two."])
+        await make_agent(model, messages=history).invoke_async("And 2+2?")
+        tm = model.token_manager
+        trained = chatml_tokenizer.decode([token.token_id for token in tm.tokens if token.loss_mask])
+        assert "EXAMPLE ANSWER" in server.requests[0].text
+        assert "EXAMPLE" not in trained
+
+    async def test_two_agents_on_one_model_have_a_sequence_each(self, rollout):
+        server, model = rollout(lambda request: f"You said {request.index}.")
+        one, two = make_agent(model, system_prompt="one"), make_agent(model, system_prompt="two")
+        for text in ("a", "b"):
+            await one.invoke_async(text)
+            await two.invoke_async(text)
+        first, second = model.trajectory.sequences()
+        assert (sum(first.loss_mask), sum(second.loss_mask)) == tuple(
+            sum(len(server.responses[i].body["output_ids"]) for i in pair) for pair in ((0, 2), (1, 3))
+        )
+
+    def test_one_model_serves_agents_in_several_threads(self, rollout):
+        server, model = rollout(lambda request: "fine")
+        errors = []
+
+        def run(name):
+            try:
+                agent = make_agent(model, system_prompt=name)
+                for i in range(3):
+                    agent(f"{name} {i}")
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(f"agent {n}",)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert len(model.trajectory.sequences()) == 4
+        assert sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences()) == sum(
+            len(response.body["output_ids"]) for response in server.responses
+        )
+
+    def test_the_synchronous_agent_works_twice_in_a_row(self, rollout):
+        server, model = rollout(["One.", "Two."])
+        with server.serve() as base_url:
+            model.client = SGLangClient(base_url, max_retries=0)
+            agent = make_agent(model)
+            assert str(agent("a")).strip() == "One."
+            assert str(agent("b")).strip() == "Two."
+        assert_exact(server, model)
+
+
+class TestStructuredOutput:
+    class Sum(BaseModel):
+        total: int
+
+    async def test_it_is_constrained_by_the_schema_and_never_trained(self, rollout):
+        server, model = rollout(['{"total": 4}', "plain"])
+        events = [
+            event async for event in model.structured_output(self.Sum, [{"role": "user", "content": [{"text": "2+2"}]}])
+        ]
+        assert events[-1] == {"output": self.Sum(total=4)}
+        assert json.loads(server.requests[0].sampling_params["json_schema"])["properties"]["total"]["type"] == "integer"
+        assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences()] == [0]
+        # It is not the main conversation either.
+        await make_agent(model).invoke_async("a")
+        assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)
+
+    async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(self, rollout):
+        _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
+        with pytest.raises(ValueError, match=r"no Sum \(finish reason length\)"):
+            async for _ in model.structured_output(self.Sum, [{"role": "user", "content": [{"text": "2+2"}]}]):
+                pass
+
+
+class TestSamplingParameters:
+    async def test_left_out_max_new_tokens_means_what_still_fits(self, rollout):
+        server, model = rollout(["ok"], server={"context_length": 1000})
+        await make_agent(model).invoke_async("a")
+        request = server.requests[0]
+        assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
+
+    async def test_max_new_tokens_is_clamped_to_the_context(self, rollout):
+        server, model = rollout(["ok"], server={"context_length": 100}, sampling_params={"max_new_tokens": 4096})
+        await make_agent(model).invoke_async("a")
+        request = server.requests[0]
+        assert request.sampling_params["max_new_tokens"] == 100 - len(request.input_ids)
+
+    async def test_a_configured_context_limit_wins(self, rollout):
+        server, model = rollout(["ok"], context_window_limit=64)
+        await make_agent(model).invoke_async("a")
+        request = server.requests[0]
+        assert request.sampling_params["max_new_tokens"] == 64 - len(request.input_ids)
+
+    async def test_sampling_parameters_are_passed_on_and_never_changed(self, rollout):
+        params = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
+        server, model = rollout(["ok"], sampling_params=params, server={"context_length": 40})
+        await make_agent(model).invoke_async("a")
+        assert server.requests[0].sampling_params["temperature"] == 0.5
+        assert params == {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
+
+    async def test_params_is_the_earlier_spelling(self, rollout):
+        server, model = rollout(["ok"], params={"temperature": 0.25})
+        await make_agent(model).invoke_async("a")
+        assert server.requests[0].sampling_params["temperature"] == 0.25
+        assert model.get_config()["sampling_params"] == {"temperature": 0.25}
+
+    async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(self, rollout):
+        server, model = rollout(["ok", "ok"], enable_thinking=True)
+        await make_agent(model).invoke_async("a")
+        model.update_config(enable_thinking=False, sampling_params={"temperature": 0.0})
+        await make_agent(model).invoke_async("b")
+        assert "<think>" not in server.requests[0].text
+        assert server.requests[1].text.endswith("<think>\n\n</think>\n\n")
+        assert server.requests[1].sampling_params["temperature"] == 0.0
+
+    def test_unknown_configuration_is_warned_about(self, chatml_tokenizer):
+        with pytest.warns(UserWarning, match="temprature"):
+            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", temprature=1.0)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("both", [True, False])
+    def test_exactly_one_of_client_and_base_url(self, chatml_tokenizer, both):
+        arguments = {"client": SGLangClient("http://127.0.0.1:1"), "base_url": "http://127.0.0.1:1"} if both else {}
+        with pytest.raises(
+            ValueError, match="exactly one of client= and base_url=; " + ("both" if both else "neither")
+        ):
+            SGLangModel(tokenizer=chatml_tokenizer, **arguments)
+
+    def test_an_unknown_tool_parser_names_the_known_ones(self, chatml_tokenizer):
+        with pytest.raises(ValueError, match="hermes.*qwen_xml"):
+            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="nonsense")
+
+    def test_tool_parsers_are_taken_by_name_and_as_objects(self, chatml_tokenizer):
+        parser = HermesToolParser()
+        by_object = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser=parser)
+        by_name = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="qwen_xml")
+        assert by_object.tool_parser is parser
+        assert type(by_name.tool_parser).__name__ == "QwenXMLToolParser"
+
+    def test_both_spellings_of_the_sampling_parameters(self, chatml_tokenizer):
+        with pytest.raises(ValueError, match="earlier spelling"):
+            SGLangModel(
+                tokenizer=chatml_tokenizer,
+                base_url="http://127.0.0.1:1",
+                params={"top_p": 1},
+                sampling_params={"top_p": 1},
+            )
+
+    def test_a_tokenizer_without_a_chat_template(self):
+        class Bare:
+            chat_template = None
+            name_or_path = "bare-model"
+
+        with pytest.raises(ChatTemplateError, match="bare-model"):
+            SGLangModel(tokenizer=Bare(), base_url="http://127.0.0.1:1")
+
+    async def test_a_tokenizer_that_is_not_the_served_one(self, chatml_tokenizer):
+        from support.tokenizers import build_chatml_tokenizer
+
+        server = ScriptedSGLang(build_chatml_tokenizer(with_marks=False), ["never"])
+        model = SGLangModel(
+            tokenizer=chatml_tokenizer,
+            client=server.client(),
+            chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}",
+        )
+        with pytest.raises(TokenizerMismatchError, match="not the one served.*tokenizer_path"):
+            await make_agent(model).invoke_async("a")
+        assert server.requests == []
+        assert sum(model.token_manager.loss_mask) == 0
+
+    async def test_images_and_documents_are_refused_with_their_path(self, rollout):
+        server, model = rollout(["never"])
+        image = {"image": {"format": "png", "source": {"bytes": b"x"}}}
+        with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\].*image"):
+            await make_agent(model).invoke_async([{"text": "look"}, image])
+        assert server.requests == []
+        assert len(model.trajectory) == 0
+
+    async def test_a_server_that_truncates_the_prompt_is_refused(self, chatml_tokenizer):
+        import httpx
+
+        server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+
+        async def truncate(request):
+            response = await server.transport().handle_async_request(request)
+            body = json.loads(await response.aread())
+            if request.url.path == "/generate":
+                body["meta_info"]["prompt_tokens"] -= 1
+            return httpx.Response(response.status_code, json=body)
+
+        client = SGLangClient("http://x", transport=httpx.MockTransport(truncate), max_retries=0)
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+        with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
+            await make_agent(model).invoke_async("a")
+        assert sum(model.token_manager.loss_mask) == 0
+
+    async def test_routed_experts_that_do_not_come_back_are_an_error(self, rollout):
+        _, model = rollout(["ok"], return_routed_experts=True)
+        with pytest.raises(SGLangDecodingError, match="routed experts"):
+            await make_agent(model).invoke_async("a")

@@ -1,0 +1,184 @@
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strands_sglang import Trajectory, TurnStatus
+from strands_sglang.generation import Generation
+from strands_sglang.messages import fingerprint
+
+
+def user(text):
+    return {"role": "user", "content": [{"text": text}]}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": [{"text": text}]}
+
+
+def generation(*ids, finish="stop"):
+    return Generation(
+        output_ids=array("i", ids), logprobs=array("d", [-0.5] * len(ids)), finish_type=finish, matched=ids[-1:] or None
+    )
+
+
+class Recorder:
+    """Makes calls the way the model does, with made-up tokens: each call's prompt and answer are ids of their own."""
+
+    def __init__(self):
+        self.trajectory = Trajectory()
+        self.next_id = 0
+
+    def ids(self, count=2):
+        self.next_id += count
+        return list(range(self.next_id - count, self.next_id))
+
+    def ask(self, messages, *, constrained=False, **parts):
+        conversation = fingerprint({"system prompt": None, **parts}, messages)
+        place = self.trajectory.attach(conversation, messages)
+        return self.trajectory.ask(place, conversation, self.ids(), constrained=constrained)
+
+    def call(self, messages, answer="ok", *, constrained=False, **parts):
+        turn = self.ask(messages, constrained=constrained, **parts)
+        self.trajectory.answer(turn, generation(*self.ids()), assistant(answer))
+        return turn
+
+
+def test_a_conversation_that_grows_is_one_sequence():
+    recorder = Recorder()
+    history = []
+    for i in range(30):
+        history += [user(f"q{i}")]
+        turn = recorder.call(history, f"a{i}")
+        history += [assistant(f"a{i}")]
+        assert turn.reason == ("opens the first sequence" if i == 0 else f"extends call {i - 1} with 1 new message(s)")
+
+    (sequence,) = recorder.trajectory.sequences()
+    assert sequence.token_ids == list(range(120))
+    assert sequence.loss_mask == [0, 0, 1, 1] * 30
+    assert recorder.trajectory.latest_main_sequence().token_ids == sequence.token_ids
+
+
+def test_the_opening_prompt_can_be_seen_before_there_is_an_answer():
+    recorder = Recorder()
+    turn = recorder.ask([user("q")])
+    assert recorder.trajectory.latest_main_sequence().token_ids == list(turn.prompt_ids)
+    recorder.trajectory.fail(turn, ValueError("x"))
+    assert recorder.trajectory.latest_main_sequence().segments[0].token_ids == list(turn.prompt_ids)
+    assert recorder.trajectory.sequences() == []
+
+
+def test_an_observation_that_was_never_answered_is_left_out_of_the_sequence():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a")
+    recorder.trajectory.fail(recorder.ask([user("q"), assistant("a"), user("r")]), ValueError("context is full"))
+    assert recorder.trajectory.latest_main_sequence().token_ids == first.token_ids()
+
+
+def test_a_retry_of_a_failed_call_replaces_it():
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.trajectory.fail(recorder.ask([user("q")]), ConnectionError())
+    turn = recorder.call([user("q")])
+    assert recorder.trajectory.turns == [turn]
+    assert turn.status is TurnStatus.ANSWERED
+
+
+def test_a_turn_is_committed_once_a_later_call_builds_on_it():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a")
+    assert first.status is TurnStatus.ANSWERED
+    recorder.call([user("q"), assistant("a"), user("r")])
+    assert first.status is TurnStatus.COMMITTED
+
+
+def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
+    recorder = Recorder()
+    turn = recorder.ask([user("q")])
+    recorder.trajectory.cut(turn, generation(7, 8, finish="abort"), RuntimeError("abort"))
+    assert turn.status is TurnStatus.CUT
+    assert recorder.trajectory.latest_main_sequence().segments[-1].token_ids == [7, 8]
+    assert recorder.call([user("q"), assistant("partial"), user("r")]).parent is None
+
+
+def test_an_abort_before_the_first_token_is_a_failure():
+    recorder = Recorder()
+    turn = recorder.ask([user("q")])
+    recorder.trajectory.cut(turn, generation(finish="abort"), RuntimeError("abort"))
+    assert turn.status is TurnStatus.FAILED
+
+
+@pytest.mark.parametrize(
+    ("messages", "parts", "reason"),
+    [
+        ([user("q"), assistant("b"), user("r")], {}, "message 1 (assistant) is not the recorded one (assistant)"),
+        ([user("p"), assistant("a"), user("r")], {}, "message 0 (user) is not the recorded one (user)"),
+        ([user("q"), user("r")], {}, "message 1 (user) is not the recorded one (assistant)"),
+        ([user("q")], {}, "it stops after message 0, before the recorded answer"),
+        ([user("q"), assistant("a"), user("r")], {"system prompt": "new"}, "the system prompt changed"),
+    ],
+)
+def test_anything_else_than_an_exact_prefix_opens_a_sequence_and_says_why(messages, parts, reason):
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    turn = recorder.call(messages, **parts)
+    assert turn.parent is None
+    assert reason in turn.reason
+    assert "compared with call 0" in turn.reason
+
+
+def test_forks_share_their_prefix_and_train_it_once():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("q"), assistant("a"), user("r")])
+    recorder.call([user("q"), assistant("a"), user("s")])
+    first, second = recorder.trajectory.sequences()
+    assert first.token_ids[:4] == second.token_ids[:4]
+    assert first.loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert second.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
+    # The latest sequence stands alone with its own full mask.
+    assert recorder.trajectory.latest_main_sequence().loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_tokens_sampled_under_a_grammar_are_never_trained_and_never_the_main_sequence():
+    recorder = Recorder()
+    recorder.call([user("judge")], constrained=True)
+    assert [sum(sequence.loss_mask) for sequence in recorder.trajectory.sequences()] == [0]
+    recorder.call([user("q")])
+    assert recorder.trajectory.latest_main_sequence().token_ids == [4, 5, 6, 7]
+
+
+def test_the_main_sequence_stays_with_the_conversation_that_came_first():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("sub-agent")], "b", **{"system prompt": "sub"})
+    recorder.call([user("q"), assistant("a"), user("r")])
+    assert recorder.trajectory.latest_main_sequence().token_ids == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_observations_have_logprob_zero_and_the_opening_prompt_none():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("q"), assistant("a"), user("r")])
+    sequence = recorder.trajectory.latest_main_sequence()
+    assert sequence.logprobs == [None, None, -0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("xyz"), st.sampled_from("ab")), max_size=12))
+def test_under_any_rewriting_of_the_history_each_sampled_token_is_trained_once(calls):
+    recorder = Recorder()
+    history = []
+    for kept, question, answer in calls:
+        history = [*history[: 2 * kept], user(question)]
+        turn = recorder.call(history, answer)
+        # What the model is given is what was recorded for the conversation that it extends.
+        known = turn.parent.token_ids() if turn.parent is not None else []
+        assert turn.token_ids()[: len(known)] == known
+        history.append(assistant(answer))
+
+    trained = [
+        token.token_id for sequence in recorder.trajectory.sequences() for token in sequence.tokens if token.loss_mask
+    ]
+    sampled = [token_id for turn in recorder.trajectory.turns for token_id in turn.output_ids]
+    assert sorted(trained) == sorted(sampled)
