@@ -14,7 +14,7 @@ class SGLangClientError(Exception):
 
 
 class SGLangHTTPError(SGLangClientError):
-    """The server answered with an HTTP status of 400 or above.
+    """The server answered with an HTTP status that is no success (a redirect counts: nothing follows it).
 
     Attributes:
         status: HTTP status code.

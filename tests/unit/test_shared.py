@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from strands_sglang.shared import get_client, get_client_from_slime_args, get_tokenizer
+
+
+def test_the_same_settings_give_the_same_client() -> None:
+    client = get_client("http://shared:1", timeout=5)
+    assert get_client("http://shared:1/", timeout=5, max_retries=60) is client
+    assert get_client("http://shared:1", timeout=6) is not client
+    assert get_client("http://shared:2", timeout=5) is not client
+    assert client.timeout == 5
+
+
+def test_the_same_slime_arguments_give_the_same_client() -> None:
+    args = {"sglang_router_ip": "shared", "sglang_router_port": 3, "sglang_server_concurrency": 4}
+    client = get_client_from_slime_args(Namespace(**args))
+    assert get_client_from_slime_args(Namespace(**args)) is client
+    assert get_client_from_slime_args(Namespace(**args), timeout=300.0) is not client
+    assert (client.base_url, client.max_connections) == ("http://shared:3", 4)
+
+
+def test_settings_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match="hashable"):
+        get_client("http://shared:1", timeout=[])
+    with pytest.raises(TypeError, match="nonsense"):
+        get_client("http://shared:1", nonsense=1)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What transformers was asked to load; "broken" cannot be."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def from_pretrained(path: str, **kwargs: Any) -> object:
+        asked.append((path, kwargs))
+        if path.endswith("broken"):
+            raise ValueError("needs trust_remote_code=True")
+        return object()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    return asked
+
+
+def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path: Path, loads: list[Any]) -> None:
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(get_tokenizer(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert get_tokenizer(str(tmp_path)) is found[0]
+    assert loads == [(str(tmp_path), {"trust_remote_code": False})]
+    assert get_tokenizer(tmp_path, use_fast=False) is not found[0]
+
+
+def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path: Path, loads: list[Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            get_tokenizer(tmp_path / "broken")
+    assert len(loads) == 2
