@@ -1,0 +1,292 @@
+"""Argument values as the model wrote them: strict JSON, and text typed by a tool's JSON schema.
+
+Nothing is repaired and nothing is guessed. What strict JSON has two readings for (a key twice), what JSON does not have
+(NaN), and what would not survive the way to the tool (half a surrogate pair, numbers that overflow, very deep nesting)
+is refused with a sentence that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+MAX_JSON_DEPTH = 64
+"""Deepest nesting of lists and objects. Agents copy their history recursively; deeper values would end the agent."""
+
+JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+
+_FIRST_WINDOW = 1024
+# A window that ends inside a literal, a number or an escape fails at most this many characters before its end.
+_CUT_MARGIN = 16
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+# What Qwen3-Coder's chat template writes for these values (Python's `str`), beside JSON's own spelling.
+_TEMPLATE_LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None}
+_SCHEMA_LEVELS = 6  # references and alternatives that are followed; schemas may refer to themselves
+
+
+class InvalidValueError(ValueError):
+    """A value was refused; the message is a clause that completes "the arguments are not valid: ...".
+
+    Attributes:
+        position: Where reading the value failed, as an index into the text.
+    """
+
+    def __init__(self, message: str, position: int) -> None:
+        """Keep the position beside the message."""
+        super().__init__(message)
+        self.position = position
+
+
+class DecodedJSON(NamedTuple):
+    """A JSON value, where it ended in the text, and what is wrong with it although its syntax is right."""
+
+    value: Any
+    end: int
+    problem: str | None
+
+
+def decode_json(text: str, start: int = 0) -> DecodedJSON:
+    """Decode the JSON value that begins at `start`; what follows it is not looked at.
+
+    The work is linear in the length of the value (or of what could be read of it), not in that of the text.
+
+    Raises:
+        InvalidValueError: There is no JSON value at `start`.
+    """
+    window = _FIRST_WINDOW
+    while True:
+        # Cut out rather than read in place: the decoder counts lines from the start of its text for every error.
+        cut = text[start : start + window]
+        whole = start + window >= len(text)
+        try:
+            value, end, problem = _DECODER.decode(cut)
+        except json.JSONDecodeError as error:
+            if whole or not (error.msg.startswith("Unterminated") or error.pos >= len(cut) - _CUT_MARGIN):
+                raise InvalidValueError(_lower_first(error.msg), start + error.pos) from None
+        except RecursionError:
+            raise InvalidValueError("it is nested too deeply", start) from None
+        else:
+            if whole or end < len(cut) - _CUT_MARGIN:
+                return DecodedJSON(value, start + end, problem or _hidden_problem(value, cut[:end]))
+        window *= 4
+
+
+def strict_json(text: str) -> Any:
+    """Return the value of a text that is JSON from its first to its last character, white space around it aside.
+
+    Raises:
+        InvalidValueError: It is not, or the value is one that this module refuses.
+    """
+    start = skip_space(text, 0)
+    decoded = decode_json(text, start)
+    end = skip_space(text, decoded.end)
+    if end != len(text):
+        raise InvalidValueError("there is text after the JSON value", end)
+    if decoded.problem is not None:
+        raise InvalidValueError(decoded.problem, start)
+    return decoded.value
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")  # JSON's white space, no other
+
+
+def skip_space(text: str, position: int) -> int:
+    """Return the position of the first character at or after `position` that is not white space."""
+    match = _SPACE.match(text, position)
+    return match.end() if match is not None else position
+
+
+def typed_value(text: str, schema: Any, root: Any = None) -> Any:
+    """Return the value that a format without types means, by the JSON schema of the parameter.
+
+    A parameter declared as string keeps its text, whatever it looks like. Where the schema allows strings among others,
+    or says nothing, text that is JSON of an allowed type other than string is that value; anything else is the text.
+    Where it does not allow strings, the text must be JSON of a declared type (`True`, `False` and `None` are taken too,
+    because chat templates write them).
+
+    Args:
+        text: The value's text.
+        schema: Schema of the parameter; None if it is not known.
+        root: The schema that `$ref`s point into.
+
+    Raises:
+        InvalidValueError: The text is no value of a declared type.
+    """
+    types = allowed_types(schema, root)
+    if types == {"string"}:
+        return text
+    try:
+        value = _json_or_template_literal(text, "string" not in types)
+    except InvalidValueError as error:
+        if "string" in types:
+            return text
+        raise InvalidValueError(f"it must be {_one_of(types)}, but {error}", error.position) from None
+    if not isinstance(value, str) and _type_name(value) in types:
+        return value
+    if "string" in types:
+        return text
+    raise InvalidValueError(f"it must be {_one_of(types)}", 0)
+
+
+def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
+    """Return the JSON types that a schema allows, all of them where it does not say.
+
+    Reads `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf` and `$ref`s into `root`; other keywords do not matter here.
+    """
+    return _allowed_types(schema, root, _SCHEMA_LEVELS)
+
+
+def _allowed_types(schema: Any, root: Any, levels_left: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or levels_left == 0:
+        return JSON_TYPES
+    types = JSON_TYPES
+    if isinstance(reference := schema.get("$ref"), str):
+        types &= _allowed_types(resolve_reference(reference, root), root, levels_left - 1)
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        types &= _types_named([declared])
+    elif isinstance(declared, (list, tuple)):
+        types &= _types_named(declared)
+    if isinstance(values := schema.get("enum"), (list, tuple)):
+        types &= frozenset(_type_name(value) for value in values)
+    if "const" in schema:
+        types &= {_type_name(schema["const"])}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(choices := schema.get(keyword), (list, tuple)):
+            types &= frozenset().union(*(_allowed_types(choice, root, levels_left - 1) for choice in choices))
+    if isinstance(parts := schema.get("allOf"), (list, tuple)):
+        for part in parts:
+            types &= _allowed_types(part, root, levels_left - 1)
+    # A schema that allows nothing, or types of another vocabulary, says nothing that could be used.
+    return types or JSON_TYPES
+
+
+def _types_named(names: Iterable[Any]) -> frozenset[str]:
+    """Return the types behind a schema's type names; every integer is a number as well."""
+    named = frozenset(name for name in names if isinstance(name, str))
+    return named | {"integer"} if "number" in named else named
+
+
+def resolve_reference(reference: str, root: Any) -> Any:
+    """Follow a local JSON pointer; None where it leads nowhere."""
+    if not reference.startswith("#/"):
+        return None
+    found = root
+    for key in reference[2:].split("/"):
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _json_or_template_literal(text: str, literals: bool) -> Any:
+    if literals and text.strip() in _TEMPLATE_LITERALS:
+        return _TEMPLATE_LITERALS[text.strip()]
+    return strict_json(text)
+
+
+def _type_name(value: Any) -> str:
+    """Return the JSON type of a value; whole floats are numbers, not integers."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+_TYPE_WORDS = {"integer": "an integer", "array": "an array", "object": "an object", "null": "null"}
+
+
+def _one_of(types: frozenset[str]) -> str:
+    named = types - {"integer"} if "number" in types else types
+    return " or ".join(_TYPE_WORDS.get(name, f"a {name}") for name in sorted(named))
+
+
+class _NotingDecoder(threading.local):
+    """A decoder that notes what has to be refused and reads on, so that the value's end is always known; per thread."""
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=self._take_pairs,
+            parse_constant=self._take_constant,
+            parse_float=self._take_float,
+            parse_int=self._take_int,
+        )
+
+    def decode(self, text: str) -> tuple[Any, int, str | None]:
+        """Return the value at the start of `text`, its end, and the first problem with it."""
+        self._problems.clear()
+        value, end = self._decoder.raw_decode(text)
+        return value, end, self._problems[0] if self._problems else None
+
+    def _take_pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        taken = dict(pairs)
+        if len(taken) != len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            self._problems.append(f"the key {shorten(keys.most_common(1)[0][0])} is there more than once")
+        return taken
+
+    def _take_constant(self, name: str) -> None:
+        self._problems.append(f"{name} is not JSON")
+
+    def _take_float(self, digits: str) -> float:
+        number = float(digits)
+        if math.isinf(number):
+            self._problems.append(f"the number {shorten(digits)} is too large")
+        return number
+
+    def _take_int(self, digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:  # more digits than Python converts
+            self._problems.append(f"the number {shorten(digits)} is too large")
+            return 0
+
+
+_DECODER = _NotingDecoder()
+
+
+def _hidden_problem(value: Any, text: str) -> str | None:
+    """Return what is wrong with a value whose syntax is right."""
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deeper(value, MAX_JSON_DEPTH):
+        return "it is nested too deeply"
+    if _SURROGATE_ESCAPE.search(text) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return "a string holds half of a surrogate pair"
+    return None
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Tell whether lists and objects are nested in more than `depth` levels."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _lower_first(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """Return `repr(text)`, with at most `limit` characters of the text."""
+    return repr(text) if len(text) <= limit else repr(text[:limit]) + "..."

@@ -1,0 +1,161 @@
+"""The base of the formats in which every call stands between a start mark and an end mark."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ._values import shorten
+from .base import (
+    ParsedTurn,
+    ToolCallStatus,
+    ToolParser,
+    ToolParseResult,
+    new_tool_call_id,
+)
+from .structure import (
+    CallSpan,
+    Mark,
+    MarkedText,
+    MarkKind,
+    reasoning_text,
+    take_apart,
+    visible_text,
+)
+
+ToolSchemas = Mapping[str, Any]
+"""The JSON schema of every tool's input, by tool name."""
+
+_TOOL_NAMES_SHOWN = 50
+_VALID_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
+
+
+class MarkedToolParser(ToolParser):
+    """A format in which every call stands between a start mark and an end mark.
+
+    A subclass says how one call is read; reasoning, text and the order of things are taken care of here.
+    """
+
+    def __init__(
+        self,
+        tool_start_token: str = ToolParser.DEFAULT_TOOL_START_TOKEN,
+        tool_end_token: str = ToolParser.DEFAULT_TOOL_END_TOKEN,
+        think_start_token: str = ToolParser.DEFAULT_THINK_START_TOKEN,
+        think_end_token: str = ToolParser.DEFAULT_THINK_END_TOKEN,
+    ) -> None:
+        """Name the marks.
+
+        Raises:
+            ValueError: The mark before or behind calls is empty.
+        """
+        if not tool_start_token or not tool_end_token:
+            raise ValueError(f"{type(self).__name__} needs a mark before and a mark behind every call")
+        super().__init__(tool_start_token, tool_end_token, think_start_token, think_end_token)
+
+    @abstractmethod
+    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
+        """Read the call behind its start mark.
+
+        Args:
+            turn: The whole turn.
+            start: The call's start mark.
+            tools: Schema of every tool by name; None if the tools are not known.
+            truncated: The turn was cut off.
+        """
+
+    def parse(
+        self,
+        text: str,
+        *,
+        token_ids: Sequence[int] | None = None,
+        tokenizer: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning_open: bool = False,
+    ) -> list[ToolParseResult]:
+        """Return the tool calls of a turn; see `ToolParser.parse`."""
+        parsed = self.parse_turn(
+            text, token_ids=token_ids, tokenizer=tokenizer, tools=tools, reasoning_open=reasoning_open
+        )
+        return list(parsed.tool_calls)
+
+    def parse_turn(
+        self,
+        text: str,
+        *,
+        token_ids: Sequence[int] | None = None,
+        tokenizer: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning_open: bool = False,
+        truncated: bool = False,
+    ) -> ParsedTurn:
+        """Take a sampled turn apart; see `ToolParser.parse_turn`."""
+        turn = self.locate_marks(text, token_ids, tokenizer)
+        schemas = None if tools is None else tool_schemas(tools)
+        spans = take_apart(
+            turn, lambda start: self.read_call(turn, start, schemas, truncated), reasoning_open=reasoning_open
+        )
+        calls = tuple(span.call for span in spans if span.call is not None)
+        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, spans), calls)
+
+    def broken_call(
+        self,
+        turn: MarkedText,
+        start: Mark,
+        position: int,
+        error: str,
+        *,
+        truncated: bool = False,
+        attempted_name: str | None = None,
+    ) -> CallSpan:
+        """Return the span of a call that stops following its format at `position`.
+
+        It goes up to the first end mark behind that position: whatever is before was read as part of the call, and what
+        may be part of a string must not be taken for another call.
+        """
+        end = turn.find(MarkKind.CALL_END, position)
+        if end is None:
+            cut = "the turn was cut off" if truncated else "the turn ended"
+            error = f"{cut} before {self.tool_end_token} ({error})"
+            status, stop, resume = ToolCallStatus.UNTERMINATED, len(turn.text), len(turn.text)
+        else:
+            status, stop, resume = ToolCallStatus.MALFORMED, end.start, end.end
+        failed = failed_call(turn.text[start.end : stop], error, status, attempted_name)
+        return CallSpan(resume, False, failed)
+
+
+def failed_call(raw: str, error: str, status: ToolCallStatus, attempted_name: str | None = None) -> ToolParseResult:
+    """Return the result for a call that must not run."""
+    return ToolParseResult(
+        new_tool_call_id(),
+        ToolParseResult.UNKNOWN_NAME,
+        raw=raw,
+        error=error,
+        status=status,
+        attempted_name=attempted_name,
+    )
+
+
+def check_name(name: str, tools: ToolSchemas | None) -> tuple[ToolCallStatus, str] | None:
+    """Return what is wrong with a tool's name, or None if it can be called."""
+    if _VALID_NAME.match(name) is None:
+        return ToolCallStatus.MALFORMED, f"{shorten(name)} is not a tool name"
+    if tools is not None and name not in tools:
+        names = list(tools)
+        listed = ", ".join(names[:_TOOL_NAMES_SHOWN]) + (", ..." if len(names) > _TOOL_NAMES_SHOWN else "")
+        known = f"the tools are: {listed}" if names else "there are no tools"
+        return ToolCallStatus.UNKNOWN_TOOL, f"there is no tool named {name!r}; {known}"
+    return None
+
+
+def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schema of every tool's input by name, from Strands tool specs.
+
+    A spec's `inputSchema` is either the schema itself or the schema under `json`.
+    """
+    schemas = {}
+    for tool in tools:
+        schema = tool.get("inputSchema")
+        schemas[tool["name"]] = schema["json"] if isinstance(schema, Mapping) and "json" in schema else schema
+    return schemas

@@ -1,0 +1,127 @@
+"""The XML-like format of Qwen3-Coder, Qwen3.5 and later: values stand between tags as plain text.
+
+    <tool_call>
+    <function=write_file>
+    <parameter=path>
+    notes.txt
+    </parameter>
+    <parameter=lines>
+    3
+    </parameter>
+    </function>
+    </tool_call>
+
+The format escapes nothing and types nothing. Types come from the tool's JSON schema. A value ends at the first
+`</parameter>` behind which the call goes on as a call does: with `<parameter=...>`, or with `</function>` and the end
+mark. All other text may stand in a value, with two exceptions that could as well be the rest of a call whose value was
+never closed: `</function>` followed by the end mark, and a line that is `<parameter=...>` and nothing else. Such a call
+is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ._values import InvalidValueError, resolve_reference, shorten, skip_space, typed_value
+from .base import (
+    ToolCallStatus,
+    ToolParseResult,
+    new_tool_call_id,
+    register_tool_parser,
+)
+from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from .structure import CallSpan, Mark, MarkedText, MarkKind
+
+_FUNCTION_END = "</function>"
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_VALUE_END = re.compile(r"</parameter>[ \t\n\r]*(?=<parameter=[^>\n]+>|</function>([ \t\n\r]*))")
+_UNCLOSED = re.compile(r"\n<parameter=[^>\n]+>(?=\n)|</function>([ \t\n\r]*)")
+
+
+@register_tool_parser("qwen_xml")
+class QwenXMLToolParser(MarkedToolParser):
+    """Reads calls written as `<function=...>` with `<parameter=...>` values between marks.
+
+    One newline on either side of a value belongs to the format; the rest of a string is kept as it is, indentation
+    included. Without a schema, a value that is JSON (other than a JSON string) is that value; any other is its text.
+    """
+
+    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
+        """Read the function behind a start mark; see `MarkedToolParser.read_call`."""
+        text = turn.text
+        name: str | None = None
+        values: dict[str, str] = {}
+        repeated: str | None = None
+
+        def broken(position: int, error: str) -> CallSpan:
+            return self.broken_call(turn, start, position, error, truncated=truncated, attempted_name=name)
+
+        position = skip_space(text, start.end)
+        function = _FUNCTION.match(text, position)
+        if function is None:
+            return broken(position, f"{self.tool_start_token} must be followed by <function=NAME>")
+        name = function.group(1)
+        position = skip_space(text, function.end())
+        while (parameter := _PARAMETER.match(text, position)) is not None:
+            key = parameter.group(1)
+            value_end = turn.find_match(_VALUE_END, parameter.end(), _goes_on)
+            unclosed = turn.find_match(_UNCLOSED, parameter.end(), _goes_on)
+            if value_end is None or (unclosed is not None and unclosed.start() < value_end.start()):
+                failed_at = parameter.end() if unclosed is None else unclosed.start()
+                return broken(failed_at, f"the value of parameter {shorten(key)} is not closed by </parameter>")
+            if key in values and repeated is None:
+                repeated = key
+            values[key] = text[parameter.end() : value_end.start()]
+            position = value_end.end()
+        if not text.startswith(_FUNCTION_END, position):
+            return broken(position, f"only <parameter=NAME> or {_FUNCTION_END} may follow here")
+        position = skip_space(text, position + len(_FUNCTION_END))
+        close = turn.mark_at(MarkKind.CALL_END, position)
+        if close is None:
+            return broken(position, f"{_FUNCTION_END} must be followed by {self.tool_end_token}")
+
+        raw = text[start.end : close.start]
+        if repeated is not None:
+            result = failed_call(raw, f"parameter {shorten(repeated)} is there twice", ToolCallStatus.MALFORMED, name)
+        else:
+            result = _result(name, values, raw, tools)
+        return CallSpan(close.end, True, result)
+
+
+def _goes_on(turn: MarkedText, match: re.Match[str]) -> bool:
+    """Tell whether a tag that looks like the end of a function is one: the end mark follows."""
+    return match.group(1) is None or turn.mark_at(MarkKind.CALL_END, match.end(1)) is not None
+
+
+def _result(name: str, values: dict[str, str], raw: str, tools: ToolSchemas | None) -> ToolParseResult:
+    """Return the result for a call that is complete."""
+    if (wrong := check_name(name, tools)) is not None:
+        return failed_call(raw, wrong[1], wrong[0], name)
+    schema = tools[name] if tools is not None else None
+    arguments: dict[str, Any] = {}
+    for key, text in values.items():
+        try:
+            arguments[key] = typed_value(_without_newlines(text), _parameter_schema(schema, key), schema)
+        except InvalidValueError as error:
+            return failed_call(raw, f"parameter {shorten(key)} is wrong: {error}", ToolCallStatus.MALFORMED, name)
+    return ToolParseResult(new_tool_call_id(), name, arguments)
+
+
+def _without_newlines(value: str) -> str:
+    """Remove the one newline on either side that belongs to the format."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _parameter_schema(schema: Any, key: str) -> Any:
+    """Return the schema of one parameter; None if the tool's schema does not say."""
+    if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
+        schema = resolve_reference(reference, schema)
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")

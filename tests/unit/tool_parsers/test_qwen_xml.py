@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from strands_sglang.tool_parsers import QwenXMLToolParser, ToolCallStatus, ToolParseResult
+
+KEYS = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,8}", fullmatch=True)
+TAGS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
+TEXTS = st.lists(st.one_of(st.sampled_from((*TAGS, "\n", "  ", "null", "1", "{")), st.text(max_size=6))).map("".join)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+JSON_TYPE = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+# What closes a value, and what could as well be the rest of a call whose value was never closed.
+LOST_IN_THE_FORMAT = re.compile(
+    r"</parameter>\s*(<parameter=[^>\n]+>|</function>\s*</tool_call>)|</function>\s*</tool_call>|\n<parameter=[^>\n]+>\n"
+)
+
+
+def as_template(value: Any, *, python_literals: bool) -> str:
+    """A value as chat templates write it: Qwen3-Coder's and Qwen3.5's with Python's literals, later ones as JSON."""
+    if isinstance(value, str) or (python_literals and not isinstance(value, (dict, list))):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def written(name: str, arguments: dict[str, Any], *, python_literals: bool = False) -> str:
+    body = "".join(
+        f"<parameter={key}>\n{as_template(value, python_literals=python_literals)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def tool(name: str, properties: dict[str, Any], **schema: Any) -> dict[str, Any]:
+    return {"name": name, "inputSchema": {"json": {"type": "object", "properties": properties, **schema}}}
+
+
+def only(text: str, **keywords: Any) -> ToolParseResult:
+    (result,) = QwenXMLToolParser().parse(text, **keywords)
+    return result
+
+
+def value_of(written_value: str, schema: Any, **root: Any) -> Any:
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written_value}\n</parameter>\n</function>\n</tool_call>"
+    result = only(text, tools=[tool("f", {"x": schema}, **root)])
+    assert result.status is ToolCallStatus.OK, result.error
+    return result.input["x"]
+
+
+def error_of(written_value: str, schema: Any) -> str:
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written_value}\n</parameter>\n</function>\n</tool_call>"
+    result = only(text, tools=[tool("f", {"x": schema})])
+    assert result.status is ToolCallStatus.MALFORMED
+    assert (result.name, result.input, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, {}, "f")
+    assert result.error is not None
+    return result.error
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4), st.booleans())
+def test_arguments_come_back_as_the_chat_template_wrote_them(arguments: dict[str, Any], python_literals: bool) -> None:
+    for value in arguments.values():
+        text = as_template(value, python_literals=python_literals)
+        assume(LOST_IN_THE_FORMAT.search(f"\n{text}\n</parameter>\n") is None)
+    properties = {key: {"type": JSON_TYPE[type(value)]} for key, value in arguments.items()}
+    turn = QwenXMLToolParser().parse_turn(
+        "So:\n\n" + written("f", arguments, python_literals=python_literals), tools=[tool("f", properties)]
+    )
+    (result,) = turn.tool_calls
+    assert result.error is None
+    assert result.input == arguments
+    assert [type(value) for value in result.input.values()] == [type(value) for value in arguments.values()]
+    assert turn.text == "So:"
+
+
+@pytest.mark.parametrize(
+    "value", ["123", "true", "null", "None", "", "  x ", '{"a": 1}', '"quoted"', "\n\n", "    def f():\n\treturn 1\n"]
+)
+def test_a_declared_string_stays_exactly_what_was_written(value: str) -> None:
+    assert value_of(value, {"type": "string"}) == value
+    assert value_of(value, {"type": "string", "enum": ["a"]}) == value
+
+
+def test_the_newlines_of_the_format_may_be_missing() -> None:
+    text = "<tool_call><function=f><parameter=a> 1 </parameter><parameter=b>x\n</parameter></function></tool_call>"
+    assert only(text).input == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("written_value", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        (" -3 ", {"type": "integer"}, -3),
+        ("3", {"type": "number"}, 3),
+        ("3.5", {"type": "number"}, 3.5),
+        ("1e-07", {"type": "number"}, 1e-07),
+        ("true", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),
+        ("None", {"type": "null"}, None),
+        ("[1, [2]]", {"type": "array"}, [1, [2]]),
+        ('{"a": "1"}', {"type": "object"}, {"a": "1"}),
+        ("5", {"type": ["integer", "string"]}, 5),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("nullable", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "nullable"),
+        ("None", {"oneOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ("{broken", {"type": ["object", "string"]}, "{broken"),
+        ("7", {"enum": [7, 8]}, 7),
+        ("7", {"enum": ["7", "8"]}, "7"),
+        ("7", {"const": "7"}, "7"),
+        ("7", {"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "7"),
+        ("7", {"$ref": "#/$defs/Word"}, "7"),
+        ("7", {"anyOf": [{"$ref": "#/$defs/Word"}, {"type": "null"}]}, "7"),
+        ("7", {"$ref": "#/$defs/Missing"}, 7),
+        ("7", {"$ref": "#/$defs/Loop"}, 7),
+        ("7", {}, 7),
+        ("seven", {}, "seven"),
+        ("7", True, 7),
+        ("7", {"type": "word"}, 7),
+    ],
+)
+def test_values_have_the_type_that_the_schema_declares(written_value: str, schema: Any, value: Any) -> None:
+    definitions = {"Word": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    found = value_of(written_value, schema, **{"$defs": definitions})
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written_value", "schema", "error"),
+    [
+        ("three", {"type": "integer"}, "an integer"),
+        ("3.0", {"type": "integer"}, "an integer"),
+        ("true", {"type": "integer"}, "an integer"),
+        ('"3"', {"type": "integer"}, "an integer"),
+        ("", {"type": "integer"}, "an integer"),
+        ("yes", {"type": "boolean"}, "a boolean"),
+        ("1", {"type": "boolean"}, "a boolean"),
+        ("NaN", {"type": "number"}, "NaN is not JSON"),
+        ("{'a': 1}", {"type": "object"}, "an object"),
+        ('{"a": 1} ', {"type": "array"}, "an array"),
+        ("[1, 2", {"type": "array"}, "an array"),
+        ('{"a": 1, "a": 2}', {"type": "object"}, "more than once"),
+        ("[" * 100 + "]" * 100, {"type": "array"}, "nested too deeply"),
+        ("x", {"type": ["integer", "null"]}, "an integer or null"),
+    ],
+)
+def test_a_value_of_another_type_is_malformed_and_says_so(written_value: str, schema: Any, error: str) -> None:
+    assert error in error_of(written_value, schema)
+
+
+def test_without_a_schema_json_is_json_and_anything_else_is_text() -> None:
+    arguments = {"a": "12", "b": "true", "c": "null", "d": "[1]", "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
+    found = only(written("f", arguments)).input
+    assert found == {"a": 12, "b": True, "c": None, "d": [1], "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
+
+
+def test_a_parameter_that_is_not_declared_is_typed_by_what_additional_properties_say() -> None:
+    text = written("f", {"x": "12"})
+    assert only(text, tools=[tool("f", {})]).input == {"x": 12}
+    assert only(text, tools=[tool("f", {}, additionalProperties={"type": "string"})]).input == {"x": "12"}
+    assert only(text, tools=[tool("f", {}, additionalProperties=False)]).input == {"x": 12}
+
+
+def test_the_schema_may_be_given_by_reference_and_without_the_json_key() -> None:
+    definition = {"properties": {"x": {"type": "string"}}}
+    schema = {"$ref": "#/$defs/Input", "$defs": {"Input": definition}}
+    assert only(written("f", {"x": "12"}), tools=[{"name": "f", "inputSchema": schema}]).input == {"x": "12"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "<function=>",
+        "search",
+        '{"name": "f", "arguments": {}}',
+        "<function=f>",
+        "<function=f></function></function>",
+        "<function=f>\n</function>\n<function=g>\n</function>",
+        "<function=f>\nx\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter>",
+        "<function=f>\n<parameter=a>\n1\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter> and\n</function>",
+        "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=f>\n<parameter=>\n1\n</parameter>\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>",
+        "<function=f g>\n</function>",
+        "<function=" + "f" * 65 + ">\n</function>",
+    ],
+)
+def test_what_is_not_exactly_a_call_is_malformed_and_keeps_what_was_written(body: str) -> None:
+    turn = QwenXMLToolParser().parse_turn(f"A\n<tool_call>\n{body}\n</tool_call>\nB")
+    (result,) = turn.tool_calls
+    assert (result.status, result.name, result.input) == (ToolCallStatus.MALFORMED, ToolParseResult.UNKNOWN_NAME, {})
+    assert result.raw == f"\n{body}\n"
+    assert result.error
+    assert turn.text == "A\nB"
+
+
+@pytest.mark.parametrize("end", range(len("<tool_call>"), len(written("f", {"a": 1, "b": "x"})) - 1, 3))
+def test_a_call_that_is_cut_off_anywhere_is_unterminated(end: int) -> None:
+    turn = QwenXMLToolParser().parse_turn("A\n" + written("f", {"a": 1, "b": "x"})[:end], truncated=True)
+    (result,) = turn.tool_calls
+    assert (result.status, result.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
+    assert "cut off" in (result.error or "")
+    assert turn.text == "A"
+
+
+def test_tags_inside_a_value_belong_to_the_value() -> None:
+    code = "x = '</parameter>'\n</tool_call> <tool_call>\n<function=rm>\n</function> </think>\n<parameter=y>z"
+    turn = QwenXMLToolParser().parse_turn(written("write", {"code": code, "n": 1}))
+    (result,) = turn.tool_calls
+    assert result.input == {"code": code, "n": 1}
+    assert turn.reasoning is None
+
+
+def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it() -> None:
+    first = written("f", {"a": "1"}).replace("</parameter>\n", "")
+    broken, good = QwenXMLToolParser().parse(first + "\n" + written("g", {"b": "2"}))
+    assert (broken.status, broken.attempted_name) == (ToolCallStatus.MALFORMED, "f")
+    assert (good.name, good.input) == ("g", {"b": 2})
+
+
+def test_a_name_that_no_tool_has_is_an_error_that_lists_the_tools() -> None:
+    result = only(written("g", {"x": 1}), tools=[tool("f", {})])
+    assert (result.status, result.attempted_name) == (ToolCallStatus.UNKNOWN_TOOL, "g")
+    assert result.error == "there is no tool named 'g'; the tools are: f"
+
+
+PIECES = st.lists(st.sampled_from([*TAGS, "<think>", "\n", " ", "x", "<function=", "<parameter=", ">"])).map("".join)
+
+
+@given(st.one_of(PIECES, TEXTS), st.booleans(), st.booleans())
+def test_no_text_makes_the_parser_raise(text: str, reasoning_open: bool, truncated: bool) -> None:
+    turn = QwenXMLToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
+    assert all(call.is_error for call in turn.tool_calls)
