@@ -1,0 +1,29 @@
+"""A stand-in for an SGLang server, for tests of agents and environments: real tokens and response shapes, no model.
+
+    server = ScriptedSGLang(tokenizer, ["The answer is 4.", ScriptedAnswer("cut", finish_reason="length")])
+    model = SGLangModel(tokenizer=tokenizer, client=server.client())
+
+    with server.serve() as base_url:   # the same server for other processes, on a port
+        ...
+
+The shapes are those of SGLang 0.5.23; a contract test sends the same requests to a real server and compares them.
+"""
+
+from __future__ import annotations
+
+from .sampling import scripted_logprob
+from .script import Answer, AnswerFunction, ScriptedAnswer, ScriptedRefusal, ScriptedRequest, ScriptedResponse
+from .server import ScriptedSGLang
+from .serving import ServedOnPort
+
+__all__ = [
+    "Answer",
+    "AnswerFunction",
+    "ScriptedAnswer",
+    "ScriptedRefusal",
+    "ScriptedRequest",
+    "ScriptedResponse",
+    "ScriptedSGLang",
+    "ServedOnPort",
+    "scripted_logprob",
+]

@@ -1,0 +1,184 @@
+"""Response bodies of SGLang 0.5.23, key for key.
+
+Source: bodies of a real server. `/server_info` is the one exception: it has over 500 keys there, nearly all of them
+launch arguments; here are those that say something about the model and its limits.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+from .sampling import Sampled
+from .validation import INPUT_RESERVE, CheckedRequest
+
+SGLANG_VERSION = "0.5.23"
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+FLUSH_FAILED = "Flush cache failed.\n"
+
+_EMBEDDING_OF_A_GENERATION_MODEL = {
+    "family": "none",
+    "task": "none",
+    "execution": "none",
+    "attention": "none",
+    "pooling": "model_defined",
+    "normalize": False,
+    "postprocessor": "none",
+    "tokenizer_special_tokens": "model_default",
+    "supports_dimensions": False,
+    "supports_token_embeddings": False,
+    "supports_multimodal": False,
+    "requires_embedding_flag": False,
+    "auto_enable_embedding": False,
+    "bcg_eligibility": "disabled",
+    "safe_disable_kv_cache": False,
+    "safe_disable_radix_cache": False,
+    "safe_disable_chunked_prefill": False,
+    "enabled": False,
+    "matryoshka_dimensions": [],
+    "bcg": {
+        "prefill_backend": "disabled",
+        "enabled": False,
+        "capture_token_budget": 4096,
+        "capture_batch_sizes": [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
+    },
+    "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
+}
+
+
+def generation(
+    request: CheckedRequest,
+    sampled: Sampled,
+    prompt_logprobs: list[list[float | int | None]],
+    *,
+    rid: str,
+    cached_tokens: int,
+    weight_version: str,
+    latency_s: float,
+) -> dict[str, Any]:
+    """Body of a `/generate` response."""
+    length = len(sampled.output_ids)
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": sampled.finish_reason,
+        "prompt_tokens": len(request.input_ids),
+        "weight_version": weight_version,
+        "num_retractions": 0,
+    }
+    if request.return_logprob:
+        meta["input_token_logprobs"] = prompt_logprobs
+        meta["output_token_logprobs"] = [
+            [logprob, token_id, None] for logprob, token_id in zip(sampled.logprobs, sampled.output_ids, strict=True)
+        ]
+        meta["output_token_logprobs_length"] = length
+    meta |= {
+        "reasoning_tokens": 0,
+        "completion_tokens": length,
+        "cached_tokens": cached_tokens,
+        "weight_versions": [{"version": weight_version, "start": 0, "end": length}],
+        "cached_tokens_details": {"device": cached_tokens, "host": 0} if cached_tokens else None,
+        "dp_rank": None,
+        "e2e_latency": latency_s,
+        "response_sent_to_client_ts": time.time(),
+    }
+    body: dict[str, Any] = {"text": sampled.text, "output_ids": sampled.output_ids, "meta_info": meta}
+    if request.return_prompt_token_ids:
+        body["prompt_token_ids"] = request.input_ids
+    return body
+
+
+def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
+    """Body of `/model_info`."""
+    return {
+        "model_path": model_path,
+        "served_model_name": model_path,
+        "tokenizer_path": model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": weight_version,
+        "load_format": "auto",
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": "scripted",
+        "architectures": ["ScriptedForCausalLM"],
+        "embedding": _EMBEDDING_OF_A_GENERATION_MODEL,
+    }
+
+
+def server_info(model_path: str, weight_version: str, context_length: int) -> dict[str, Any]:
+    """Body of `/server_info`, a part of the real one."""
+    return {
+        "model_path": model_path,
+        "tokenizer_path": model_path,
+        "served_model_name": model_path,
+        "context_length": context_length,
+        "weight_version": weight_version,
+        "status": "ready",
+        "max_req_input_len": context_length - INPUT_RESERVE,
+        "internal_states": [],
+        "version": SGLANG_VERSION,
+    }
+
+
+def models(model_path: str, context_length: int) -> dict[str, Any]:
+    """Body of `/v1/models`."""
+    model = {
+        "id": model_path,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "sglang",
+        "root": model_path,
+        "parent": None,
+        "max_model_len": context_length,
+    }
+    return {"object": "list", "data": [model]}
+
+
+def loads(running: int) -> dict[str, Any]:
+    """Body of `/v1/loads`; only the number of running requests has a meaning."""
+    load = {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": 0,
+        "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": 0,
+        "num_total_tokens": 0,
+        "num_active_tokens": 0,
+        "num_prealloc_ready_tokens": 0,
+        "max_total_num_tokens": 1 << 20,
+        "max_running_requests": 4096,
+        "token_usage": 0.0,
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+        "total_prefill_uncached_tokens": 0,
+        "total_prefill_busy_us": 0,
+        "decode_moments": [0.0] * 6,
+        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": 1 << 20},
+        "disaggregation": {
+            "mode": "null",
+            "prefill_bootstrap_queue_reqs": 0,
+            "prefill_inflight_queue_reqs": 0,
+            "decode_prealloc_queue_reqs": 0,
+            "decode_transfer_queue_reqs": 0,
+            "decode_retracted_queue_reqs": 0,
+            "kv_transfer_speed_gb_s": 0.0,
+            "kv_transfer_latency_ms": 0.0,
+        },
+        "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+    }
+    return {
+        "timestamp": datetime.now(timezone.utc).isoformat(),
+        "version": SGLANG_VERSION,
+        "accelerator": None,
+        "num_accelerators": 1,
+        "loads": [load],
+    }

@@ -1,0 +1,193 @@
+"""From a scripted answer to sampled tokens, with SGLang's rules for where a generation ends.
+
+At every token, a stop string beats a stop token, and a stop token beats the length limit. Output ids keep the stop
+token; the text leaves it out unless `no_stop_trim` is set.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from .script import Answer, ScriptedAnswer
+from .validation import CheckedRequest
+
+LogprobFunction = Callable[[int, int], float]
+
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def scripted_logprob(position: int, token_id: int) -> float:
+    """The logprob that a scripted server gives to a token by default: pseudo-random, in [-8, 0), exact in float32.
+
+    It depends on nothing but where the token stands and which it is, so a test can tell a shifted or foreign logprob
+    from the right one.
+
+    Args:
+        position: Index in prompt plus answer, from 0.
+        token_id: The token.
+    """
+    mixed = (position * 0x9E3779B1 + token_id * 0x85EBCA6B + 0x27D4EB2F) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return -(((mixed >> 8) + 1) / (1 << 21))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one request sampled.
+
+    Attributes:
+        output_ids: Sampled ids with the stop token; shape (T,).
+        logprobs: Their logprobs, shape (T,); empty if they were not asked for.
+        text: Decoded answer.
+        finish_reason: As the response tells it.
+    """
+
+    output_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: dict[str, Any]
+
+
+class Sampler:
+    """Turns answers into sampled tokens for one served model."""
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Collection[int], logprob: LogprobFunction) -> None:
+        """Keep the tokenizer, the model's stop tokens (the first is the one that answers end with) and the logprobs.
+
+        Raises:
+            ValueError: There is no stop token.
+        """
+        if not stop_token_ids:
+            raise ValueError("the tokenizer has no eos token; give `stop_token_ids`")
+        self._tokenizer = tokenizer
+        self._stop_ids = tuple(stop_token_ids)
+        self._logprob = logprob
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def sample(self, answer: Answer, request: CheckedRequest, *, aborted: bool = False) -> Sampled:
+        """Sample an answer under the limits of its request.
+
+        Args:
+            answer: The whole answer, or with `aborted` the part that was sampled until then.
+            request: Limits, stop conditions and whether logprobs are wanted.
+            aborted: The request was aborted, whatever the answer says.
+
+        Raises:
+            ValueError: The answer's logprobs do not belong to its tokens.
+        """
+        if isinstance(answer, str):
+            answer = ScriptedAnswer(answer)
+        ids = self._token_ids(answer, append_stop=answer.finish_reason == "stop" and not aborted)
+        end, finish_reason = self._end(ids, request)
+        if finish_reason is None:
+            cut = aborted or answer.finish_reason == "abort"
+            finish_reason = dict(ABORTED) if cut else {"type": "length", "length": len(ids)}
+        output_ids = ids[:end]
+        return Sampled(
+            output_ids=output_ids,
+            logprobs=self._logprobs(answer, ids, len(request.input_ids))[:end] if request.return_logprob else [],
+            text=self._text(output_ids, finish_reason, request.sampling_params),
+            finish_reason=finish_reason,
+        )
+
+    def prompt_logprobs(self, request: CheckedRequest) -> list[list[float | int | None]]:
+        """Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob."""
+        start = request.logprob_start_len
+        if start < 0:
+            return []
+        entries: list[list[float | int | None]] = [
+            [_float32(self._logprob(position, token_id)), token_id, None]
+            for position, token_id in enumerate(request.input_ids[start:], start)
+        ]
+        if entries:
+            entries[0][0] = None
+        return entries
+
+    def _token_ids(self, answer: ScriptedAnswer, *, append_stop: bool) -> list[int]:
+        ids = self.encode(answer.text) if answer.token_ids is None else list(answer.token_ids)
+        stop = self._stop_ids[0] if answer.stop_token_id is None else answer.stop_token_id
+        if append_stop and (not ids or ids[-1] not in (stop, *self._stop_ids)):
+            ids.append(stop)
+        return ids
+
+    def _end(self, ids: list[int], request: CheckedRequest) -> tuple[int, dict[str, Any] | None]:
+        """How many tokens are sampled and why it ends there; no reason if the answer simply runs out."""
+        params = request.sampling_params
+        candidates: list[tuple[int, int, dict[str, Any]]] = []
+        stop_string = self._first_stop_string(ids, params)
+        if stop_string is not None:
+            candidates.append((stop_string[0], 0, {"type": "stop", "matched": stop_string[1]}))
+        if not params.get("ignore_eos"):
+            stop_ids = {*self._stop_ids, *(params.get("stop_token_ids") or ())}
+            position = next((i for i, token_id in enumerate(ids) if token_id in stop_ids), None)
+            if position is not None:
+                candidates.append((position + 1, 1, {"type": "stop", "matched": ids[position]}))
+        if len(ids) >= request.max_new_tokens:
+            limit = request.max_new_tokens
+            candidates.append((limit, 2, {"type": "length", "length": limit}))
+        if not candidates:
+            return len(ids), None
+        end, _, finish_reason = min(candidates, key=lambda candidate: candidate[:2])
+        return end, finish_reason
+
+    def _first_stop_string(self, ids: list[int], params: dict[str, Any]) -> tuple[int, str] | None:
+        """Number of tokens after which the first stop string or pattern has appeared, and which it was."""
+        found: list[tuple[int, str]] = []
+        for key in ("stop", "stop_regex"):
+            value = params.get(key) or []
+            for pattern in [value] if isinstance(value, str) else value:
+                expression = re.compile(pattern if key == "stop_regex" else re.escape(pattern))
+                if expression.search(self.decode(ids)):
+                    found.append((self._tokens_until(expression, ids), pattern))
+        return min(found, key=lambda item: item[0], default=None)
+
+    def _tokens_until(self, expression: re.Pattern[str], ids: list[int]) -> int:
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if expression.search(self.decode(ids[:middle])):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _logprobs(self, answer: ScriptedAnswer, ids: list[int], prompt_length: int) -> list[float]:
+        values = [] if answer.logprobs is None else list(answer.logprobs)
+        missing = len(ids) - len(values)
+        if answer.logprobs is not None and missing not in ((0, 1) if answer.finish_reason == "stop" else (0,)):
+            raise ValueError(
+                f"the scripted answer has {len(ids)} tokens (with its stop token) and {len(values)} logprobs"
+            )
+        first = prompt_length + len(values)
+        values += [self._logprob(first + i, token_id) for i, token_id in enumerate(ids[len(values) :])]
+        return [_float32(value) for value in values]
+
+    def _text(self, output_ids: list[int], finish_reason: dict[str, Any], params: dict[str, Any]) -> str:
+        matched = finish_reason.get("matched")
+        keep_stop = params.get("no_stop_trim") or False
+        skip_special = params.get("skip_special_tokens")
+        if isinstance(matched, int) and not keep_stop:
+            output_ids = output_ids[:-1]
+        text = self.decode(output_ids, skip_special_tokens=True if skip_special is None else skip_special)
+        if isinstance(matched, str) and matched in text:
+            start = text.index(matched)
+            text = text[: start + len(matched)] if keep_stop else text[:start]
+        return text
+
+
+def _float32(value: float) -> float:
+    """The float32 nearest to a value: logprobs of a real server are float32."""
+    return array("f", [value])[0]

@@ -1,0 +1,327 @@
+"""ScriptedSGLang: an SGLang server whose model is a script.
+
+Promises: bodies have the keys and types of SGLang 0.5.23 (a contract test compares them with a real server); the same
+requests give the same tokens and logprobs; the work for one request is linear in its ids; it can be used from several
+event loops and threads at once. Every request is logged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from . import bodies
+from .flights import Flight
+from .prefix_cache import PrefixCache
+from .sampling import LogprobFunction, Sampler, scripted_logprob
+from .script import (
+    Answer,
+    AnswerFunction,
+    Script,
+    ScriptedRefusal,
+    ScriptedRequest,
+    ScriptedResponse,
+    ScriptExhaustedError,
+)
+from .serving import ServedOnPort
+from .transport import ScriptedTransport
+from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
+
+if TYPE_CHECKING:
+    from ..client import SGLangClient
+
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class HTTPAnswer:
+    """An HTTP response.
+
+    Attributes:
+        status: HTTP status code.
+        content: Body.
+        headers: Headers; the length of the body is left to the transport.
+    """
+
+    status: int = 200
+    content: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+_Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]
+
+
+class ScriptedSGLang:
+    """A server with the HTTP interface of SGLang 0.5.23 that answers from a script.
+
+    Attributes:
+        requests: Accepted `/generate` requests, in the order of their arrival.
+        responses: `responses[i]` answers `requests[i]`; None while it is open or if its client went away.
+        refusals: `/generate` requests that were refused with a 4xx (or are not imitated); they use up no answer.
+        aborted: Request ids that were in flight when they were aborted, in order.
+        weight_version: Version of the weights that responses name; may be set at any time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        answers: AnswerFunction | Iterable[Answer | AnswerFunction],
+        *,
+        context_length: int = 32768,
+        vocab_size: int | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        model_path: str = "scripted",
+        weight_version: str = "default",
+        logprob: LogprobFunction = scripted_logprob,
+    ) -> None:
+        """Set up a server; it needs no start.
+
+        Args:
+            tokenizer: The model's tokenizer (`encode`, `decode`, `eos_token_id`, `len`).
+            answers: Answers in order: texts, `ScriptedAnswer`s, or functions that compute one from the request, sync or
+                async; or one such function for all requests. An async function is cancelled when its request is
+                aborted, and may then return the part of the answer that was sampled until then.
+            context_length: Context of the model, in tokens.
+            vocab_size: Number of token ids, default `len(tokenizer)`.
+            stop_token_ids: Stop tokens of the model, default the tokenizer's eos; answers end with the first.
+            model_path: What `/model_info` tells.
+            weight_version: First value of the attribute.
+            logprob: Logprob of a token from its position in prompt plus answer and its id; rounded to float32.
+
+        Raises:
+            ValueError: There is no stop token.
+        """
+        if stop_token_ids is None:
+            eos = tokenizer.eos_token_id
+            stop_token_ids = () if eos is None else (eos,)
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        self.model_path = model_path
+        self.weight_version = weight_version
+        self.requests: list[ScriptedRequest] = []
+        self.responses: list[ScriptedResponse | None] = []
+        self.refusals: list[ScriptedRefusal] = []
+        self.aborted: list[str] = []
+        self._script = Script(answers)
+        self._sampler = Sampler(tokenizer, stop_token_ids, logprob)
+        self._cache = PrefixCache()
+        self._flights: dict[str, Flight] = {}
+        self._lock = threading.Lock()
+        self._routes = self._make_routes()
+
+    @property
+    def running(self) -> list[str]:
+        """Request ids in flight, including those whose client went away without aborting them."""
+        return list(self._flights)
+
+    def transport(self) -> ScriptedTransport:
+        """An httpx transport that reaches this server without a socket, from any event loop."""
+        return ScriptedTransport(self)
+
+    def client(self, **kwargs: Any) -> SGLangClient:
+        """An `SGLangClient` for this server, in process. Nothing is retried unless `max_retries` says so.
+
+        Args:
+            **kwargs: Arguments of `SGLangClient`.
+        """
+        from ..client import SGLangClient
+
+        return SGLangClient("http://scripted", **{"transport": self.transport(), "max_retries": 0, **kwargs})
+
+    def serve(self, port: int = 0) -> ServedOnPort:
+        """Serve on 127.0.0.1 for the length of a `with` (or `async with`) block, whose value is the base URL.
+
+        Args:
+            port: 0 picks a free one.
+        """
+        return ServedOnPort(self, port)
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str] = _NO_HEADERS, content: bytes = b""
+    ) -> HTTPAnswer:
+        """Answer one HTTP request.
+
+        Args:
+            method: HTTP method, upper case.
+            path: Path without query.
+            headers: Headers, names in lower case.
+            content: Body.
+        """
+        route = self._routes.get(path)
+        if route is None:
+            return _json({"detail": "Not Found"}, 404)
+        methods, handler = route
+        if method not in methods:
+            return _json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(methods)})
+        try:
+            return await handler(headers, content)
+        except RefusedError as refused:
+            return _json(refused.body, refused.status)
+
+    def _make_routes(self) -> dict[str, tuple[tuple[str, ...], _Handler]]:
+        get, post = ("GET",), ("POST",)
+
+        def body(make: Callable[[], Any]) -> _Handler:
+            async def handler(headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+                return _json(make())
+
+            return handler
+
+        async def alive(headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+            return HTTPAnswer()
+
+        model_info = body(lambda: bodies.model_info(self.model_path, self.weight_version))
+        server_info = body(lambda: bodies.server_info(self.model_path, self.weight_version, self.context_length))
+        return {
+            "/": (get, body(lambda: "SGLang is running")),
+            "/generate": (("POST", "PUT"), self._generate),
+            "/health": (get, alive),
+            "/health_generate": (get, alive),
+            "/ready": (get, alive),
+            "/ping": (get, alive),
+            "/model_info": (get, model_info),
+            "/get_model_info": (get, model_info),
+            "/server_info": (get, server_info),
+            "/get_server_info": (get, server_info),
+            "/v1/models": (get, body(lambda: bodies.models(self.model_path, self.context_length))),
+            "/v1/loads": (get, body(lambda: bodies.loads(len(self._flights)))),
+            "/tokenize": (post, self._tokenize),
+            "/abort_request": (post, self._abort_request),
+            "/flush_cache": (("GET", "POST"), self._flush_cache),
+        }
+
+    async def _generate(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+        started = time.perf_counter()
+        try:
+            body = read_json_object(headers, content)
+            checked = check_generate(
+                body, context_length=self.context_length, vocab_size=self.vocab_size, encode=self._sampler.encode
+            )
+            request, flight, entry = self._accept(checked, body, headers)
+        except RefusedError as refused:
+            self.refusals.append(ScriptedRefusal(refused.status, refused.message, content))
+            raise
+        # If the caller is cancelled here, its client went away: the flight stays until it is aborted.
+        try:
+            if isinstance(entry, Exception):
+                raise entry
+            answer = entry(request) if callable(entry) else entry
+            if inspect.isawaitable(answer):
+                answer = await flight.wait(answer)
+            sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
+        except Exception as error:
+            message = f"scripted server, request {request.index}: {type(error).__name__}: {error}"
+            return self._close(request, flight, _json({"error": {"message": message}}, 500))
+        self._remember(checked, request.packed_ids, sampled.output_ids)
+        response = bodies.generation(
+            checked,
+            sampled,
+            self._sampler.prompt_logprobs(checked),
+            rid=request.rid,
+            cached_tokens=request.cached_tokens,
+            weight_version=self.weight_version,
+            latency_s=time.perf_counter() - started,
+        )
+        return self._close(request, flight, _json(response))
+
+    def _accept(
+        self, checked: CheckedRequest, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> tuple[ScriptedRequest, Flight, Answer | AnswerFunction | ScriptExhaustedError]:
+        packed = array("i", checked.input_ids).tobytes()
+        rid = uuid.uuid4().hex if checked.rid is None else checked.rid
+        with self._lock:
+            if rid in self._flights:
+                raise refusal(f"Duplicate request ID detected: {rid}")
+            index = len(self.requests)
+            # A server computes at least the last prompt token, and every token whose logprob is asked for.
+            reusable = len(checked.input_ids) - 1
+            if checked.logprob_start_len >= 0:
+                reusable = min(reusable, checked.logprob_start_len)
+            request = ScriptedRequest(
+                index=index,
+                rid=rid,
+                sampling_params=checked.sampling_params,
+                body={key: value for key, value in body.items() if key != "input_ids"},
+                headers=dict(headers),
+                cached_tokens=min(self._cache.insert(packed, checked.cache_key), reusable),
+                packed_ids=packed,
+                decode=self._sampler.decode,
+            )
+            entry: Answer | AnswerFunction | ScriptExhaustedError
+            try:
+                entry = self._script.next(index)
+            except ScriptExhaustedError as error:
+                entry = error
+            self.requests.append(request)
+            self.responses.append(None)
+            flight = self._flights[rid] = Flight(rid)
+        return request, flight, entry
+
+    def _remember(self, checked: CheckedRequest, packed_prompt: bytes, output_ids: list[int]) -> None:
+        """Cache what was computed: all but the last sampled token, which no forward pass has seen yet."""
+        with self._lock:
+            self._cache.insert(packed_prompt + array("i", output_ids[:-1]).tobytes(), checked.cache_key)
+
+    def _close(self, request: ScriptedRequest, flight: Flight, answer: HTTPAnswer) -> HTTPAnswer:
+        self.responses[request.index] = ScriptedResponse(answer.status, answer.content)
+        with self._lock:
+            if self._flights.get(flight.rid) is flight:
+                del self._flights[flight.rid]
+        return answer
+
+    async def _abort_request(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+        body = read_json_object(headers, content)
+        rid = body.get("rid")
+        if rid is not None and not isinstance(rid, str):
+            raise validation_error(("body", "rid"), "string_type", "Input should be a valid string", rid)
+        with self._lock:
+            named = list(self._flights) if body.get("abort_all") else [rid]
+            flights = [self._flights.pop(name) for name in named if name in self._flights]
+            self.aborted += [flight.rid for flight in flights]
+        for flight in flights:
+            flight.abort()
+        return HTTPAnswer()
+
+    async def _flush_cache(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+        with self._lock:
+            if self._flights:
+                return HTTPAnswer(400, bodies.FLUSH_FAILED.encode())
+            self._cache.clear()
+        return HTTPAnswer(200, bodies.FLUSHED.encode())
+
+    async def _tokenize(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+        body = read_json_object(headers, content)
+        if "messages" in body:
+            raise refusal("scripted server: `messages` is not imitated", 501)
+        prompt = body.get("prompt")
+        if prompt is None:
+            raise validation_error(
+                ("body",), "value_error", "Value error, Exactly one of 'prompt' or 'messages' must be provided.", body
+            )
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise validation_error(("body", "prompt"), "string_type", "Input should be a valid string", prompt)
+        add_special = body.get("add_special_tokens", True)
+        tokens = [self.tokenizer.encode(text, add_special_tokens=add_special) for text in texts]
+        counts = [len(ids) for ids in tokens]
+        single = isinstance(prompt, str)
+        return _json(
+            {
+                "tokens": tokens[0] if single else tokens,
+                "count": counts[0] if single else counts,
+                "max_model_len": self.context_length,
+            }
+        )
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> HTTPAnswer:
+    return HTTPAnswer(status, orjson.dumps(body), {"content-type": "application/json", **headers})
