@@ -1,0 +1,271 @@
+"""The README's snippets run, its tables agree with the code, and the files and commands that it names exist."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+import strands_sglang
+from strands_sglang import (
+    OUTCOMES,
+    SGLangClient,
+    SGLangClientError,
+    SGLangModel,
+    TokenManager,
+    TurnStatus,
+    get_tool_parser,
+)
+from strands_sglang.cli import build_parser
+from strands_sglang.testing import ScriptedAnswer, ScriptedRequest, ScriptedSGLang
+from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
+from support import slime_stub
+from support.agents import call, make_agent
+from support.readme import README, ROOT, Block, blocks, names_in_code, table
+
+DOCUMENTED_URL = "http://localhost:30000"
+DOCUMENTED_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+
+TEXT = README.read_text(encoding="utf-8")
+PYTHON_BLOCKS = blocks("python")
+SHELL_LINES = [line for block in blocks("bash") for line in block.text.splitlines()]
+
+
+# --- snippets ---
+
+
+def sampled_text(request: ScriptedRequest) -> str:
+    """What a model that does as it is told would sample for the README's prompts."""
+    if "json_schema" in request.sampling_params:
+        return '{"product": 425}'
+    _, _, question = request.text.rpartition("<|im_start|>user\n")
+    if "<tool_response>" in question:
+        return "25 * 17 is 425."
+    factors = re.search(r"(\d+) \* (\d+)", question)
+    if factors is None or '"multiply"' not in request.text:
+        return "I don't know."
+    return call("multiply", a=int(factors[1]), b=int(factors[2]))
+
+
+@pytest.fixture(scope="module")
+def snippets(chatml_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What running all snippets in their order left: their `namespace`, the `failures` by line, the `server`."""
+    folder = tmp_path_factory.mktemp("model")
+    chatml_tokenizer.save_pretrained(folder)
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    failures: dict[int, Exception] = {}
+    server = ScriptedSGLang(chatml_tokenizer, sampled_text)
+    with pytest.MonkeyPatch.context() as patch, server.serve() as base_url:
+        slime_stub.install_slime(patch, chatml_tokenizer)
+
+        def localised(text: str) -> str:
+            return text.replace(DOCUMENTED_URL, base_url).replace(DOCUMENTED_MODEL, str(folder))
+
+        for block in PYTHON_BLOCKS:
+            try:
+                block.run(namespace, localised)
+            except Exception as error:
+                failures[block.line] = error
+        yield {"namespace": namespace, "failures": failures, "server": server}
+    TOOL_PARSER_REGISTRY.pop("product_line", None)
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: f"{block.section}, line {block.line}")
+def test_every_python_snippet_runs(block: Block, snippets: dict[str, Any]):
+    if block.line in snippets["failures"]:
+        raise snippets["failures"][block.line]
+
+
+def test_the_snippets_agents_call_their_tool_and_answer(snippets):
+    asked = [request.text for request in snippets["server"].requests]
+    assert any("<tool_response>\n425\n</tool_response>" in text for text in asked)
+
+
+def test_the_readmes_parser_reads_its_format_and_tells_errors(snippets):
+    good, bad = get_tool_parser("product_line").parse("First:\nPRODUCT 25 17\nPRODUCT 25")
+    assert (good.name, good.input) == ("multiply", {"a": 25, "b": 17})
+    assert (bad.is_error, bad.raw) == (True, "PRODUCT 25")
+
+
+MULTIPLY = call("multiply", a=25, b=17)
+EPISODES: dict[str, tuple[list[Any], str]] = {
+    "an answer after a tool call": ([MULTIPLY, "It is 425."], "COMPLETED"),
+    "the limit on tool iterations": ([MULTIPLY] * 9, "TRUNCATED"),
+    "an answer that is cut off": ([ScriptedAnswer("25 * 17", finish_reason="length")], "TRUNCATED"),
+    "an abort that slime did not ask for": ([ScriptedAnswer("25 * 17", finish_reason="abort")], "TRUNCATED"),
+    "an error of the server in the second call": ([MULTIPLY], "FAILED"),
+    "an error of the server in the first call": ([], "FAILED"),
+}
+
+
+@pytest.mark.parametrize("end", EPISODES)
+async def test_the_readmes_generate_leaves_samples_that_slime_can_use(end, snippets, chatml_tokenizer, monkeypatch):
+    answers, status = EPISODES[end]
+    server = ScriptedSGLang(chatml_tokenizer, answers)
+    generate = snippets["namespace"]["generate"]
+    monkeypatch.setitem(generate.__globals__, "get_client_from_slime_args", lambda args: server.client())
+    slime_stub.install_slime(monkeypatch, chatml_tokenizer)
+
+    sample = slime_stub.Sample(prompt="What is 25 * 17?", reward=1.0)
+    sample = await generate(slime_stub.slime_args(), sample, slime_stub.slime_sampling_params())
+
+    slime_stub.check_sample(sample, chatml_tokenizer)
+    assert sample.status is slime_stub.Sample.Status[status]
+    assert sample.remove_sample is (status == "FAILED")
+    assert sample.reward == (0.0 if status == "FAILED" else None)
+    assert any(sample.loss_mask) is bool(answers)
+
+
+# --- tables ---
+
+
+def test_the_model_table_has_every_parameter_in_order():
+    rows = table("Parameters of SGLangModel", "Parameter", "Default", "Meaning")
+    parameters = inspect.signature(SGLangModel).parameters.values()
+    constructor = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    documented = [name for row in rows for name in names_in_code(row["Parameter"])]
+    assert documented == [*constructor, *SGLangModel.SGLangConfig.__annotations__]
+
+
+async def test_the_model_tables_defaults_are_what_a_model_does(chatml_tokenizer):
+    rows = table("Parameters of SGLangModel", "Parameter", "Default", "Meaning")
+    default = {names_in_code(row["Parameter"])[0]: row["Default"].strip("`") for row in rows}
+    server = ScriptedSGLang(chatml_tokenizer, ["Hello."], context_length=1000)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    await make_agent(model).invoke_async("Hi!")
+
+    [request] = server.requests
+    assert isinstance(model.tool_parser, type(get_tool_parser(json.loads(default["tool_parser"]))))
+    assert str(request.body["return_logprob"]) == default["return_logprob"]
+    assert str("logprob_start_len" in request.body) == default["return_prompt_logprobs"]
+    assert str("return_routed_experts" in request.body) == default["return_routed_experts"]
+    assert request.sampling_params == {"max_new_tokens": 1000 - len(request.input_ids)}
+    assert default["tokenizer"] == "required"
+    given = {"tokenizer", "tool_parser", "return_logprob", "return_prompt_logprobs", "return_routed_experts"}
+    assert {value for name, value in default.items() if name not in given} == {"None"}
+    assert all(value is None for value in model.get_config().values())
+
+
+def test_the_client_table_has_every_parameter_with_its_default():
+    rows = table("Parameters of SGLangClient", "Parameter", "Default", "Meaning")
+    documented = [(row["Parameter"].strip("`"), row["Default"].strip("`")) for row in rows]
+    parameters = inspect.signature(SGLangClient).parameters.values()
+    assert documented == [
+        (parameter.name, "required" if parameter.default is parameter.empty else repr(parameter.default))
+        for parameter in parameters
+    ]
+
+
+def test_the_outcome_table_is_that_of_the_code():
+    rows = table("How episodes end", "Outcome", "When", "Reward", "slime status")
+    documented = [(row["Outcome"].strip("`"), row["Reward"], row["slime status"]) for row in rows]
+    assert documented == [
+        (reason.value, outcome.reward.value, outcome.slime_status + (", removed" if outcome.remove_sample else ""))
+        for reason, outcome in OUTCOMES.items()
+    ]
+
+
+def test_the_table_of_the_token_manager_names_its_attributes():
+    rows = table("What is recorded", "Attribute", "Value")
+    public = [name for name, value in vars(TokenManager).items() if isinstance(value, property)]
+    assert sorted(row["Attribute"].strip("`") for row in rows) == sorted(public)
+
+
+async def test_the_table_of_a_turn_names_its_attributes_and_every_status(chatml_tokenizer):
+    rows = table("What is recorded", "Attribute of a turn", "Value")
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=ScriptedSGLang(chatml_tokenizer, ["Hello."]).client())
+    await make_agent(model).invoke_async("Hi!")
+    [turn] = model.trajectory.turns
+    for row in rows:
+        assert hasattr(turn, row["Attribute of a turn"].strip("`"))
+    [statuses] = [row["Value"] for row in rows if row["Attribute of a turn"] == "`status`"]
+    assert set(names_in_code(statuses)) == {status.value for status in TurnStatus}
+
+
+async def test_the_table_of_masks_and_logprobs_is_what_is_recorded(chatml_tokenizer, snippets):
+    rows = table("What is recorded", "Tokens", "Loss mask", "Logprob")
+    server = ScriptedSGLang(chatml_tokenizer, [MULTIPLY, "It is 425.", '{"product": 425}'])
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    multiply, answer = snippets["namespace"]["multiply"], snippets["namespace"]["Answer"]
+    await make_agent(model, [multiply]).invoke_async("What is 25 * 17?")
+    messages = [{"role": "user", "content": [{"text": "What is 25 * 17?"}]}]
+    assert [event async for event in model.structured_output(answer, messages)] == [{"output": answer(product=425)}]
+
+    conversation, constrained = model.trajectory.sequences()
+    opening, first, observation, second = conversation.segments
+    recorded = [(opening, 0), (observation, None), (first, 0), (constrained.segments[1], 2)]
+    for row, (segment, response) in zip(rows, recorded, strict=True):
+        assert str(segment.loss_mask) == row["Loss mask"]
+        if row["Logprob"] == "the server's":
+            entries = server.responses[response].body["meta_info"]["output_token_logprobs"]
+            assert segment.logprobs == [entry[0] for entry in entries]
+        else:
+            assert {repr(logprob) for logprob in segment.logprobs} == {row["Logprob"].strip("`")}
+    assert second.token_ids[-1] == chatml_tokenizer.eos_token_id
+
+
+def test_the_errors_that_are_named_are_one_family():
+    named = {name for name in re.findall(r"`(\w+Error)`", TEXT) if hasattr(strands_sglang, name)}
+    family = {name for name in vars(strands_sglang) if _is_client_error(getattr(strands_sglang, name))}
+    assert named == family
+
+
+def _is_client_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, SGLangClientError)
+
+
+def test_the_tool_parsers_that_are_named_are_those_there_are():
+    section = TEXT.partition("## Tool parsers\n")[2].partition("\n## ")[0]
+    named = {name for name in names_in_code(section) if name in TOOL_PARSER_REGISTRY}
+    assert named == set(TOOL_PARSER_REGISTRY) - {"product_line"}
+
+
+# --- files and commands ---
+
+
+def test_links_lead_to_files_of_the_repository_or_to_public_pages():
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).is_file(), target
+
+
+def test_every_make_target_that_is_named_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join([*SHELL_LINES, *names_in_code(TEXT)])))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_every_extra_that_is_named_exists():
+    extras = metadata.metadata("strands-sglang").get_all("Provides-Extra")
+    assert {"local", "dev"} <= set(extras)
+    assert set(re.findall(r"\.\[(\w+)\]", TEXT)) <= set(extras)
+
+
+def test_the_command_that_is_named_takes_what_is_named():
+    arguments = build_parser().parse_args(["serve", "--model", "folder"])
+    assert "`strands-sglang serve`" in TEXT and "`--model PATH`" in TEXT
+    assert str(arguments.model) == "folder"
+
+
+def test_options_and_variables_that_are_named_are_read_somewhere():
+    conftests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("conftest.py"))
+    assert 'addoption("--sglang-base-url"' in re.sub(r"\(\s+", "(", conftests)
+    folders = (ROOT / "src", ROOT / "examples")
+    code = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    for variable in re.findall(r"\b(?:STRANDS_)?SGLANG_[A-Z_]+", TEXT):
+        assert f'"{variable}"' in code
+
+
+def test_the_line_that_tells_this_package_from_the_other_one_does():
+    [line] = [line for line in SHELL_LINES if line.startswith("python -c")]
+    _, *arguments = shlex.split(line)
+    output = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    assert output.stdout.split() == [strands_sglang.__version__, "True"]
