@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ._other_install import own_version, warn_of_other_installs
 from .client import SGLangClient
 from .exceptions import (
     SGLangAbortedError,
@@ -14,7 +17,7 @@ from .exceptions import (
     TokenizerMismatchError,
 )
 from .model import SGLangModel
-from .outcomes import OUTCOMES, Outcome, TerminationReason, termination_reason
+from .outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of, termination_reason
 from .shared import get_client, get_client_from_slime_args, get_tokenizer
 from .tokens import Rollout, Segment, Token, TokenManager
 from .tool_limiter import (
@@ -30,6 +33,8 @@ from .tool_limiter import (
 from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register_tool_parser
 from .trajectory import Trajectory, Turn, TurnStatus
 
+warn_of_other_installs()  # after the imports, so that the warning names the line that imported this package
+
 __all__ = [
     "OUTCOMES",
     "LoopLimitReachedError",
@@ -38,6 +43,7 @@ __all__ = [
     "MaxToolCallsReachedError",
     "MaxToolIterationsReachedError",
     "Outcome",
+    "RewardRule",
     "Rollout",
     "SGLangAbortedError",
     "SGLangClient",
@@ -66,5 +72,14 @@ __all__ = [
     "get_tokenizer",
     "limit_cause",
     "register_tool_parser",
+    "outcome_of",
     "termination_reason",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`__version__`, read from the metadata when it is first asked for."""
+    if name == "__version__":
+        version = globals()["__version__"] = own_version()
+        return version
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

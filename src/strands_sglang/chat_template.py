@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from .messages import ChatMessage
 
 if TYPE_CHECKING:
@@ -194,7 +192,7 @@ class ChatTemplate:
                 tokenize=False,
                 **(self.arguments if arguments is None else arguments),
             )
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        except Exception as error:  # templates raise whatever their expressions raise
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 

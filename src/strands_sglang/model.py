@@ -35,9 +35,9 @@ from .messages import fingerprint, system_text, to_chat_messages, to_chat_tools
 from .request import plan_request, wants_logprobs
 from .server_check import check_server
 from .shared import get_client
-from .stream_events import content_blocks, stop_reason, stream_events
+from .stream_events import content_blocks, shown_name, stop_reason, stream_events
 from .tokens import TokenManager
-from .tool_parsers import ParsedTurn, ToolParser, get_tool_parser
+from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult, get_tool_parser
 from .trajectory import Place, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class SGLangModel(Model):
     # --- calls ---
 
     @override
-    async def stream(  # type: ignore[override]
+    async def stream(
         self,
         messages: Messages,
         tool_specs: list[ToolSpec] | None = None,
@@ -205,8 +205,14 @@ class SGLangModel(Model):
             SGLangClientError: The server or the network failed after all retries.
             ModelThrottledException: The server is too busy and the client was told not to retry (`max_retries=0`).
             UnsupportedContentError: A message holds content that cannot be rendered.
+            ValueError: A tool has the name that stands for calls that do not parse.
         """
         warn_on_tool_choice_not_supported(tool_choice)
+        if any(spec["name"] == ToolParseResult.UNKNOWN_NAME for spec in tool_specs or ()):
+            raise ValueError(
+                f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, as calls that do not parse are, so every such call "
+                "would run it; give the tool another name"
+            )
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         trajectory = self.trajectory  # a reset while the request is on its way must not split the call
         turn, generation = await self._generate(trajectory, messages, tool_specs, system)
@@ -217,7 +223,8 @@ class SGLangModel(Model):
             generation,
             Message(role="assistant", content=blocks),
             tool_calls=[
-                {"toolUseId": call.id, "name": call.name, "id": call.native_id or call.id} for call in parsed.tool_calls
+                {"toolUseId": call.id, "name": shown_name(call), "id": call.native_id or call.id}
+                for call in parsed.tool_calls
             ],
             result_notices={
                 call.id: self.tool_parser.render_error(call) for call in parsed.tool_calls if call.is_error
@@ -291,13 +298,13 @@ class SGLangModel(Model):
             trajectory.fail(turn, error)
             raise
         if generation.finish_type == "abort":
-            error = SGLangAbortedError(
+            abort = SGLangAbortedError(
                 f"the server aborted the request after {generation.completion_tokens} tokens: "
                 f"{generation.abort_message}; this happens at weight updates and pauses",
                 response=response,
             )
-            trajectory.cut(turn, generation, error)
-            raise error
+            trajectory.cut(turn, generation, abort)
+            raise abort
         return turn, generation
 
     def _prompt(

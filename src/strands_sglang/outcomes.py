@@ -7,10 +7,11 @@
 | context full: no room left, or clamped to it | context_window_overflow | computed | TRUNCATED |
 | a limit on tools, messages, turns or tokens | max_*_reached | computed | TRUNCATED |
 | episode wall clock | timeout | computed if it has an answer | TRUNCATED |
-| server abort (weight update, pause) | aborted | none | ABORTED |
+| server abort (weight update, pause) | aborted | none | ABORTED if the trainer asked for it, else TRUNCATED |
 | caller cancelled | cancelled | none | ABORTED |
 | server, network, undecodable answer | infrastructure_error | none | FAILED, removed |
 | the agent's own code raised | agent_error | none | FAILED, removed |
+| nothing sampled at all | as its cause | as its cause | FAILED, removed |
 
 Promise: an infrastructure failure never turns into a reward, and a truncated turn never looks complete.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ OUTCOMES: dict[TerminationReason, Outcome] = {
     TerminationReason.INFRASTRUCTURE_ERROR: _FAILED,
     TerminationReason.AGENT_ERROR: _FAILED,
 }
-"""One row for every reason. If nothing at all was sampled, the slime status is FAILED whatever the reason."""
+"""One row for every reason; `outcome_of` adds the two cases that a reason alone does not tell."""
 
 _BY_STOP_REASON: dict[str, TerminationReason] = {
     "end_turn": TerminationReason.TASK_COMPLETE,
@@ -135,6 +136,23 @@ _BY_LIMIT: dict[type[LoopLimitReachedError], TerminationReason] = {
     MaxToolCallsReachedError: TerminationReason.MAX_TOOL_CALLS_REACHED,
     MaxMessagesReachedError: TerminationReason.MAX_MESSAGES_REACHED,
 }
+
+
+def outcome_of(reason: TerminationReason, *, sampled_tokens: int, abort_requested: bool = False) -> Outcome:
+    """What follows from an episode's end.
+
+    Args:
+        reason: Why it ended.
+        sampled_tokens: How many tokens the model sampled in it.
+        abort_requested: Whether the trainer itself asked the server to abort; else an aborted episode is a truncated
+            one, since slime cannot use an aborted sample that it did not ask for.
+    """
+    outcome = OUTCOMES[reason]
+    if sampled_tokens == 0:
+        return replace(outcome, slime_status="FAILED", remove_sample=True)
+    if reason is TerminationReason.ABORTED and not abort_requested:
+        return replace(outcome, slime_status="TRUNCATED")
+    return outcome
 
 
 def termination_reason(

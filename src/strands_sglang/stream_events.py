@@ -10,7 +10,7 @@ from strands.types.content import ContentBlock
 from strands.types.streaming import StreamEvent
 
 from .generation import Generation
-from .tool_parsers import ParsedTurn
+from .tool_parsers import ParsedTurn, ToolParseResult
 
 
 def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:
@@ -22,8 +22,13 @@ def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:
         blocks.append({"text": parsed.text})
     for call in parsed.tool_calls:
         tool_input = {} if call.is_error else call.input
-        blocks.append({"toolUse": {"toolUseId": call.id, "name": call.name, "input": tool_input}})
+        blocks.append({"toolUse": {"toolUseId": call.id, "name": shown_name(call), "input": tool_input}})
     return blocks
+
+
+def shown_name(call: ToolParseResult) -> str:
+    """The name under which the agent sees a call: for one that did not parse, a name that no tool has."""
+    return ToolParseResult.UNKNOWN_NAME if call.is_error else call.name
 
 
 def stop_reason(generation: Generation, parsed: ParsedTurn) -> str:

@@ -27,7 +27,7 @@ from .generation import Generation
 from .messages import Conversation, message_digest, next_link
 from .tokens import Segment, TokenManager
 
-_COMPARED_LEAVES = 32  # how many recorded sequences an explanation looks at
+_COMPARED_TURNS = 64  # how many recorded turns an explanation looks at; more would make forests of thousands slow
 
 
 class TurnStatus(str, Enum):
@@ -45,7 +45,7 @@ class TurnStatus(str, Enum):
     """No answer came. A retry of the same call replaces the turn."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Turn:
     """One model call.
 
@@ -109,6 +109,13 @@ class Turn:
         asked = self.sampling_params.get("max_new_tokens")
         return self.clamped or (asked is not None and self.generation.completion_tokens < asked)
 
+    def __repr__(self) -> str:
+        """Counts and the reason; never the tokens, which may be many."""
+        return (
+            f"Turn({self.index}, {self.status.value}, {len(self.prompt_ids)} prompt and {len(self.output_ids)} sampled "
+            f"tokens, {self.reason!r})"
+        )
+
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
         turns: list[Turn] = []
@@ -149,6 +156,7 @@ class Trajectory:
         """Start empty."""
         self._turns: list[Turn] = []
         self._answers: dict[bytes, Turn] = {}
+        self._failures: dict[tuple[int, bytes], Turn] = {}
         self._lock = threading.RLock()
         self._calls = 0
 
@@ -160,8 +168,7 @@ class Trajectory:
             for known in range(len(messages), 0, -1):
                 turn = self._answers.get(conversation.chain[known])
                 if turn is not None:
-                    new = messages[known:]
-                    return Place(turn, new, f"extends call {turn.index} with {len(new)} new message(s)")
+                    return Place(turn, messages[known:], self._why_here(turn, known, conversation))
             return Place(None, messages, self._why_new(conversation))
 
     def ask(
@@ -190,11 +197,9 @@ class Trajectory:
         """
         known = len(conversation.digests) - len(place.new_messages)
         with self._lock:
-            self._turns = [
-                turn
-                for turn in self._turns
-                if turn.status is not TurnStatus.FAILED or turn.parent is not place.turn or turn.key != conversation.key
-            ]
+            replaced = self._failures.pop((id(place.turn), conversation.key), None)
+            if replaced is not None:
+                self._turns.remove(replaced)
             turn = Turn(
                 index=self._calls,
                 parent=place.turn,
@@ -246,13 +251,14 @@ class Trajectory:
             if generation.output_ids:
                 self._record(turn, generation, TurnStatus.CUT)
             else:
-                turn.status = TurnStatus.FAILED
+                self.fail(turn, cause)
 
     def fail(self, turn: Turn, cause: BaseException) -> None:
         """Record that a turn got no answer."""
         with self._lock:
             turn.cause = cause
             turn.status = TurnStatus.FAILED
+            self._failures[id(turn.parent), turn.key] = turn
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
         turn.generation = generation
@@ -311,14 +317,28 @@ class Trajectory:
 
     # --- explaining ---
 
+    def _why_here(self, turn: Turn, known: int, conversation: Conversation) -> str:
+        """Why a conversation extends a turn, and if another call extended it before, what differs from that one."""
+        if turn.status is TurnStatus.COMMITTED:
+            later = [leaf for leaf in self._leaves() if turn in leaf.path()[:-1]]
+            differences = [_first_difference(leaf, conversation) for leaf in later]
+            if differences:
+                return f"forks after call {turn.index}: {max(reversed(differences), key=_agreement)[1]}"
+        return f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)"
+
+    def _leaves(self) -> list[Turn]:
+        """The latest answered turns that no other turn extends, structured-output calls left aside."""
+        recent = self._turns[-_COMPARED_TURNS:]
+        inner = {id(turn.parent) for turn in recent}
+        return [turn for turn in recent if turn.answer_digest and id(turn) not in inner and not turn.constrained]
+
     def _why_new(self, conversation: Conversation) -> str:
         """Why nothing recorded is a prefix of this conversation: the first thing that differs from the closest one."""
-        inner = {id(turn.parent) for turn in self._turns}
-        leaves = [turn for turn in self._turns if turn.answer_digest and id(turn) not in inner and not turn.constrained]
+        leaves = self._leaves()
         if not leaves:
             return "opens the first sequence"
-        differences = [_first_difference(turn, conversation) for turn in leaves[-_COMPARED_LEAVES:]]
-        return "opens a sequence: " + max(reversed(differences), key=lambda difference: difference[0])[1]
+        differences = [_first_difference(leaf, conversation) for leaf in leaves]
+        return "opens a sequence: " + max(reversed(differences), key=_agreement)[1]
 
 
 def _first_difference(leaf: Turn, conversation: Conversation) -> tuple[int, str]:
@@ -337,6 +357,10 @@ def _first_difference(leaf: Turn, conversation: Conversation) -> tuple[int, str]
         if known != new:
             return i + 1, f"message {i} ({new_role}) is not the recorded one ({known_role}) {compared}"
     return len(arrived) + 1, f"it stops after message {len(arrived) - 1}, before the recorded answer {compared}"
+
+
+def _agreement(difference: tuple[int, str]) -> int:
+    return difference[0]
 
 
 def _sequence(path: list[Turn], already_trained: Iterable[int]) -> TokenManager:

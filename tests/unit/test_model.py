@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from pydantic import BaseModel
+from strands import tool
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import (
@@ -20,7 +21,7 @@ from strands_sglang import (
 from strands_sglang.chat_template import ChatTemplateError
 from strands_sglang.messages import UnsupportedContentError
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from strands_sglang.tool_parsers import HermesToolParser, ToolParser
+from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
 from support.agents import call, make_agent, make_tools
 
 
@@ -258,6 +259,30 @@ class TestToolCalls:
         tools, ran = make_tools()
         await make_agent(model, tools).invoke_async("go")
         assert ran == ["2 * 3"]
+
+    async def test_an_error_that_a_parser_gave_a_real_name_runs_nothing(self, chatml_tokenizer):
+        class Naming(ToolParser):
+            def parse(self, text):
+                return [ToolParseResult.from_parse_error("c1", text, "calculator")] if "calculator" in text else []
+
+        server = ScriptedSGLang(chatml_tokenizer, ["calculator(", "Sorry."])
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Naming())
+        tools, ran = make_tools()
+        result = await make_agent(model, tools).invoke_async("go")
+        assert (ran, result.stop_reason) == ([], "end_turn")
+        assert model.tool_parse_errors == {"calculator": 1}
+
+    async def test_a_tool_with_the_name_of_unparsable_calls_is_refused(self, rollout):
+        server, model = rollout(["never"])
+
+        @tool
+        def unknown_tool() -> str:
+            """Take over."""
+            return "x"
+
+        with pytest.raises(ValueError, match="'unknown_tool'.*another name"):
+            await make_agent(model, [unknown_tool]).invoke_async("go")
+        assert server.requests == []
 
     async def test_a_parser_that_raises_loses_no_tokens(self, rollout, chatml_tokenizer):
         class Broken(ToolParser):

@@ -141,6 +141,23 @@ def test_forks_share_their_prefix_and_train_it_once():
     assert recorder.trajectory.latest_main_sequence().loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_a_fork_names_what_differs_from_the_call_that_went_on_before():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("q"), assistant("a"), user("r")], "b")
+    fork = recorder.call([user("q"), assistant("a"), user("EDITED"), assistant("b"), user("s")])
+    assert fork.reason.startswith("forks after call 0: message 2 (user) is not the recorded one (user)")
+
+
+def test_failures_of_two_calls_are_kept_apart():
+    recorder = Recorder()
+    one, two = recorder.ask([user("one")]), recorder.ask([user("two")])
+    recorder.trajectory.fail(one, ConnectionError())
+    recorder.trajectory.fail(two, ConnectionError())
+    again = recorder.call([user("one")])
+    assert recorder.trajectory.turns == [two, again]
+
+
 def test_tokens_sampled_under_a_grammar_are_never_trained_and_never_the_main_sequence():
     recorder = Recorder()
     recorder.call([user("judge")], constrained=True)

@@ -1,0 +1,280 @@
+"""On a real server: what is recorded is what the server saw and sampled, and its logprobs are right."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import torch
+from httpx_aiohttp import AiohttpTransport
+from strands.types.exceptions import ContextWindowOverflowException, MaxTokensReachedException
+from transformers import AutoModelForCausalLM
+
+from strands_sglang import (
+    SGLangAbortedError,
+    SGLangClient,
+    SGLangModel,
+    TerminationReason,
+    TurnStatus,
+    get_tokenizer,
+    termination_reason,
+)
+from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from support.agents import make_agent, make_tools
+
+
+class WireLog(httpx.AsyncBaseTransport):
+    """Passes requests on to the server and keeps the bytes of every generation, both ways."""
+
+    def __init__(self):
+        self.inner = AiohttpTransport()
+        self.exchanges = []
+
+    async def handle_async_request(self, request):
+        response = await self.inner.handle_async_request(request)
+        if request.url.path == "/generate":
+            content = await response.aread()
+            self.exchanges.append((json.loads(request.content), json.loads(content)))
+        return response
+
+    async def aclose(self):
+        await self.inner.aclose()
+
+
+class EveryAnswerCallsATool(ToolParser):
+    """Takes whatever was sampled for a tool call, so that a model that cannot call tools drives a tool loop."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.turns = turns
+
+    def parse(self, text):
+        self.turns -= 1
+        if self.turns < 0:
+            return []
+        return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": f"{self.turns} * 7"})]
+
+
+def ends_soon(model_path, **params):
+    """Sampling parameters under which any model ends its turn after a few tokens of its own."""
+    end = get_tokenizer(str(model_path)).eos_token_id
+    return {"min_new_tokens": 6, "logit_bias": {str(end): 100.0}, "max_new_tokens": 64, **params}
+
+
+@pytest.fixture
+async def wire():
+    log = WireLog()
+    yield log
+    await log.aclose()
+
+
+def make_model(server, wire, **config):
+    client = SGLangClient(server.base_url, transport=wire)
+    return SGLangModel(tokenizer=get_tokenizer(str(server.model_path)), client=client, **config)
+
+
+def assert_exact(wire, model):
+    """The one recorded sequence is what went over the wire, token by token."""
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.tokens == model.token_manager.tokens
+    ids, mask, logprobs = sequence.token_ids, sequence.loss_mask, sequence.logprobs
+    end = 0
+    for request, response in wire.exchanges:
+        prompt, output = request["input_ids"], response["output_ids"]
+        assert ids[: len(prompt)] == prompt
+        assert ids[len(prompt) : len(prompt) + len(output)] == output
+        assert not any(mask[end : len(prompt)])
+        assert all(mask[len(prompt) : len(prompt) + len(output)])
+        sampled = [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]
+        assert logprobs[len(prompt) : len(prompt) + len(output)] == sampled
+        end = len(prompt) + len(output)
+    assert end == len(ids)
+
+
+def rescored(model_path, sequence, temperature):
+    """Logprob of each token after the first given those before it, from a float32 forward pass; shape (T - 1,).
+
+    The server scales the logits of sampled tokens by the temperature, those of prompt tokens never.
+    """
+    scorer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    ids = torch.tensor(sequence.token_ids)
+    with torch.no_grad():
+        logits = scorer(ids[None, :-1]).logits[0].float()
+    scale = torch.where(torch.tensor(sequence.loss_mask[1:]) == 1, temperature, 1.0)
+    logprobs = torch.log_softmax(logits / scale[:, None], dim=-1)
+    return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperature):
+    tools, _ = make_tools()
+    model = make_model(
+        tiny_server,
+        wire,
+        sampling_params={"temperature": temperature, "max_new_tokens": 200},
+        tool_parser=EveryAnswerCallsATool(0),
+        return_prompt_logprobs=True,
+    )
+    agent = make_agent(model, tools)
+    for question in ("one", "two", "three"):
+        try:
+            await agent.invoke_async(question)
+        except MaxTokensReachedException:
+            pass
+    assert_exact(wire, model)
+    tm = model.token_manager
+    expected = rescored(tiny_server.model_path, tm, temperature)
+    differences = [abs(a - b) for a, b in zip(tm.logprobs[1:], expected, strict=True)]
+    assert max(differences) < 1e-4
+    assert sum(tm.loss_mask) > 100
+
+
+async def test_logprobs_of_a_language_model_equal_a_float32_forward_pass(smollm_server, wire):
+    model = make_model(smollm_server, wire, sampling_params={"temperature": 1.0, "max_new_tokens": 48})
+    agent = make_agent(model)
+    for question in ("Name three colours.", "Which one is your favourite?"):
+        try:
+            await agent.invoke_async(question)
+        except MaxTokensReachedException:
+            pass
+    assert_exact(wire, model)
+    tm = model.token_manager
+    expected = rescored(smollm_server.model_path, tm, 1.0)
+    sampled = [
+        abs(recorded - scored)
+        for recorded, scored, mask in zip(tm.logprobs[1:], expected, tm.loss_mask[1:], strict=True)
+        if mask
+    ]
+    assert len(sampled) > 20
+    assert max(sampled) < 1e-4
+
+
+async def test_a_conversation_of_30_tool_turns_is_one_sequence(tiny_server, wire):
+    tools, ran = make_tools()
+    model = make_model(
+        tiny_server,
+        wire,
+        sampling_params=ends_soon(tiny_server.model_path, temperature=1.0),
+        tool_parser=EveryAnswerCallsATool(30),
+    )
+    result = await make_agent(model, tools).invoke_async("Go on.")
+    assert result.stop_reason == "end_turn"
+    assert len(ran) == 30
+    assert len(wire.exchanges) == 31
+    assert_exact(wire, model)
+
+
+async def test_the_prefix_cache_serves_what_was_seen_before(tiny_server, wire):
+    model = make_model(
+        tiny_server,
+        wire,
+        sampling_params=ends_soon(tiny_server.model_path, temperature=1.0),
+        tool_parser=EveryAnswerCallsATool(5),
+    )
+    tools, _ = make_tools()
+    result = await make_agent(model, tools).invoke_async("Go on.")
+    for turn in model.trajectory.turns[1:]:
+        before = len(turn.parent.token_ids())
+        # The last sampled token has no key-value entry yet, so it is computed again.
+        assert before - 2 <= turn.generation.cached_tokens <= before
+    usage = result.metrics.accumulated_usage
+    assert usage["cacheReadInputTokens"] == sum(turn.generation.cached_tokens for turn in model.trajectory.turns)
+
+
+async def test_two_rollouts_at_temperature_zero_are_identical(tiny_server):
+    async def rollout():
+        async with SGLangClient(tiny_server.base_url) as client, httpx.AsyncClient() as control:
+            # What comes from the cache and what is computed anew differ in the last float digits.
+            await control.post(f"{tiny_server.base_url}/flush_cache", params={"timeout": 10})
+            tools, _ = make_tools()
+            model = SGLangModel(
+                tokenizer=get_tokenizer(str(tiny_server.model_path)),
+                client=client,
+                sampling_params=ends_soon(tiny_server.model_path, temperature=0.0),
+                tool_parser=EveryAnswerCallsATool(3),
+            )
+            await make_agent(model, tools).invoke_async("Go on.")
+            return model.token_manager.tokens
+
+    first = await rollout()
+    assert first == await rollout()
+    assert sum(token.loss_mask for token in first) >= 4 * 6
+
+
+async def test_concurrent_agents_on_one_model_have_a_sequence_each(tiny_server, wire):
+    model = make_model(tiny_server, wire, sampling_params=ends_soon(tiny_server.model_path, temperature=1.0))
+    agents = [make_agent(model, system_prompt=f"You are agent {i}.") for i in range(8)]
+    for question in ("one", "two"):
+        await asyncio.gather(*(agent.invoke_async(question) for agent in agents))
+    sequences = model.trajectory.sequences()
+    assert len(sequences) == 8
+    sampled = sorted(sum(sequence.loss_mask) for sequence in sequences)
+    assert sum(sampled) == sum(len(response["output_ids"]) for _, response in wire.exchanges)
+
+
+def test_the_synchronous_agent_works_twice_in_a_row(tiny_server):
+    model = SGLangModel(
+        tokenizer=get_tokenizer(str(tiny_server.model_path)),
+        base_url=tiny_server.base_url,
+        sampling_params=ends_soon(tiny_server.model_path, temperature=1.0),
+    )
+    agent = make_agent(model)
+    agent("one")
+    agent("two")
+    assert len(model.trajectory.sequences()) == 1
+
+
+async def test_an_answer_cut_by_max_new_tokens(tiny_server, wire):
+    model = make_model(tiny_server, wire, sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    with pytest.raises(MaxTokensReachedException) as caught:
+        await make_agent(model).invoke_async("Go on.")
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
+    assert sum(model.token_manager.loss_mask) == 5
+    assert_exact(wire, model)
+
+
+async def test_an_answer_cut_where_the_context_ends(tiny_server, wire):
+    model = make_model(tiny_server, wire, sampling_params={"ignore_eos": True})
+    with pytest.raises(MaxTokensReachedException) as caught:
+        await make_agent(model).invoke_async("a" * 4000)
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
+    assert sum(model.token_manager.loss_mask) > 0
+    assert_exact(wire, model)
+
+
+@pytest.mark.parametrize("words", [4090, 10_000])
+async def test_a_first_prompt_longer_than_the_context(tiny_server, wire, words):
+    model = make_model(tiny_server, wire)
+    with pytest.raises(ContextWindowOverflowException) as caught:
+        await make_agent(model).invoke_async("a" * words)
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
+    assert len(model.token_manager.segments[0]) >= words
+    assert sum(model.token_manager.loss_mask) == 0
+
+
+async def test_an_aborted_request_keeps_what_was_sampled(tiny_server, wire):
+    model = make_model(tiny_server, wire, sampling_params={"ignore_eos": True})
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    async with httpx.AsyncClient(base_url=tiny_server.base_url) as control:
+        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+        await control.post("/abort_request", json={"abort_all": True})
+    with pytest.raises(SGLangAbortedError) as caught:
+        await running
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.ABORTED
+    (turn,) = model.trajectory.turns
+    assert turn.status is TurnStatus.CUT
+    assert_exact(wire, model)
+
+
+async def test_structured_output_is_valid_and_never_trained(tiny_server, wire):
+    from pydantic import BaseModel
+
+    class Choice(BaseModel):
+        good: bool
+
+    model = make_model(tiny_server, wire, sampling_params={"temperature": 1.0, "max_new_tokens": 64})
+    question = [{"role": "user", "content": [{"text": "Is it good?"}]}]
+    (event,) = [event async for event in model.structured_output(Choice, question)]
+    assert isinstance(event["output"], Choice)
+    assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences()] == [0]
