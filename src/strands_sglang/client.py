@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -193,17 +194,19 @@ class SGLangClient:
         return self._context_length
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The server's own tokens of `text`, no special ones added; None where there is no `/tokenize` (routers).
+        """The server's own tokens of `text`, no special ones added.
+
+        None where they are not to be had, whatever the status: routers have no `/tokenize`, and a server started with
+        `--skip-tokenizer-init` answers 500 for good, which must not be retried for minutes.
 
         Raises:
             SGLangClientError: No answer, as for `generate`.
         """
+        content = {"prompt": text, "add_special_tokens": False}
         try:
-            answer = await self._ask("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        except SGLangHTTPError as error:
-            if error.status in NO_SUCH_ENDPOINT:
-                return None
-            raise
+            answer = await self._ask("POST", "/tokenize", content, retry_refusals=False)
+        except SGLangHTTPError:
+            return None
         tokens = answer.get("tokens")
         if not isinstance(tokens, list):
             raise SGLangDecodingError(f"{self.base_url}/tokenize answered without `tokens` (a list)")
@@ -263,14 +266,19 @@ class SGLangClient:
         length = first.get("max_model_len") if isinstance(first, dict) else None
         return length if isinstance(length, int) and length > 0 else None
 
-    async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask an endpoint for a JSON object, with the retries of `generate`."""
+    async def _ask(
+        self, method: str, path: str, content: Mapping[str, Any] | None = None, *, retry_refusals: bool = True
+    ) -> dict[str, Any]:
+        """Ask an endpoint for a JSON object, with the retries of `generate`; error statuses may be left out of them."""
         body = None if content is None else orjson.dumps(content)
         session = await self._sessions.current()
 
-        def attempt() -> Awaitable[dict[str, Any] | Failure]:
+        async def attempt() -> dict[str, Any] | Failure:
             sent = session.request(method, path, body, timeout=INFO_TIMEOUT_S)
-            return self._outcome(method, path, sent, decode_object)
+            outcome = await self._outcome(method, path, sent, decode_object)
+            if isinstance(outcome, Failure) and outcome.kind is FailureKind.REFUSED and not retry_refusals:
+                return replace(outcome, kind=FailureKind.FINAL)
+            return outcome
 
         return await self._until_answered(session, attempt)
 

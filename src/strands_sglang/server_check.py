@@ -8,6 +8,7 @@ line says so.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import weakref
@@ -65,9 +66,15 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
         checks = _checks.setdefault(client, {})
         if key not in checks:
             checks[key] = asyncio.ensure_future(_check(client, template))
-            checks[key].add_done_callback(lambda task: checks.pop(key, None))
+            checks[key].add_done_callback(functools.partial(_forget, checks, key))
         check = checks[key]
     return await asyncio.shield(check)
+
+
+def _forget(checks: dict[_Key, asyncio.Task[ServerFacts]], key: _Key, task: asyncio.Task[ServerFacts]) -> None:
+    checks.pop(key, None)
+    if not task.cancelled():
+        task.exception()  # looked at, so that a failure whose waiters were all cancelled is not reported as lost
 
 
 async def _check(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
@@ -85,7 +92,9 @@ async def _compare_tokenizers(client: SGLangClient, template: ChatTemplate) -> b
     text = _PROBE + marks + template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     served = await client.tokenize(text)
     if served is None:
-        logger.warning("base_url=<%s> | no /tokenize there, so the tokenizer's match is unproven", client.base_url)
+        logger.warning(
+            "base_url=<%s> | no usable /tokenize there, so the tokenizer's match is unproven", client.base_url
+        )
         return False
     own = template.encode(text)
     if served == own:

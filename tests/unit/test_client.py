@@ -182,6 +182,13 @@ async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_
     assert await second == 512
 
 
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_a_server_that_cannot_tokenize_is_asked_once_and_the_answer_is_none(status: int) -> None:
+    server = FakeServer(paths={"/tokenize": httpx.Response(status, json={"message": "no tokenizer"})})
+    assert await server.client(max_retries=5).tokenize("hello") is None
+    assert len(server.bodies("/tokenize")) == 1
+
+
 async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no_such_endpoint() -> None:
     server = FakeServer(paths={"/tokenize": httpx.Response(200, json={"tokens": [1, 2], "count": 2})})
     assert await server.client().tokenize("hello") == [1, 2]
