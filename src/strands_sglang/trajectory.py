@@ -87,6 +87,7 @@ class Turn:
     answer_key: bytes | None = None
     answer_digest: bytes | None = None
     _prompt_logprobs: array[float] | None = None
+    _root: Turn | None = None
 
     @property
     def output_ids(self) -> array[int]:
@@ -115,6 +116,11 @@ class Turn:
             f"Turn({self.index}, {self.status.value}, {len(self.prompt_ids)} prompt and {len(self.output_ids)} sampled "
             f"tokens, {self.reason!r})"
         )
+
+    @property
+    def root(self) -> Turn:
+        """The turn that opened the sequence."""
+        return self if self._root is None else self._root
 
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -213,6 +219,7 @@ class Trajectory:
                 constrained=constrained,
                 sampling_params=dict(sampling_params or {}),
                 clamped=clamped,
+                _root=None if place.turn is None else place.turn.root,
             )
             self._calls += 1
             self._turns.append(turn)
@@ -311,7 +318,7 @@ class Trajectory:
                 return TokenManager()
             leaf = root
             for turn in self._turns:
-                if turn.is_answered and turn.path()[0] is root:
+                if turn.is_answered and turn.root is root:
                     leaf = turn
             return _sequence(leaf.path(), already_trained=())
 
