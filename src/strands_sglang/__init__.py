@@ -31,7 +31,8 @@ from .tool_limiter import (
     limit_cause,
 )
 from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register_tool_parser
-from .trajectory import Trajectory, Turn, TurnStatus
+from .trajectory import Trajectory
+from .turns import Turn, TurnStatus
 
 warn_of_other_installs()  # after the imports, so that the warning names the line that imported this package
 

@@ -22,7 +22,7 @@ from .messages import ChatMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONING_START, REASONING_END = "<think>", "</think>"
+_TAIL_CHARACTERS = 200
 
 
 class ChatTemplateError(ValueError):
@@ -39,12 +39,15 @@ class Prompt:
 
     Attributes:
         token_ids: Ids, shape (T,).
-        reasoning_open: True if the prompt ends inside reasoning that it opened itself (`<think>` in the generation
-            prompt).
+        tail: The last characters of its text.
     """
 
     token_ids: list[int]
-    reasoning_open: bool
+    tail: str
+
+    def ends_with(self, mark: str) -> bool:
+        """Whether a mark such as `<think>` is the last thing in the prompt, white space aside."""
+        return bool(mark) and self.tail.rstrip().endswith(mark)
 
 
 class ChatTemplate:
@@ -76,7 +79,9 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
-        self._chat_template = chat_template
+        # Pinned, since a tokenizer is shared and may get another template; named ones are chosen at each render.
+        own = getattr(tokenizer, "chat_template", None)
+        self._chat_template = chat_template or (own if isinstance(own, str) else None)
         self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_id: int | None = (
@@ -100,7 +105,7 @@ class ChatTemplate:
             ChatTemplateError: The template refused the conversation.
         """
         text = self.render(messages, tools, add_generation_prompt=True)
-        return Prompt(self.encode(text), _ends_in_open_reasoning(text))
+        return Prompt(self.encode(text), text[-_TAIL_CHARACTERS:])
 
     def continuation(
         self,
@@ -109,33 +114,36 @@ class ChatTemplate:
         calls: Sequence[Mapping[str, Any]],
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        has_system: bool = True,
     ) -> Prompt:
         """The prompt tokens that follow a sampled turn.
 
         Args:
             output_ids: The turn's sampled ids, shape (T,).
             stop_token_id: The stop token among them; None if the turn was cut off or ended at a stop string. Such a
-                turn gets its missing end-of-turn token here, as a prompt token.
+                turn, and one that stopped at a token of its own text (`</tool_call>`), gets its missing end-of-turn
+                token here, as a prompt token.
             calls: The turn's tool calls: `{"id", "name"}` in order.
             messages: The chat messages that came since.
             tools: Tools in OpenAI form.
+            has_system: Whether the conversation begins with a system message.
 
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be told.
-            ChatTemplateError: The template refused the messages.
         """
         end, end_id = self.end_of_turn, self.end_of_turn_id
         if end is None or end_id is None:
             raise UnprovenContinuationError("the chat template ends an assistant turn with no special token")
-        if stop_token_id not in (None, end_id):
+        if stop_token_id not in (None, end_id) and self.is_special(stop_token_id):
             stop = self.tokenizer.convert_ids_to_tokens(stop_token_id)
             raise UnprovenContinuationError(f"the model stopped with {stop!r} where the chat template puts {end!r}")
-        text = end + self._text_after_turn(calls, messages, tools, end)
+        text = end + self._text_after_turn(calls, messages, tools, end, has_system)
         token_ids = self.encode(text)
         if not token_ids or token_ids[0] != end_id:
             raise UnprovenContinuationError(f"{end!r} does not stay one token in front of {text[len(end) :][:40]!r}")
         ended = len(output_ids) > 0 and output_ids[-1] == end_id
-        return Prompt(token_ids[1:] if ended else token_ids, _ends_in_open_reasoning(text))
+        return Prompt(token_ids[1:] if ended else token_ids, text[-_TAIL_CHARACTERS:])
 
     def _text_after_turn(
         self,
@@ -143,6 +151,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None,
         end: str,
+        has_system: bool,
     ) -> str:
         sentinel = f"sentinel{uuid.uuid4().hex}"
         answers_calls = any(message["role"] == "tool" for message in messages)
@@ -158,8 +167,14 @@ class ChatTemplate:
                 }
                 for call in calls
             ]
-        conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, stand_in, *messages]
-        text = self.render(conversation, tools, add_generation_prompt=True)
+        # Some templates refuse a system message, so there is one only where the conversation itself has one.
+        opening = [{"role": "system", "content": "s"}] if has_system else []
+        conversation = [*opening, {"role": "user", "content": "u"}, stand_in, *messages]
+        try:
+            text = self.render(conversation, tools, add_generation_prompt=True)
+        except ChatTemplateError as error:
+            # Whether the template refuses the messages or only the stand-in is for the full render to tell.
+            raise UnprovenContinuationError(str(error)) from error
         _, found, after = text.rpartition(sentinel)
         if not found:
             raise UnprovenContinuationError("the chat template leaves the assistant's turn out of its render")
@@ -206,6 +221,11 @@ class ChatTemplate:
         with self._lock:
             return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def is_special(self, token_id: int | None) -> bool:
+        """Whether a token is a control token, which never belongs to the text of an answer."""
+        token = self.tokenizer.added_tokens_decoder.get(token_id)
+        return token_id in self.tokenizer.all_special_ids or (token is not None and token.special)
+
     # --- what can be derived ---
 
     def _find_end_of_turn(self) -> str | None:
@@ -238,7 +258,8 @@ class ChatTemplate:
         return json.dumps(relevant, sort_keys=True, default=repr)
 
 
-_templates: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, str], ChatTemplate]]
+_Templates = weakref.WeakValueDictionary[tuple[str, str], ChatTemplate]  # weak, for a template holds its tokenizer
+_templates: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Templates]
 _templates = weakref.WeakKeyDictionary()
 _templates_lock = threading.Lock()
 
@@ -251,15 +272,15 @@ def get_chat_template(
     Raises:
         ChatTemplateError: As for `ChatTemplate`.
     """
-    text = chat_template or getattr(tokenizer, "chat_template", None)
+    if not hasattr(tokenizer, "chat_template"):
+        raise ChatTemplateError(
+            f"tokenizer= must be a Hugging Face tokenizer, not {tokenizer!r:.60}; get_tokenizer(path) loads one"
+        )
+    text = chat_template or tokenizer.chat_template
     key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr))
     with _templates_lock:
-        known = _templates.setdefault(tokenizer, {})
-        if key not in known:
-            known[key] = ChatTemplate(tokenizer, chat_template=chat_template, arguments=arguments)
-        return known[key]
-
-
-def _ends_in_open_reasoning(prompt: str) -> bool:
-    """Whether a prompt's text ends with an opened and empty reasoning block."""
-    return prompt.rstrip().endswith(REASONING_START)
+        known = _templates.setdefault(tokenizer, weakref.WeakValueDictionary())
+        template = known.get(key)
+        if template is None:
+            template = known[key] = ChatTemplate(tokenizer, chat_template=chat_template, arguments=arguments)
+        return template

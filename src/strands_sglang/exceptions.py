@@ -6,6 +6,7 @@ code with one `except`. Every message says what was wrong, where, and what to do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -59,3 +60,20 @@ class SGLangAbortedError(SGLangClientError):
 
 class TokenizerMismatchError(SGLangClientError):
     """The tokenizer given to the model is not the tokenizer of the served model."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, then what it was raised from, outermost first; through Strands' wrapper and exception groups.
+
+    An exception that was raised while another one was handled, but not from it, is an error of its own.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException] = [error]
+    while waiting:
+        current = waiting.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        nested = [getattr(current, "original_exception", None), current.__cause__, *getattr(current, "exceptions", ())]
+        waiting += [cause for cause in nested if isinstance(cause, BaseException)]

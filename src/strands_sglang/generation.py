@@ -7,8 +7,9 @@ is filled in.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,14 @@ class Generation:
         logprobs: Their logprobs under the sampling distribution before top-p and top-k, shape (T,); None if they were
             not asked for.
         finish_type: "stop", "length" or "abort".
-        matched: For "stop": the stop token's id or the stop string that matched, else None.
+        stop_token_id: The sampled token that ended the turn, the last of `output_ids`; None if the turn was cut off or
+            ended at a stop string.
+        stop_string: The stop string that ended the turn, else None.
         abort_message: For "abort": the server's message.
         prompt_tokens: Number of prompt tokens (0 if an aborted request never ran).
         cached_tokens: How many of them came from the server's prefix cache.
         weight_version: Version of the weights at the end of the request; None from servers that do not tell.
-        prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; None where unknown.
+        prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
         request_id: The `rid` of the attempt that was answered.
         routed_experts: Base64 of int32 (rows, layers, top_k) if the server was asked for them and returned them.
         latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
@@ -39,12 +42,13 @@ class Generation:
     output_ids: array[int]
     logprobs: array[float] | None
     finish_type: str
-    matched: int | str | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
     abort_message: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
-    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_logprobs: array[float] = field(default_factory=lambda: array("d"))
     request_id: str = ""
     routed_experts: str | None = None
     latency_s: float = 0.0
@@ -55,58 +59,76 @@ class Generation:
         """Number of sampled tokens."""
         return len(self.output_ids)
 
-    @property
-    def stop_token_id(self) -> int | None:
-        """The sampled token that ended the turn; None if it was cut off or ended at a stop string."""
-        if self.finish_type != "stop" or not self.output_ids:
-            return None
-        last = self.output_ids[-1]
-        return last if self.matched == last and not isinstance(self.matched, str) else None
 
-
+_FINISH_TYPES = frozenset({"stop", "length", "abort"})
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
 )
 
 
-def read_generation(response: Mapping[str, Any], *, logprobs_expected: bool) -> Generation:
+def read_generation(
+    response: Mapping[str, Any], *, logprobs_expected: bool, end_token_ids: Collection[int] = ()
+) -> Generation:
     """Check a `/generate` response and type it.
 
     Args:
         response: The server's JSON object.
         logprobs_expected: Whether `return_logprob` was asked for.
+        end_token_ids: Tokens that end a turn, for servers that say "stop" without saying which token it was.
 
     Raises:
-        SGLangDecodingError: A needed key is missing, or the logprobs do not belong to the returned ids.
+        SGLangDecodingError: A needed key is missing or of the wrong type, or the logprobs do not belong to the ids.
     """
     try:
-        meta: Mapping[str, Any] = response["meta_info"]
-        output_ids = array("i", response["output_ids"])
-        finish = meta["finish_reason"]
-        finish_type = finish["type"]
-    except (KeyError, TypeError, OverflowError) as error:
+        return _read(response, logprobs_expected, end_token_ids)
+    except SGLangDecodingError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
         raise SGLangDecodingError(
-            f"the server's answer is not a complete /generate response: {error!r} is missing or of the wrong type"
+            f"the server's answer is not a complete /generate response: {error!r} (missing, or of the wrong type)"
         ) from error
-    logprobs = None
+
+
+def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: Collection[int]) -> Generation:
+    meta: Mapping[str, Any] = response["meta_info"]
+    output_ids = array("i", response["output_ids"])
+    finish = meta["finish_reason"]
+    finish_type = finish["type"]
+    if finish_type not in _FINISH_TYPES:
+        # Whatever it is, an answer that did not end in a known way must not look complete.
+        raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
+    aborted = finish_type == "abort"
     entries = meta.get("output_token_logprobs")
-    if logprobs_expected and (entries or output_ids):
-        logprobs = _read_logprobs(entries, output_ids)
+    wanted = logprobs_expected and (entries or output_ids)
     return Generation(
         output_ids=output_ids,
-        logprobs=logprobs,
+        logprobs=_read_logprobs(entries, output_ids) if wanted else None,
         finish_type=finish_type,
-        matched=finish.get("matched"),
-        abort_message=finish.get("message"),
-        prompt_tokens=meta.get("prompt_tokens", 0),
-        cached_tokens=meta.get("cached_tokens") or 0,
+        stop_token_id=_stop_token(finish, output_ids, end_token_ids),
+        stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,
+        abort_message=str(finish.get("message")) if aborted else None,
+        # A request that was aborted in the queue comes back with a short meta_info.
+        prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
         weight_version=meta.get("weight_version"),
-        prompt_logprobs=tuple(entry[0] for entry in meta.get("input_token_logprobs") or ()),
-        request_id=meta.get("id", ""),
+        prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
+        request_id=str(meta.get("id", "")),
         routed_experts=meta.get("routed_experts"),
-        latency_s=meta.get("e2e_latency") or 0.0,
+        latency_s=float(meta.get("e2e_latency") or 0.0),
         meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
     )
+
+
+def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids: Collection[int]) -> int | None:
+    matched = finish.get("matched")
+    if finish["type"] != "stop" or not output_ids or isinstance(matched, str):
+        return None
+    last = output_ids[-1]
+    return last if matched == last or (matched is None and last in end_token_ids) else None
+
+
+def _read_prompt_logprobs(entries: list[Any]) -> array[float]:
+    return array("d", (math.nan if entry[0] is None else entry[0] for entry in entries))
 
 
 def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:

@@ -122,7 +122,7 @@ def to_chat_messages(
     *,
     known_calls: Sequence[Mapping[str, Any]] = (),
     result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
-    path: str = "messages",
+    first: int = 0,
 ) -> list[ChatMessage]:
     """Strands messages as chat-template messages. Every content block is rendered or raises; none is dropped.
 
@@ -134,7 +134,7 @@ def to_chat_messages(
         known_calls: Tool uses of the assistant message that stands right before `messages`, if that one is not in them.
         result_notice: Given a toolUseId, the text that replaces its result: what the model is told of a call that did
             not parse. None keeps the result.
-        path: How error messages name `messages`.
+        first: Position of the first of `messages` in the whole history, for error messages.
 
     Raises:
         UnsupportedContentError: A block cannot be rendered; the message names its path.
@@ -142,7 +142,7 @@ def to_chat_messages(
     chat: list[ChatMessage] = []
     calls = list(known_calls)
     for i, message in enumerate(messages):
-        where = f"{path}[{i}]"
+        where = f"messages[{first + i}]"
         if message["role"] == "assistant":
             chat.append(_assistant_message(message, where))
             calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
@@ -188,13 +188,13 @@ def _assistant_message(message: Message, where: str) -> ChatMessage:
     texts, reasoning, calls = [], [], []
     for j, block in enumerate(message["content"]):
         if "text" in block:
-            texts.append(block["text"])
+            texts.append(_encodable(block["text"]))
         elif "toolUse" in block:
             use = block["toolUse"]
             call = {"name": use["name"], "arguments": use["input"]}
             calls.append({"type": "function", "id": use["toolUseId"], "function": call})
         elif "reasoningContent" in block and "reasoningText" in block["reasoningContent"]:
-            reasoning.append(block["reasoningContent"]["reasoningText"]["text"])
+            reasoning.append(_encodable(block["reasoningContent"]["reasoningText"]["text"]))
         elif "cachePoint" not in block:
             raise _unsupported(block, f"{where}.content[{j}]")
     chat: ChatMessage = {"role": "assistant", "content": "\n".join(texts)}
@@ -217,7 +217,7 @@ def _user_messages(
     for j, block in enumerate(message["content"]):
         here = f"{where}.content[{j}]"
         if "text" in block:
-            texts.append(block["text"])
+            texts.append(_encodable(block["text"]))
         elif "toolResult" in block:
             result = block["toolResult"]
             use_id = result["toolUseId"]
@@ -240,12 +240,17 @@ def _result_text(content: Sequence[Mapping[str, Any]], where: str) -> str:
     texts = []
     for k, block in enumerate(content):
         if "text" in block:
-            texts.append(block["text"])
+            texts.append(_encodable(block["text"]))
         elif "json" in block:
-            texts.append(json.dumps(block["json"], ensure_ascii=False))
+            texts.append(_encodable(json.dumps(block["json"], ensure_ascii=False)))
         else:
             raise _unsupported(block, f"{where}.content[{k}]")
     return "\n".join(texts)
+
+
+def _encodable(text: str) -> str:
+    """The text with halves of surrogate pairs replaced: broken files hold them, and no tokenizer takes them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _unsupported(block: Mapping[str, Any], where: str) -> UnsupportedContentError:

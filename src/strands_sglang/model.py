@@ -16,26 +16,25 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from strands.models._validation import validate_config_keys, warn_on_tool_choice_not_supported
 from strands.models.model import Model
-from strands.types.content import Message, Messages, SystemContentBlock
+from strands.types.content import ContentBlock, Message, Messages, SystemContentBlock
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
+from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
 from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError, get_chat_template
 from .client import SGLangClient
 from .exceptions import (
     SGLangAbortedError,
     SGLangContextLengthError,
-    SGLangDecodingError,
     SGLangThrottledError,
 )
 from .generation import Generation, read_generation
 from .messages import fingerprint, system_text, to_chat_messages, to_chat_tools
-from .request import plan_request, wants_logprobs
+from .request import check_answer, check_config, plan_request, wants_logprobs
 from .server_check import check_server
 from .shared import get_client
-from .stream_events import content_blocks, shown_name, stop_reason, stream_events
 from .tokens import TokenManager
 from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult, get_tool_parser
 from .trajectory import Place, Trajectory, Turn
@@ -133,14 +132,16 @@ class SGLangModel(Model):
         """Change the configuration; the next call uses it.
 
         Raises:
-            ValueError: Both `sampling_params` and `params`, or a chat template that cannot be used.
+            ValueError: Both `sampling_params` and `params`, a value that cannot be used, or such a chat template.
         """
         validate_config_keys(model_config, self.SGLangConfig)
         changed = dict(model_config)
-        if "params" in changed:
+        earlier = changed.pop("params", None)
+        if earlier is not None:
             if changed.get("sampling_params") is not None:
                 raise ValueError("pass sampling_params= only; params= is its earlier spelling")
-            changed["sampling_params"] = changed.pop("params")
+            changed["sampling_params"] = earlier
+        check_config(changed)
         config = {**self.config, **changed}
         arguments = dict(config.get("chat_template_kwargs") or {})
         if config.get("enable_thinking") is not None:
@@ -158,7 +159,11 @@ class SGLangModel(Model):
     def reset(self) -> None:
         """Start a new episode: an empty trajectory. What was read from the old one stays valid."""
         self.trajectory = Trajectory()
-        self.tool_parse_errors: dict[str, int] = {}
+
+    @property
+    def tool_parse_errors(self) -> dict[str, int]:
+        """How many tool calls of this episode did not parse, by the name that they seemed to mean."""
+        return self.trajectory.tool_parse_errors
 
     @property
     def token_manager(self) -> TokenManager:
@@ -216,8 +221,7 @@ class SGLangModel(Model):
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         trajectory = self.trajectory  # a reset while the request is on its way must not split the call
         turn, generation = await self._generate(trajectory, messages, tool_specs, system)
-        parsed = self._parse(trajectory, turn, generation, tool_specs)
-        blocks = content_blocks(parsed)
+        parsed, blocks = self._parse(trajectory, turn, generation, tool_specs)
         trajectory.answer(
             turn,
             generation,
@@ -229,11 +233,8 @@ class SGLangModel(Model):
             result_notices={
                 call.id: self.tool_parser.render_error(call) for call in parsed.tool_calls if call.is_error
             },
+            parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
         )
-        for call in parsed.tool_calls:
-            if call.is_error:
-                name = call.attempted_name or call.name
-                self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
 
@@ -262,10 +263,11 @@ class SGLangModel(Model):
         schema = json.dumps(output_model.model_json_schema())
         trajectory = self.trajectory
         turn, generation = await self._generate(trajectory, prompt, None, system_prompt, {"json_schema": schema})
-        parsed = self._parse(trajectory, turn, generation, None)
-        trajectory.answer(turn, generation, Message(role="assistant", content=content_blocks(parsed)))
+        # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
+        text = sampled_text(self.chat_template, turn, generation)
+        trajectory.answer(turn, generation, Message(role="assistant", content=[{"text": text}] if text else []))
         try:
-            output = output_model.model_validate_json(parsed.text)
+            output = output_model.model_validate_json(text)
         except ValidationError as error:
             raise ValueError(
                 f"the sampled text is no {output_model.__name__} (finish reason {generation.finish_type}): {error}"
@@ -282,18 +284,24 @@ class SGLangModel(Model):
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded."""
         template, config = self.chat_template, self.config
-        conversation = fingerprint({"system prompt": system, "tools": tool_specs, **template.identity}, messages)
+        parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
+        conversation = fingerprint(parts, messages)
         place = trajectory.attach(conversation, messages)
-        place, prompt = self._prompt(template, place, messages, tool_specs, system)
+        place, prompt = self._prompt(template, trajectory, place, messages, tool_specs, system)
         known_ids = place.turn.token_ids() if place.turn is not None else []
         turn = trajectory.ask(
-            place, conversation, prompt.token_ids, reasoning_open=prompt.reasoning_open, constrained=grammar is not None
+            place,
+            conversation,
+            prompt.token_ids,
+            reasoning_open=prompt.ends_with(self.tool_parser.think_start_token),
+            constrained=grammar is not None,
         )
         logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
         try:
             response = await self._request(turn, [*known_ids, *prompt.token_ids], len(known_ids), config, grammar)
-            generation = read_generation(response, logprobs_expected=wants_logprobs(config))
-            self._check(turn, generation, len(known_ids) + len(prompt.token_ids), config)
+            ends = [token for token in (template.end_of_turn_id, self.tokenizer.eos_token_id) if token is not None]
+            generation = read_generation(response, logprobs_expected=wants_logprobs(config), end_token_ids=ends)
+            check_answer(generation, config, len(known_ids) + len(prompt.token_ids), len(prompt.token_ids))
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
             trajectory.fail(turn, error)
             raise
@@ -310,6 +318,7 @@ class SGLangModel(Model):
     def _prompt(
         self,
         template: ChatTemplate,
+        trajectory: Trajectory,
         place: Place,
         messages: Messages,
         tool_specs: list[ToolSpec] | None,
@@ -322,15 +331,17 @@ class SGLangModel(Model):
             chat = to_chat_messages(
                 place.new_messages,
                 known_calls=turn.tool_calls,
-                result_notice=turn.result_notices.get,
-                path=f"messages[{len(messages) - len(place.new_messages)}:]",
+                result_notice=trajectory.result_notice,
+                first=len(messages) - len(place.new_messages),
             )
             try:
                 stop = turn.generation.stop_token_id if turn.generation is not None else None
-                return place, template.continuation(turn.output_ids, stop, turn.tool_calls, chat, tools)
+                return place, template.continuation(
+                    turn.output_ids, stop, turn.tool_calls, chat, tools, has_system=system is not None
+                )
             except UnprovenContinuationError as error:
                 place = Place(None, messages, f"opens a sequence: {error}")
-        chat = to_chat_messages(messages)
+        chat = to_chat_messages(messages, result_notice=trajectory.result_notice)
         if system is not None:
             chat.insert(0, {"role": "system", "content": system})
         return place, template.opening(chat, tools)
@@ -359,44 +370,13 @@ class SGLangModel(Model):
                 raise ModelThrottledException(str(error)) from error
             raise
 
-    @staticmethod
-    def _check(turn: Turn, generation: Generation, prompt_tokens: int, config: Mapping[str, Any]) -> None:
-        """Refuse an answer to something else than what was asked."""
-        if generation.finish_type == "abort":
-            return
-        if generation.prompt_tokens != prompt_tokens:
-            raise SGLangDecodingError(
-                f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
-                "a server started with --allow-auto-truncate does this: start it without"
-            )
-        if config.get("return_routed_experts") and generation.routed_experts is None:
-            raise SGLangDecodingError(
-                "routed experts were asked for and not returned: the model has none, the server was started without "
-                "--enable-return-routed-experts, or a router drops the request's key"
-            )
-
     def _parse(
         self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
-    ) -> ParsedTurn:
+    ) -> tuple[ParsedTurn, list[ContentBlock]]:
         """Take the sampled tokens apart. If the parser itself fails, they are kept as a cut turn."""
         try:
-            return self._parsed_turn(turn, generation, tool_specs)
+            parsed = parse_answer(self.tool_parser, self.chat_template, turn, generation, tool_specs)
+            return parsed, content_blocks(parsed)
         except Exception as error:
             trajectory.cut(turn, generation, error)
             raise
-
-    def _parsed_turn(self, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None) -> ParsedTurn:
-        ids = generation.output_ids
-        if generation.stop_token_id is not None:
-            ids = ids[:-1]
-        text = self.chat_template.decode(ids)
-        if isinstance(generation.matched, str) and not turn.sampling_params.get("no_stop_trim"):
-            text = text.partition(generation.matched)[0]
-        return self.tool_parser.parse_turn(
-            text,
-            token_ids=ids.tolist(),
-            tokenizer=self.tokenizer,
-            tools=tool_specs,
-            reasoning_open=turn.reasoning_open,
-            truncated=generation.finish_type == "length",
-        )

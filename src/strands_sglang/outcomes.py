@@ -7,7 +7,7 @@
 | context full: no room left, or clamped to it | context_window_overflow | computed | TRUNCATED |
 | a limit on tools, messages, turns or tokens | max_*_reached | computed | TRUNCATED |
 | episode wall clock | timeout | computed if it has an answer | TRUNCATED |
-| server abort (weight update, pause) | aborted | none | ABORTED if the trainer asked for it, else TRUNCATED |
+| server abort (weight update, pause) | aborted | none | ABORTED if the trainer asked for it, else TRUNCATED, removed |
 | caller cancelled | cancelled | none | ABORTED |
 | server, network, undecodable answer | infrastructure_error | none | FAILED, removed |
 | the agent's own code raised | agent_error | none | FAILED, removed |
@@ -19,7 +19,6 @@ Promise: an infrastructure failure never turns into a reward, and a truncated tu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from strands.types.exceptions import (
     ModelThrottledException,
 )
 
-from .exceptions import SGLangAbortedError, SGLangClientError
+from .exceptions import SGLangAbortedError, SGLangClientError, causes
 from .tool_limiter import (
     LoopLimitReachedError,
     MaxMessagesReachedError,
@@ -151,7 +150,8 @@ def outcome_of(reason: TerminationReason, *, sampled_tokens: int, abort_requeste
     if sampled_tokens == 0:
         return replace(outcome, slime_status="FAILED", remove_sample=True)
     if reason is TerminationReason.ABORTED and not abort_requested:
-        return replace(outcome, slime_status="TRUNCATED")
+        # Removed, since slime would have its reward function score a truncated sample.
+        return replace(outcome, slime_status="TRUNCATED", remove_sample=True)
     return outcome
 
 
@@ -182,7 +182,7 @@ def termination_reason(
 
 
 def _reason_of_exception(error: BaseException) -> TerminationReason:
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, LoopLimitReachedError):
             return _limit_reason(cause)
         if isinstance(cause, MaxTokensReachedException):
@@ -205,13 +205,3 @@ def _limit_reason(limit: LoopLimitReachedError) -> TerminationReason:
         (reason for kind, reason in _BY_LIMIT.items() if isinstance(limit, kind)),
         TerminationReason.MAX_TOOL_ITERATIONS_REACHED,
     )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, then what it was raised from, outermost first."""
-    seen: set[int] = set()
-    pending: BaseException | None = error
-    while pending is not None and id(pending) not in seen:
-        seen.add(id(pending))
-        yield pending
-        pending = getattr(pending, "original_exception", None) or pending.__cause__

@@ -1,15 +1,15 @@
-"""What one request asks for beside its token ids: sampling parameters that fit the context, and what to return."""
+"""What one request asks for beside its token ids, and whether its answer answers that."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strands.types.exceptions import ContextWindowOverflowException
 
-logger = logging.getLogger(__name__)
+from .exceptions import SGLangDecodingError
+from .generation import Generation
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,27 @@ class RequestPlan:
     clamped: bool
 
 
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse configuration values that could only fail at the first call.
+
+    Raises:
+        ValueError: Names the key, what it holds and what it takes.
+    """
+    params = config.get("sampling_params")
+    if params is not None and not isinstance(params, Mapping):
+        raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
+    limits = {
+        "sampling_params['max_new_tokens']": (params or {}).get("max_new_tokens"),
+        "context_window_limit": config.get("context_window_limit"),
+    }
+    for name, limit in limits.items():
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1 or None, not {limit!r}")
+
+
 def wants_logprobs(config: Mapping[str, Any]) -> bool:
-    """Whether the logprobs of sampled tokens are to be recorded."""
-    return config.get("return_logprob") is not False
+    """Whether the logprobs of sampled tokens are to be recorded; with those of prompts, always."""
+    return config.get("return_logprob") is not False or bool(config.get("return_prompt_logprobs"))
 
 
 def plan_request(
@@ -60,19 +78,46 @@ def plan_request(
         raise ContextWindowOverflowException(
             f"the prompt has {prompt_tokens} tokens and the model's context {limit}: no room is left for an answer"
         )
-    if asked is None and room is None:
-        logger.warning(
-            "context_length=<unknown> | the server does not tell its context length, so its default of 128 new tokens "
-            "holds; set max_new_tokens in sampling_params, or context_window_limit"
-        )
     limits = [limit for limit in (asked, room) if limit is not None]
     if limits:
         sampling_params["max_new_tokens"] = min(limits)
     fields: dict[str, Any] = {"return_logprob": wants_logprobs(config)}
     if config.get("return_prompt_logprobs"):
         # The first entry that the server returns is always null, so ask from one token earlier.
-        fields.update(return_logprob=True, logprob_start_len=max(known_tokens - 1, 0))
+        fields["logprob_start_len"] = max(known_tokens - 1, 0)
     if config.get("return_routed_experts"):
         fields["return_routed_experts"] = True
     clamped = room is not None and (asked is None or asked > room)
     return RequestPlan(sampling_params, fields, clamped)
+
+
+def check_answer(generation: Generation, config: Mapping[str, Any], prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse an answer to something else than what was asked. An aborted request may have been answered in part.
+
+    Args:
+        generation: What the server returned.
+        config: The model's configuration.
+        prompt_tokens: Length of the prompt that was sent.
+        new_tokens: How many of its tokens the call added.
+
+    Raises:
+        SGLangDecodingError: The prompt was cut, or something that was asked for did not come back.
+    """
+    if generation.finish_type == "abort":
+        return
+    if generation.prompt_tokens != prompt_tokens:
+        raise SGLangDecodingError(
+            f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
+            "a server started with --allow-auto-truncate does this: start it without"
+        )
+    if config.get("return_routed_experts") and generation.routed_experts is None:
+        raise SGLangDecodingError(
+            "routed experts were asked for and not returned: the model has none, the server was started without "
+            "--enable-return-routed-experts, or a router drops the request's key"
+        )
+    returned = len(generation.prompt_logprobs)
+    if config.get("return_prompt_logprobs") and returned < new_tokens:
+        raise SGLangDecodingError(
+            f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
+            "`logprob_start_len` does this"
+        )

@@ -79,6 +79,12 @@ def _forget(checks: dict[_Key, asyncio.Task[ServerFacts]], key: _Key, task: asyn
 
 async def _check(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
     context_length = await client.context_length()
+    if context_length is None:
+        logger.warning(
+            "base_url=<%s> | the server does not tell its context length: without max_new_tokens its own default of 128 "
+            "tokens holds; set max_new_tokens in sampling_params, or context_window_limit",
+            client.base_url,
+        )
     facts = ServerFacts(context_length, await _compare_tokenizers(client, template))
     with _lock:
         _facts.setdefault(client, weakref.WeakKeyDictionary())[template.tokenizer] = facts
@@ -101,7 +107,8 @@ async def _compare_tokenizers(client: SGLangClient, template: ChatTemplate) -> b
         return True
     first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
     raise TokenizerMismatchError(
-        f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {client.base_url}: a test text "
-        f"gives {own[first : first + 5]} here and {served[first : first + 5]} there, from token {first} on; "
-        "load the tokenizer from the path that the server's /model_info names as tokenizer_path"
+        f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {client.base_url}: "
+        f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here, and the server has "
+        f"{served[first : first + 3]} there; load the tokenizer from the path that the server's /model_info names as "
+        "tokenizer_path, and add no tokens to it"
     )

@@ -14,6 +14,8 @@ from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterInvocationEvent, BeforeInvocationEvent, BeforeToolCallEvent, MessageAddedEvent
 from strands.types.content import Message
 
+from .exceptions import causes
+
 logger = logging.getLogger(__name__)
 
 OnLimit = Literal["raise", "stop"]
@@ -60,8 +62,8 @@ class ToolLimiter(HookProvider):
         message_count: Messages so far.
         cancelled_tool_call_count: Tool calls so far that `max_parallel_tool_calls` kept from running.
 
-    With `"stop"` there is one end that adds a message: if the prompt itself is the last message allowed, Strands
-    answers it with a "cancelled" message of its own.
+    With `"stop"` a loop ends on tool results only: Strands cannot be kept from answering a prompt that is the last
+    message allowed without putting words into the model's mouth, so `max_messages` takes effect one iteration later.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class ToolLimiter(HookProvider):
 
     @property
     def limit_reached(self) -> LoopLimitReachedError | None:
-        """The error of the limit that ended the loop last, None if none did since `reset()`."""
+        """The error of the limit that ended the latest invocation, None if none did."""
         return self._limit_reached
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
@@ -116,6 +118,7 @@ class ToolLimiter(HookProvider):
 
     def _begin(self, event: BeforeInvocationEvent) -> None:
         self._invoked.add(event.agent)
+        self._limit_reached = None
 
     def _end(self, event: AfterInvocationEvent) -> None:
         self._invoked.discard(event.agent)
@@ -152,7 +155,7 @@ class ToolLimiter(HookProvider):
             return MaxToolIterationsReachedError(f"the limit of {self.max_tool_iters} tool iterations was reached")
         if results and _reached(self.tool_call_count, self.max_tool_calls):
             return MaxToolCallsReachedError(f"the limit of {self.max_tool_calls} tool calls was reached")
-        if _reached(self.message_count, self.max_messages):
+        if (results or self.on_limit == "raise") and _reached(self.message_count, self.max_messages):
             return MaxMessagesReachedError(f"the limit of {self.max_messages} messages was reached")
         return None
 
@@ -190,22 +193,10 @@ def limit_cause(error: BaseException | None) -> LoopLimitReachedError | None:
     """Return the limit's error behind an exception that came out of an agent, None if a limit was not the cause.
 
     Args:
-        error: What the agent raised: the limit's error itself, or anything that was raised from it or because of it.
+        error: What the agent raised: the limit's error itself, or anything that was raised from it.
     """
-    seen: set[int] = set()
-    waiting: list[Any] = [error]
-    while waiting:
-        current = waiting.pop(0)
-        if not isinstance(current, BaseException) or id(current) in seen:
-            continue
-        if isinstance(current, LoopLimitReachedError):
-            return current
-        seen.add(id(current))
-        waiting += [getattr(current, "original_exception", None), current.__cause__]
-        if not current.__suppress_context__:
-            waiting.append(current.__context__)
-        waiting += getattr(current, "exceptions", ())  # of an exception group
-    return None
+    found = causes(error) if error is not None else ()
+    return next((cause for cause in found if isinstance(cause, LoopLimitReachedError)), None)
 
 
 def _checked(name: str, limit: Any) -> int | None:

@@ -7,7 +7,7 @@ retries, several agents and several threads on one model object cannot corrupt a
 
 Invariants:
 - A turn's token ids are fixed once it is answered; failed turns hold no sampled token.
-- The ids sent for a turn are `sequence_ids(parent) + prompt_ids`.
+- The ids sent for a turn are `parent.token_ids() + prompt_ids`.
 - In `sequences()` every sampled token has loss mask 1 in exactly one sequence, the first that contains it, unless its
   turn was sampled under a grammar (off-policy), which has mask 0 everywhere.
 """
@@ -17,8 +17,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 from strands.types.content import Message, Messages
@@ -26,118 +25,9 @@ from strands.types.content import Message, Messages
 from .generation import Generation
 from .messages import Conversation, message_digest, next_link
 from .tokens import Segment, TokenManager
+from .turns import Turn, TurnStatus
 
 _COMPARED_TURNS = 64  # how many recorded turns an explanation looks at; more would make forests of thousands slow
-
-
-class TurnStatus(str, Enum):
-    """How far a turn has come."""
-
-    ASKED = "asked"
-    """The request is on its way."""
-    ANSWERED = "answered"
-    """The answer is recorded; no later call has built on it yet."""
-    COMMITTED = "committed"
-    """A later call has built on the answer."""
-    CUT = "cut"
-    """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
-    FAILED = "failed"
-    """No answer came. A retry of the same call replaces the turn."""
-
-
-@dataclass(eq=False, repr=False)
-class Turn:
-    """One model call.
-
-    Attributes:
-        index: Position in the order of the calls of the trajectory.
-        parent: The turn that it extends; None if it opens a sequence.
-        reason: Why it extends or opens, for people.
-        key: Identifies the conversation that it was asked with.
-        parts: Digests of what stands before the messages (system prompt, tools, template).
-        digests: Digests of the messages that came since the parent's answer.
-        roles: Their roles.
-        prompt_ids: The prompt tokens that it added, shape (P,).
-        reasoning_open: Whether the prompt ends inside reasoning.
-        constrained: Whether the tokens are sampled under a grammar.
-        sampling_params: As they were sent.
-        status: How far it has come.
-        generation: The server's answer, None until it came.
-        clamped: Whether `max_new_tokens` was lowered to what the context still had room for.
-        cause: The error that failed the turn.
-    """
-
-    index: int
-    parent: Turn | None
-    reason: str
-    key: bytes
-    parts: Mapping[str, bytes]
-    digests: tuple[bytes, ...]
-    roles: tuple[str, ...]
-    prompt_ids: array[int]
-    reasoning_open: bool = False
-    constrained: bool = False
-    sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    status: TurnStatus = TurnStatus.ASKED
-    generation: Generation | None = None
-    clamped: bool = False
-    cause: BaseException | None = None
-    tool_calls: tuple[Mapping[str, Any], ...] = ()
-    result_notices: Mapping[str, str] = field(default_factory=dict)
-    answer_key: bytes | None = None
-    answer_digest: bytes | None = None
-    _prompt_logprobs: array[float] | None = None
-    _root: Turn | None = None
-
-    @property
-    def output_ids(self) -> array[int]:
-        """The sampled ids, shape (T,); empty until the turn is answered."""
-        return self.generation.output_ids if self.generation is not None else array("i")
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether sampled tokens (perhaps none, perhaps cut off) are recorded."""
-        return self.generation is not None
-
-    @property
-    def ends_at_context_limit(self) -> bool:
-        """Whether the answer was cut off because the context was full, not because `max_new_tokens` was reached.
-
-        SGLang ends a request a few tokens before the context's end and calls that "length" too.
-        """
-        if self.generation is None or self.generation.finish_type != "length":
-            return False
-        asked = self.sampling_params.get("max_new_tokens")
-        return self.clamped or (asked is not None and self.generation.completion_tokens < asked)
-
-    def __repr__(self) -> str:
-        """Counts and the reason; never the tokens, which may be many."""
-        return (
-            f"Turn({self.index}, {self.status.value}, {len(self.prompt_ids)} prompt and {len(self.output_ids)} sampled "
-            f"tokens, {self.reason!r})"
-        )
-
-    @property
-    def root(self) -> Turn:
-        """The turn that opened the sequence."""
-        return self if self._root is None else self._root
-
-    def path(self) -> list[Turn]:
-        """The turns from the root to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1]
-
-    def token_ids(self) -> list[int]:
-        """The ids of the sequence up to and including this turn's answer, shape (T,)."""
-        ids: list[int] = []
-        for turn in self.path():
-            ids.extend(turn.prompt_ids)
-            ids.extend(turn.output_ids)
-        return ids
 
 
 @dataclass(frozen=True)
@@ -156,13 +46,19 @@ class Place:
 
 
 class Trajectory:
-    """The recorded turns of an episode. Safe to use from several threads."""
+    """The recorded turns of an episode. Safe to use from several threads.
+
+    Attributes:
+        tool_parse_errors: How many tool calls did not parse, by the name that they seemed to mean.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
         self._turns: list[Turn] = []
         self._answers: dict[bytes, Turn] = {}
         self._failures: dict[tuple[int, bytes], Turn] = {}
+        self._notices: dict[str, str] = {}
+        self.tool_parse_errors: dict[str, int] = {}
         self._lock = threading.RLock()
         self._calls = 0
 
@@ -233,6 +129,7 @@ class Trajectory:
         *,
         tool_calls: Iterable[Mapping[str, Any]] = (),
         result_notices: Mapping[str, str] | None = None,
+        parse_errors: Iterable[str] = (),
     ) -> None:
         """Record a turn's answer.
 
@@ -242,10 +139,13 @@ class Trajectory:
             message: The answer as the agent will hand it back.
             tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
             result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
+            parse_errors: The names that the calls which did not parse seemed to mean.
         """
         with self._lock:
             turn.tool_calls = tuple(tool_calls)
-            turn.result_notices = dict(result_notices or {})
+            self._notices.update(result_notices or {})
+            for name in parse_errors:
+                self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
             turn.answer_digest = message_digest(message)
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
@@ -272,9 +172,9 @@ class Trajectory:
         turn.status = status
         logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
         if len(logprobs) == len(turn.prompt_ids):
-            turn._prompt_logprobs = array("d", (float("nan") if value is None else value for value in logprobs))
+            turn._prompt_logprobs = logprobs
         parent = turn.parent
-        if parent is not None and parent.status is TurnStatus.ANSWERED:
+        if parent is not None and parent.status is TurnStatus.ANSWERED and not turn.constrained:
             parent.status = TurnStatus.COMMITTED
 
     # --- reading ---
@@ -290,16 +190,19 @@ class Trajectory:
         return len(self._turns)
 
     def sequences(self) -> list[TokenManager]:
-        """The sequences from each root to each leaf, in the order of their last call.
+        """The sequences from each root to each leaf, in the order of their last call, cut and constrained ones last.
 
-        Turns without an answer are left out. Every sampled token has loss mask 1 in exactly one of the sequences.
+        Turns without an answer are left out. Every sampled token has loss mask 1 in exactly one of the sequences, the
+        first that contains it.
         """
         with self._lock:
             answered = [turn for turn in self._turns if turn.is_answered]
-            inner = {id(turn.parent) for turn in answered if turn.parent is not None}
+            inner = {id(turn.parent) for turn in answered if turn.parent is not None and not turn.constrained}
+            leaves = [turn for turn in answered if id(turn) not in inner]
+            leaves.sort(key=lambda leaf: (leaf.constrained or leaf.status is TurnStatus.CUT, leaf.index))
             trained: set[int] = set()
             sequences = []
-            for leaf in (turn for turn in answered if id(turn) not in inner):
+            for leaf in leaves:
                 path = leaf.path()
                 sequences.append(_sequence(path, already_trained=trained))
                 trained.update(id(turn) for turn in path)
@@ -308,19 +211,24 @@ class Trajectory:
     def latest_main_sequence(self) -> TokenManager:
         """The latest sequence of the main conversation, with its own full mask.
 
-        The main conversation is the first one since the start that was answered, structured-output calls left aside;
-        before any answer it is the latest one that was asked, so that its opening prompt can be seen.
+        The main conversation is the first one since the start that was answered, every attempt at its first call
+        included, structured-output calls left aside; before any answer it is the latest one that was asked, so that its
+        opening prompt can be seen.
         """
         with self._lock:
             roots = [turn for turn in self._turns if turn.parent is None and not turn.constrained]
-            root = next((turn for turn in roots if turn.is_answered), roots[-1] if roots else None)
-            if root is None:
-                return TokenManager()
-            leaf = root
+            first = next((turn for turn in roots if turn.is_answered), None)
+            if first is None:
+                return _sequence(roots[-1:], already_trained=())
+            leaf = first
             for turn in self._turns:
-                if turn.is_answered and turn.root is root:
+                if turn.is_answered and not turn.constrained and turn.root.key == first.key:
                     leaf = turn
             return _sequence(leaf.path(), already_trained=())
+
+    def result_notice(self, tool_use_id: str) -> str | None:
+        """What the model is told instead of the result of a tool call, if that call did not parse."""
+        return self._notices.get(tool_use_id)
 
     # --- explaining ---
 
@@ -354,16 +262,15 @@ def _first_difference(leaf: Turn, conversation: Conversation) -> tuple[int, str]
     for name, digest in leaf.parts.items():
         if conversation.parts.get(name) != digest:
             return 0, f"the {name} changed {compared}"
-    recorded = [
-        (digest, role)
-        for turn in leaf.path()
-        for digest, role in (*zip(turn.digests, turn.roles, strict=True), (turn.answer_digest, "assistant"))
-    ]
-    arrived = list(zip(conversation.digests, conversation.roles, strict=True))
-    for i, ((known, known_role), (new, new_role)) in enumerate(zip(recorded, arrived, strict=False)):
-        if known != new:
-            return i + 1, f"message {i} ({new_role}) is not the recorded one ({known_role}) {compared}"
-    return len(arrived) + 1, f"it stops after message {len(arrived) - 1}, before the recorded answer {compared}"
+    i = 0
+    for turn in leaf.path():
+        for known, role in (*zip(turn.digests, turn.roles, strict=True), (turn.answer_digest, "assistant")):
+            if i == len(conversation.digests):
+                return i + 1, f"it stops after message {i - 1}, before the recorded answer {compared}"
+            if known != conversation.digests[i]:
+                return i + 1, f"message {i} ({conversation.roles[i]}) is not the recorded one ({role}) {compared}"
+            i += 1
+    return i + 1, f"it goes on after message {i - 1} {compared}"
 
 
 def _agreement(difference: tuple[int, str]) -> int:

@@ -1,6 +1,15 @@
+import copy
+import gc
+import weakref
+
 import pytest
 
-from strands_sglang.chat_template import ChatTemplate, ChatTemplateError, UnprovenContinuationError
+from strands_sglang.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    UnprovenContinuationError,
+    get_chat_template,
+)
 
 TOOLS = [
     {
@@ -81,16 +90,17 @@ def test_a_turn_that_ended_in_another_token_is_not_continued(template):
 def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     text = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
-    assert template.opening(opening_messages(), None).reasoning_open
+    assert template.opening(opening_messages(), None).ends_with("<think>")
     new = [{"role": "user", "content": "x"}]
-    assert template.continuation([template.end_of_turn_id], template.end_of_turn_id, [], new, None).reasoning_open
+    end = template.end_of_turn_id
+    assert template.continuation([end], end, [], new, None).ends_with("<think>")
 
 
 def test_a_closed_reasoning_block_in_the_prompt_is_not_open_reasoning(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
     prompt = template.opening(opening_messages(), None)
     assert "</think>" in template.decode(prompt.token_ids)
-    assert not prompt.reasoning_open
+    assert not prompt.ends_with("<think>")
 
 
 def test_arguments_of_the_generation_prompt_do_not_change_the_identity(chatml_tokenizer):
@@ -113,6 +123,80 @@ def test_a_tokenizer_without_a_template_is_refused(chatml_tokenizer):
 
     with pytest.raises(ChatTemplateError, match="'bare-model' has no chat template.*chat_template="):
         ChatTemplate(Bare())
+
+
+REFUSES_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_refuses_system_messages_continues_conversations_without_one(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
+    end, new = template.end_of_turn_id, [{"role": "user", "content": "x"}]
+    prompt = template.continuation([5, end], end, [], new, None, has_system=False)
+    assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_the_template_refuses_of_the_stand_in_is_unproven_and_not_an_error(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
+    end, new = template.end_of_turn_id, [{"role": "user", "content": "x"}]
+    with pytest.raises(UnprovenContinuationError, match="System role not supported"):
+        template.continuation([5, end], end, [], new, None, has_system=True)
+
+
+def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
+    # This template writes how many calls a result answers.
+    text = (
+        "{% for m in messages %}{% if m.role == 'tool' %}[{{ (messages | selectattr('tool_calls', 'defined') | "
+        "list)[-1].tool_calls | length }}]{% endif %}{{ m.content }}{{ m.tool_calls or '' }}<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(3)]
+    results = [{"role": "tool", "content": "4", "tool_call_id": f"t{i}"} for i in range(3)]
+    prompt = template.continuation([template.end_of_turn_id], template.end_of_turn_id, calls, results, None)
+    assert template.decode(prompt.token_ids).startswith("[3]4<|im_end|>")
+
+
+def test_a_sentinel_that_the_template_repeats_is_followed_to_its_last_place(chatml_tokenizer):
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>(again){% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    end = template.end_of_turn_id
+    prompt = template.continuation([5, end], end, [], [{"role": "user", "content": "x"}], None)
+    assert template.decode(prompt.token_ids) == "x<|im_end|>"
+
+
+def test_a_stop_token_that_is_text_counts_as_a_cut_and_gets_its_end(template):
+    mark = template.tokenizer.convert_tokens_to_ids("</tool_call>")
+    prompt = template.continuation([5, mark], mark, [], [{"role": "user", "content": "x"}], None)
+    assert prompt.token_ids[0] == template.end_of_turn_id
+
+
+def test_a_template_that_is_changed_on_the_tokenizer_later_changes_nothing(chatml_tokenizer):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    template = ChatTemplate(tokenizer)
+    before = template.opening(opening_messages(), None)
+    tokenizer.chat_template = "HEY<|im_end|>"
+    assert template.opening(opening_messages(), None) == before
+
+
+def test_tokenizers_are_freed_with_their_models(chatml_tokenizer):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    template = get_chat_template(tokenizer, None, {})
+    assert get_chat_template(tokenizer, None, {}) is template
+    freed = weakref.ref(tokenizer)
+    del tokenizer, template
+    gc.collect()
+    assert freed() is None
+
+
+def test_what_is_no_tokenizer_is_told():
+    with pytest.raises(ChatTemplateError, match="must be a Hugging Face tokenizer, not 'Qwen/Qwen3-4B'.*get_tokenizer"):
+        get_chat_template("Qwen/Qwen3-4B", None, {})
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted(chatml_tokenizer):

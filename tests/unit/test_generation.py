@@ -37,7 +37,7 @@ def test_a_cut_turn_has_no_stop_token():
 def test_a_turn_ended_by_a_stop_string_has_no_stop_token():
     ended = response(meta={"finish_reason": {"type": "stop", "matched": "END"}})
     generation = read_generation(ended, logprobs_expected=True)
-    assert (generation.stop_token_id, generation.matched) == (None, "END")
+    assert (generation.stop_token_id, generation.stop_string) == (None, "END")
 
 
 def test_an_answer_aborted_in_the_queue_is_read_without_the_keys_it_lacks():
@@ -61,6 +61,13 @@ def test_an_answer_aborted_in_the_queue_is_read_without_the_keys_it_lacks():
         (response(meta={"output_token_logprobs": [[-0.5, 7, None]]}), "2 token ids with 1 logprobs"),
         (response(meta={"output_token_logprobs": [[-0.5, 7, None], [-0.1, 9, None]]}), "other token ids"),
         (response(meta={"output_token_logprobs": [[None, 7, None], [-0.1, 2, None]]}), "not a number"),
+        (response(meta={"output_token_logprobs": [[-0.1], [-0.1]]}), "complete"),
+        (response(meta={"output_token_logprobs": [None, None]}), "complete"),
+        (response(meta={"input_token_logprobs": [None]}), "complete"),
+        (response(meta={"e2e_latency": "x"}), "complete"),
+        (response(meta={"prompt_tokens": None}), "complete"),
+        (response(meta={"finish_reason": {"type": "error", "message": "oom"}}), "unknown finish reason.*oom"),
+        (response(meta={"finish_reason": None}), "complete"),
     ],
 )
 def test_an_incomplete_or_inconsistent_answer_is_refused(broken, message):
@@ -70,3 +77,9 @@ def test_an_incomplete_or_inconsistent_answer_is_refused(broken, message):
 
 def test_logprobs_that_were_not_asked_for_may_be_missing():
     assert read_generation(response(meta={"output_token_logprobs": None}), logprobs_expected=False).logprobs is None
+
+
+@pytest.mark.parametrize(("ends", "stop"), [((2,), 2), ((), None)])
+def test_a_stop_without_its_token_is_recognised_by_the_tokens_that_end_turns(ends, stop):
+    silent = response(meta={"finish_reason": {"type": "stop", "matched": None}})
+    assert read_generation(silent, logprobs_expected=True, end_token_ids=ends).stop_token_id == stop

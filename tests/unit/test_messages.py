@@ -88,6 +88,15 @@ class TestChatMessages:
         with pytest.raises(UnsupportedContentError, match=path):
             to_chat_messages([message])
 
+    def test_the_path_counts_from_the_start_of_the_history(self):
+        with pytest.raises(UnsupportedContentError, match=r"messages\[4\].content\[0\]"):
+            to_chat_messages([user({"image": {}})], first=4)
+
+    def test_halves_of_surrogate_pairs_are_replaced(self):
+        broken = b"caf\xe9".decode("utf-8", "surrogateescape")
+        (result,) = to_chat_messages([user(tool_result("a", {"text": broken}, {"json": [broken]}))])
+        assert result["content"] == 'caf?\n["caf?"]'
+
     def test_cache_points_are_invisible(self):
         assert to_chat_messages([user("x", {"cachePoint": {"type": "default"}})]) == to_chat_messages([user("x")])
 

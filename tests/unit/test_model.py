@@ -4,16 +4,23 @@ import asyncio
 import json
 import threading
 
+import httpx
 import pytest
 from pydantic import BaseModel
 from strands import tool
-from strands.types.exceptions import MaxTokensReachedException
+from strands.hooks import AfterModelCallEvent, HookProvider
+from strands.types.exceptions import (
+    ContextWindowOverflowException,
+    MaxTokensReachedException,
+    ModelThrottledException,
+)
 
 from strands_sglang import (
     SGLangAbortedError,
     SGLangClient,
     SGLangDecodingError,
     SGLangModel,
+    SGLangThrottledError,
     TokenizerMismatchError,
     TokenManager,
     TurnStatus,
@@ -185,6 +192,51 @@ class TestToolCalls:
         assert result.stop_reason == "end_turn"
         assert "no luck" in server.requests[1].text
         assert_exact(server, model)
+
+    async def test_a_call_in_reasoning_of_another_spelling_never_runs(self, chatml_tokenizer):
+        server = ScriptedSGLang(chatml_tokenizer, [f"draft {call(expression='6 * 6')} hmm"])
+        model = SGLangModel(
+            tokenizer=chatml_tokenizer,
+            client=server.client(),
+            tool_parser=HermesToolParser(think_start_token="<thinking>", think_end_token="</thinking>"),
+            chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<thinking>\n{% endif %}",
+        )
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert ran == []
+
+    @pytest.mark.parametrize("with_marks", [True, False])
+    @pytest.mark.parametrize("by", ["string", "token"])
+    async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(self, with_marks, by):
+        from support.tokenizers import build_chatml_tokenizer
+
+        tokenizer = build_chatml_tokenizer(with_marks=with_marks)
+        if by == "token" and not with_marks:
+            return  # the end mark is not one token there
+        stop = {"stop": ["</tool_call>"]}
+        if by == "token":
+            stop = {"stop_token_ids": [tokenizer.convert_tokens_to_ids("</tool_call>")]}
+        server = ScriptedSGLang(tokenizer, [call(expression="2 * 3"), "6"])
+        model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=stop)
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("go")
+        assert ran == ["2 * 3"]
+        assert len(model.trajectory.sequences()) == 1
+        assert_exact(server, model)
+
+    async def test_a_cut_turn_is_told_to_the_parser(self, rollout):
+        seen = []
+
+        class Watching(HermesToolParser):
+            def parse_turn(self, text, **context):
+                seen.append((context["truncated"], context["token_ids"]))
+                return super().parse_turn(text, **context)
+
+        server, model = rollout(["A long answer that does not fit."], sampling_params={"max_new_tokens": 3})
+        model.tool_parser = Watching()
+        with pytest.raises(MaxTokensReachedException):
+            await make_agent(model).invoke_async("go")
+        assert seen == [(True, server.responses[0].body["output_ids"])]
 
     async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(self, rollout):
         server, model = rollout([call("rm", path="/"), "Sorry."])
@@ -362,11 +414,11 @@ class TestEnds:
         assert server.aborted == [server.requests[0].rid]
 
     async def test_retrying_a_failed_call_duplicates_nothing(self, rollout):
-        server, model = rollout([call(expression="2 * 3")])  # the script runs out: HTTP 500
+        server, model = rollout([call(expression="2 * 3")])  # the script runs out: HTTP 501
         tools, _ = make_tools()
         agent = make_agent(model, tools)
         for _ in range(3):
-            with pytest.raises(Exception, match="500"):
+            with pytest.raises(Exception, match="501"):
                 await agent.invoke_async("go" if not agent.messages else None)
         assert [turn.status for turn in model.trajectory.turns] == [TurnStatus.COMMITTED, TurnStatus.FAILED] or [
             turn.status for turn in model.trajectory.turns
@@ -393,6 +445,71 @@ class TestEnds:
         await agent.invoke_async("b")
         assert "the model stopped with '<|endoftext|>'" in model.trajectory.turns[1].reason
         assert len(model.trajectory.sequences()) == 2
+
+
+class TestKeptAnswers:
+    async def test_the_answer_that_a_hook_had_sampled_anew_is_the_one_that_is_shown(self, rollout):
+        class RetryOnce(HookProvider):
+            retried = False
+
+            def register_hooks(self, registry, **kwargs):
+                registry.add_callback(AfterModelCallEvent, self.retry)
+
+            def retry(self, event):
+                event.retry, self.retried = not self.retried, True
+
+        server, model = rollout(["DISCARDED", "KEPT"])
+        result = await make_agent(model, hooks=[RetryOnce()]).invoke_async("go")
+        assert str(result).strip() == "KEPT"
+        assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
+
+    async def test_after_an_abort_of_the_first_call_the_retried_answer_is_shown(self, rollout):
+        server, model = rollout([ScriptedAnswer("PARTIAL", finish_reason="abort"), "whole"])
+        agent = make_agent(model)
+        with pytest.raises(SGLangAbortedError):
+            await agent.invoke_async("go")
+        await agent.invoke_async(None)
+        assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
+
+    async def test_why_a_call_did_not_parse_is_told_again_when_the_history_is_rendered_anew(self, rollout):
+        server, model = rollout(["<tool_call>oops</tool_call>", "ok", "ok"])
+        agent = make_agent(model, make_tools()[0])
+        await agent.invoke_async("first question")
+        agent.messages[0]["content"][0]["text"] = "edited question"
+        await agent.invoke_async("second question")
+        assert "oops" in server.requests[2].text
+        assert "Unknown tool" not in server.requests[2].text
+
+    async def test_a_reset_during_a_call_keeps_the_errors_of_the_old_episode_out_of_the_new_one(self, rollout):
+        def answer(request):
+            if request.index == 0:
+                model.reset()
+                return "<tool_call>oops</tool_call>"
+            return "ok"
+
+        _, model = rollout(answer)
+        old = model.trajectory
+        model_errors = []
+        agent = make_agent(model, make_tools()[0])
+        await agent.invoke_async("go")
+        model_errors.append(dict(model.tool_parse_errors))
+        assert (old.tool_parse_errors, model_errors) == ({"unknown_tool": 1}, [{}])
+
+    async def test_no_tools_and_an_empty_list_of_tools_are_the_same_conversation(self, rollout):
+        _, model = rollout(["a", "b"])
+        history = [{"role": "user", "content": [{"text": "q"}]}]
+        events = [event async for event in model.stream(history, None)]
+        history += [{"role": "assistant", "content": [{"text": "a"}]}, {"role": "user", "content": [{"text": "r"}]}]
+        assert events
+        assert [event async for event in model.stream(history, [])]
+        assert len(model.trajectory.sequences()) == 1
+
+    async def test_a_system_prompt_given_only_as_content_blocks_is_in_the_prompt(self, rollout):
+        server, model = rollout(["a"])
+        question = [{"role": "user", "content": [{"text": "q"}]}]
+        async for _ in model.stream(question, None, system_prompt_content=[{"text": "RULES"}]):
+            pass
+        assert "RULES" in server.requests[0].text
 
 
 class TestRewrittenHistories:
@@ -483,6 +600,18 @@ class TestStructuredOutput:
         await make_agent(model).invoke_async("a")
         assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)
 
+    @pytest.mark.parametrize("opened", [True, False])
+    async def test_marks_and_opened_reasoning_do_not_hide_the_json(self, rollout, chatml_tokenizer, opened):
+        class Note(BaseModel):
+            text: str
+
+        thinks = "{% if add_generation_prompt %}<think>\n{% endif %}" if opened else ""
+        answer = '{"text": "write <tool_call> like so"}'
+        _, model = rollout([answer], chat_template=chatml_tokenizer.chat_template + thinks)
+        question = [{"role": "user", "content": [{"text": "note"}]}]
+        (event,) = [event async for event in model.structured_output(Note, question)]
+        assert event["output"] == Note(text="write <tool_call> like so")
+
     async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(self, rollout):
         _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
         with pytest.raises(ValueError, match=r"no Sum \(finish reason length\)"):
@@ -502,6 +631,19 @@ class TestSamplingParameters:
         await make_agent(model).invoke_async("a")
         request = server.requests[0]
         assert request.sampling_params["max_new_tokens"] == 100 - len(request.input_ids)
+
+    async def test_a_prompt_that_leaves_room_for_one_token_is_sent_and_one_that_leaves_none_is_not(self, rollout):
+        server, model = rollout(["ok", "ok"])
+        await make_agent(model).invoke_async("a")
+        length = len(server.requests[0].input_ids)
+        model.update_config(context_window_limit=length + 1)
+        with pytest.raises(MaxTokensReachedException):
+            await make_agent(model).invoke_async("a")
+        assert server.requests[1].sampling_params["max_new_tokens"] == 1
+        model.update_config(context_window_limit=length)
+        with pytest.raises(ContextWindowOverflowException, match="no room"):
+            await make_agent(model).invoke_async("a")
+        assert len(server.requests) == 2
 
     async def test_a_configured_context_limit_wins(self, rollout):
         server, model = rollout(["ok"], context_window_limit=64)
@@ -537,6 +679,73 @@ class TestSamplingParameters:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"sampling_params": [1]}, "sampling_params must be a dict"),
+            ({"sampling_params": {"max_new_tokens": "12"}}, "max_new_tokens.*whole number"),
+            ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens.*at least 1"),
+            ({"context_window_limit": 0}, "context_window_limit.*at least 1"),
+        ],
+    )
+    def test_configuration_that_could_only_fail_later(self, chatml_tokenizer, config, message):
+        with pytest.raises(ValueError, match=message):
+            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", **config)
+
+    def test_a_path_in_place_of_a_tokenizer(self):
+        with pytest.raises(ValueError, match="get_tokenizer"):
+            SGLangModel(tokenizer="Qwen/Qwen3-4B", base_url="http://127.0.0.1:1")
+
+    async def test_a_sampled_id_that_no_text_has_is_sent_back(self, chatml_tokenizer):
+        # Embeddings have more rows than the tokenizer has tokens, so a model can sample an id that no text has.
+        padding = len(chatml_tokenizer) + 3
+        server = ScriptedSGLang(
+            chatml_tokenizer,
+            [ScriptedAnswer(token_ids=[300, padding]), "ok"],
+            vocab_size=len(chatml_tokenizer) + 8,
+        )
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+        agent = make_agent(model)
+        await agent.invoke_async("a")
+        await agent.invoke_async("b")
+        assert padding in server.requests[1].input_ids
+
+    async def test_prompt_logprobs_that_do_not_come_back_are_an_error(self, chatml_tokenizer):
+        server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+
+        async def drop(request):
+            response = await server.transport().handle_async_request(request)
+            body = json.loads(await response.aread())
+            if request.url.path == "/generate":
+                del body["meta_info"]["input_token_logprobs"]
+            return httpx.Response(response.status_code, json=body)
+
+        client = SGLangClient("http://x", transport=httpx.MockTransport(drop), max_retries=0)
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
+        with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
+            await make_agent(model).invoke_async("a")
+
+    async def test_a_server_that_is_too_busy_and_a_client_without_retries_is_throttling_for_strands(
+        self, chatml_tokenizer
+    ):
+        server = ScriptedSGLang(chatml_tokenizer, [])
+
+        async def busy(request):
+            if request.url.path != "/generate":
+                return await server.transport().handle_async_request(request)
+            return httpx.Response(503, json={"object": "error", "message": "The request queue is full.", "code": 503})
+
+        def model(max_retries):
+            client = SGLangClient(
+                "http://x", transport=httpx.MockTransport(busy), max_retries=max_retries, retry_delay=0.0
+            )
+            return SGLangModel(tokenizer=chatml_tokenizer, client=client)
+
+        with pytest.raises(ModelThrottledException):
+            await make_agent(model(0)).invoke_async("a")
+        with pytest.raises(SGLangThrottledError):
+            await make_agent(model(1)).invoke_async("a")
+
     @pytest.mark.parametrize("both", [True, False])
     def test_exactly_one_of_client_and_base_url(self, chatml_tokenizer, both):
         arguments = {"client": SGLangClient("http://127.0.0.1:1"), "base_url": "http://127.0.0.1:1"} if both else {}
@@ -596,8 +805,6 @@ class TestBadInput:
         assert len(model.trajectory) == 0
 
     async def test_a_server_that_truncates_the_prompt_is_refused(self, chatml_tokenizer):
-        import httpx
-
         server = ScriptedSGLang(chatml_tokenizer, ["ok"])
 
         async def truncate(request):

@@ -120,21 +120,21 @@ class TestAnswers:
         server = make_server([later, "plain", lambda request: f"index {request.index}"])
         assert [(await generate(server))["text"] for _ in range(3)] == ["later", "plain", "index 2"]
 
-    async def test_an_exhausted_script_answers_500_and_names_the_request(self, make_server):
+    async def test_an_exhausted_script_answers_501_and_names_the_request(self, make_server):
         server = make_server(["only one"])
         await generate(server)
         response = await post(server, input_ids=PROMPT)
-        assert response.status_code == 500
+        assert response.status_code == 501
         assert "no answer for request 1 (counted from 0)" in response.json()["error"]["message"]
-        assert server.responses[1].status == 500
+        assert server.responses[1].status == 501
         assert server.running == []
 
-    async def test_an_error_in_an_answer_function_answers_500_with_its_text(self, make_server):
+    async def test_an_error_in_an_answer_function_answers_501_with_its_text(self, make_server):
         def answer(request: ScriptedRequest) -> str:
             raise ValueError("unexpected prompt")
 
         response = await post(make_server(answer), input_ids=PROMPT)
-        assert response.status_code == 500
+        assert response.status_code == 501
         assert "request 0: ValueError: unexpected prompt" in response.json()["error"]["message"]
 
     @pytest.mark.parametrize("answers", ["a text", ScriptedAnswer("a text")])
@@ -266,7 +266,7 @@ class TestLogprobs:
     async def test_logprobs_that_do_not_fit_the_answer_are_an_error(self, make_server, finish_reason):
         answer = ScriptedAnswer(token_ids=[300, 301], logprobs=[-0.1], finish_reason=finish_reason)
         response = await post(make_server([answer]), input_ids=PROMPT, return_logprob=True)
-        assert response.status_code == 500
+        assert response.status_code == 501
         assert "1 logprobs" in response.json()["error"]["message"]
 
     async def test_a_function_of_ones_own_gives_them(self, make_server):
@@ -427,7 +427,7 @@ class TestRefusals:
     )
     async def test_what_kills_a_real_server_is_told(self, make_server, body):
         response = await post(make_server(["unused"]), **body)
-        assert response.status_code == 500
+        assert response.status_code == 501
         assert "a real SGLang server dies on this request" in response.json()["error"]["message"]
 
     @pytest.mark.parametrize(

@@ -172,12 +172,33 @@ async def test_a_prompt_that_is_the_last_message_allowed_ends_the_loop_before_th
     assert agent.model.calls == []
 
 
-async def test_stopping_at_a_prompt_looks_cancelled_and_not_like_an_answer() -> None:
+async def test_with_stop_a_prompt_that_is_the_last_message_allowed_is_answered_and_nothing_is_made_up() -> None:
     limiter = ToolLimiter(max_messages=1, on_limit="stop")
-    result = await agent_with(limiter, answers=["discarded"]).invoke_async("go")
+    agent = agent_with(limiter, answers=[calls("a"), "never asked for"])
+    result = await agent.invoke_async("go")
     assert result.stop_reason == "cancelled"
-    assert "discarded" not in str(result)
+    assert shape(agent)[-1].startswith("user:")
+    assert len(agent.model.calls) == 1
     assert isinstance(limiter.limit_reached, MaxMessagesReachedError)
+
+
+async def test_a_limit_of_an_earlier_invocation_is_not_the_reason_of_a_later_end() -> None:
+    limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
+    agent = agent_with(limiter, answers=[calls("a"), "done"])
+    await agent.invoke_async("go")
+    assert limiter.limit_reached is not None
+    await agent.invoke_async("thanks")
+    assert limiter.limit_reached is None
+
+
+def test_an_error_that_was_raised_while_a_limit_was_handled_is_an_error_of_its_own() -> None:
+    try:
+        try:
+            raise MaxMessagesReachedError("limit")
+        except MaxMessagesReachedError:
+            raise ValueError("bug in the handler")  # noqa: B904
+    except ValueError as error:
+        assert limit_cause(error) is None
 
 
 async def test_a_limiter_shared_by_agents_counts_what_they_do_together() -> None:
@@ -253,8 +274,8 @@ def test_the_cause_is_found_however_deep_it_lies() -> None:
                 raise limit
             except LoopLimitReachedError as error:
                 raise EventLoopException(error) from error
-        except EventLoopException:
-            raise RuntimeError("while cleaning up")  # noqa: B904
+        except EventLoopException as error:
+            raise RuntimeError("episode ended") from error
     except RuntimeError as error:
         assert limit_cause(error) is limit
 

@@ -18,9 +18,7 @@ def assistant(text):
 
 
 def generation(*ids, finish="stop"):
-    return Generation(
-        output_ids=array("i", ids), logprobs=array("d", [-0.5] * len(ids)), finish_type=finish, matched=ids[-1:] or None
-    )
+    return Generation(output_ids=array("i", ids), logprobs=array("d", [-0.5] * len(ids)), finish_type=finish)
 
 
 class Recorder:
@@ -164,6 +162,50 @@ def test_tokens_sampled_under_a_grammar_are_never_trained_and_never_the_main_seq
     assert [sum(sequence.loss_mask) for sequence in recorder.trajectory.sequences()] == [0]
     recorder.call([user("q")])
     assert recorder.trajectory.latest_main_sequence().token_ids == [4, 5, 6, 7]
+
+
+def test_a_structured_output_call_inside_a_conversation_is_left_aside():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a")
+    recorder.call([user("q"), assistant("a"), user("judge it")], constrained=True)
+    assert recorder.trajectory.latest_main_sequence().token_ids == first.token_ids()
+    assert first.status is TurnStatus.ANSWERED
+    main, judge = recorder.trajectory.sequences()
+    assert (main.loss_mask, sum(judge.loss_mask)) == ([0, 0, 1, 1], 0)
+
+
+@pytest.mark.parametrize("first_end", ["cut", "discarded"])
+def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
+    recorder = Recorder()
+    if first_end == "cut":
+        recorder.trajectory.cut(recorder.ask([user("q")]), generation(90, 91, finish="abort"), RuntimeError("abort"))
+    else:
+        recorder.call([user("q")], "thrown away by a hook")
+    kept = recorder.call([user("q")], "kept")
+    assert recorder.trajectory.latest_main_sequence().token_ids == kept.token_ids()
+    after = recorder.call([user("q"), assistant("kept"), user("r")])
+    assert recorder.trajectory.latest_main_sequence().token_ids == after.token_ids()
+
+
+def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    history = [user("q"), assistant("a"), user("r")]
+    recorder.trajectory.cut(recorder.ask(history), generation(90, 91, finish="abort"), RuntimeError("abort"))
+    recorder.call(history, "b")
+    kept, aborted = recorder.trajectory.sequences()
+    assert kept.loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert aborted.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_the_weight_version_and_the_finish_reason_stay_with_their_segment():
+    recorder = Recorder()
+    turn = recorder.ask([user("q")])
+    answer = Generation(array("i", [1]), array("d", [-0.5]), finish_type="length", weight_version="v7")
+    recorder.trajectory.answer(turn, answer, assistant("a"))
+    prompt, response = recorder.trajectory.latest_main_sequence().segments
+    assert (response.weight_version, response.finish_reason) == ("v7", "length")
+    assert (prompt.weight_version, prompt.finish_reason) == (None, None)
 
 
 def test_the_main_sequence_stays_with_the_conversation_that_came_first():

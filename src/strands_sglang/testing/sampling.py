@@ -87,9 +87,12 @@ class Sampler:
 
         Raises:
             ValueError: The answer's logprobs do not belong to its tokens.
+            TypeError: The answer is neither a str nor a ScriptedAnswer.
         """
         if isinstance(answer, str):
             answer = ScriptedAnswer(answer)
+        if not isinstance(answer, ScriptedAnswer):
+            raise TypeError(f"an answer is a str or a ScriptedAnswer, not {answer!r}")
         ids = self._token_ids(answer, append_stop=answer.finish_reason == "stop" and not aborted)
         end, finish_reason = self._end(ids, request)
         if finish_reason is None:

@@ -220,7 +220,8 @@ class ScriptedSGLang:
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
         except Exception as error:
             message = f"scripted server, request {request.index}: {type(error).__name__}: {error}"
-            return self._close(request, flight, _json({"error": {"message": message}}, 500))
+            # 501, which clients do not retry: a mistake in a test must show at once.
+            return self._close(request, flight, _json({"error": {"message": message}}, 501))
         self._remember(checked, request.packed_ids, sampled.output_ids)
         response = bodies.generation(
             checked,

@@ -3,8 +3,8 @@
 Source: answers of a real 0.5.23 server. The order is that of the server: types of the body, sampling keys and their
 types, presence of an input, context length, sampling values, input length, logprob start.
 
-Two kinds of refusal are this stand-in's own: 501 for what it does not imitate, and 500 for requests on which the real
-server's process dies (such a request is a bug of the client, and a test must see it).
+Two kinds of refusal are this stand-in's own: 501 for what it does not imitate, and for requests on which the real
+server's process dies (such a request is a bug of the client, and a test must see it at once).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def validation_error(loc: tuple[str, ...], kind: str, message: str, value: objec
 
 def fatal(what: str) -> RefusedError:
     """A request on which the process of a real server dies."""
-    return refusal(f"scripted server: {what}; a real SGLang server dies on this request", 500)
+    return refusal(f"scripted server: {what}; a real SGLang server dies on this request", 501)
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,8 @@ def _allowed_types(schema: Any, root: Any, levels_left: int) -> frozenset[str]:
     if isinstance(parts := schema.get("allOf"), (list, tuple)):
         for part in parts:
             types &= _allowed_types(part, root, levels_left - 1)
+    if "default" in schema and schema["default"] is None and "string" not in types:
+        types |= {"null"}  # Strands writes `int | None = None` as an integer whose default is null
     # A schema that allows nothing, or types of another vocabulary, says nothing that could be used.
     return types or JSON_TYPES
 

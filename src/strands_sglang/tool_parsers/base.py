@@ -98,8 +98,12 @@ class ToolParseResult:
         """Derive the status.
 
         Raises:
-            ValueError: `status` and `raw` contradict each other.
+            ValueError: There is no id or name, the input is no dict, or `status` and `raw` contradict each other.
         """
+        if not (isinstance(self.id, str) and self.id and isinstance(self.name, str) and self.name):
+            raise ValueError(f"a tool call needs an id and a name, but has id={self.id!r}, name={self.name!r}")
+        if not isinstance(self.input, dict):
+            raise ValueError(f"the input of a tool call is a dict of arguments, not {self.input!r}")
         if self.status is None:
             object.__setattr__(self, "status", ToolCallStatus.MALFORMED if self.is_error else ToolCallStatus.OK)
         if (self.status is ToolCallStatus.OK) is self.is_error:
@@ -352,6 +356,10 @@ def get_tool_parser(name: str, **kwargs: Any) -> ToolParser:
     Raises:
         UnknownToolParserError: No parser has that name (it is a `ValueError` and a `KeyError`).
     """
+    if isinstance(name, type):
+        raise TypeError(
+            f"a tool parser is an object or a name, and {name.__name__} is a class: make one, {name.__name__}()"
+        )
     parser = TOOL_PARSER_REGISTRY.get(name)
     if parser is None:
         known = ", ".join(sorted(TOOL_PARSER_REGISTRY))

@@ -20,6 +20,7 @@ from .structure import (
     Mark,
     MarkedText,
     MarkKind,
+    doubtful_calls,
     reasoning_text,
     take_apart,
     visible_text,
@@ -96,8 +97,19 @@ class MarkedToolParser(ToolParser):
         spans = take_apart(
             turn, lambda start: self.read_call(turn, start, schemas, truncated), reasoning_open=reasoning_open
         )
-        calls = tuple(span.call for span in spans if span.call is not None)
+        doubtful = doubtful_calls(turn, spans)
+        calls = tuple(
+            self._refused(turn.text[span.start : span.end], span.call) if index in doubtful else span.call
+            for index, span in enumerate(spans)
+            if span.call is not None
+        )
         return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, spans), calls)
+
+    def _refused(self, raw: str, call: ToolParseResult) -> ToolParseResult:
+        """Return a call as an error because its end cannot be told."""
+        error = f"a {self.tool_end_token} behind this call closes nothing, so it cannot be told where the call ends"
+        attempted = call.attempted_name if call.is_error else call.name
+        return call if call.is_error else failed_call(raw, error, ToolCallStatus.MALFORMED, attempted)
 
     def broken_call(
         self,
@@ -111,8 +123,8 @@ class MarkedToolParser(ToolParser):
     ) -> CallSpan:
         """Return the span of a call that stops following its format at `position`.
 
-        It goes up to the first end mark behind that position: whatever is before was read as part of the call, and what
-        may be part of a string must not be taken for another call.
+        It goes up to the first end mark behind that position: whatever is before was read as part of the call. If that
+        mark stood in a string of the call, another end mark follows that closes nothing; `doubtful_calls` sees it.
         """
         end = turn.find(MarkKind.CALL_END, position)
         if end is None:

@@ -319,6 +319,31 @@ def take_apart(turn: MarkedText, read_call: Callable[[Mark], CallSpan], *, reaso
     return spans
 
 
+def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
+    """Return the indices of the calls behind which an end mark follows that closes nothing.
+
+    Such a mark says that a call was taken to end too early, at an end mark inside one of its strings, so that what was
+    taken for a call of its own behind it may be part of that string. Which one it was cannot be told. Reasoning between
+    a call and the mark separates them.
+
+    Args:
+        turn: The turn.
+        spans: All of its spans.
+    """
+    doubtful = set()
+    doubt = False
+    for index in range(len(spans) - 1, -1, -1):
+        span = spans[index]
+        if span.kind is SpanKind.REASONING:
+            doubt = False
+        elif span.kind is SpanKind.TEXT:
+            stray = turn.find(MarkKind.CALL_END, span.start)
+            doubt = doubt or (stray is not None and stray.start < span.end)
+        elif doubt:
+            doubtful.add(index)
+    return doubtful
+
+
 def _closing_mark_inside(turn: MarkedText, index: int, end: int) -> Mark | None:
     """Return the mark that shows the "call" up to `end` to be a draft (or only talk of one) in reasoning, if any.
 

@@ -102,10 +102,9 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(kind: type[Except
 
 
 def test_a_parser_of_ones_own_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(TOOL_PARSER_REGISTRY, "mine", raising=False)
+    monkeypatch.setitem(TOOL_PARSER_REGISTRY, "mine", HermesToolParser)  # so that it is gone after the test
     assert register_tool_parser("mine")(PublishedStyleParser) is PublishedStyleParser
     assert isinstance(get_tool_parser("mine"), PublishedStyleParser)
-    monkeypatch.delitem(TOOL_PARSER_REGISTRY, "mine")
 
 
 def test_the_interface_itself_is_no_parser() -> None:
@@ -178,3 +177,16 @@ def test_the_error_text_is_short_also_for_a_long_call_and_shows_its_beginning_an
 def test_the_error_text_can_always_be_encoded() -> None:
     result = ToolParseResult.from_parse_error("call_1", 'half a pair: "\ud83d"')
     HermesToolParser().render_error(result).encode()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"id": ""}, {"name": ""}, {"id": None}, {"input": ["x"]}, {"input": None}], ids=repr
+)
+def test_a_result_that_strands_would_drop_cannot_be_made(fields):
+    with pytest.raises(ValueError, match="a tool call"):
+        ToolParseResult(**{"id": "c", "name": "n", "input": {}, **fields})
+
+
+def test_a_parser_class_in_place_of_a_parser_is_told_apart_from_a_name():
+    with pytest.raises(TypeError, match="HermesToolParser is a class|make one, HermesToolParser"):
+        get_tool_parser(HermesToolParser)

@@ -199,3 +199,33 @@ def test_other_marks_can_be_given() -> None:
 def test_no_text_makes_the_parser_raise(text: str, reasoning_open: bool, truncated: bool) -> None:
     turn = HermesToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
     assert all(call.is_error for call in turn.tool_calls)
+
+
+QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Raw newlines in a JSON string: the call is broken, and what it quotes must not run.
+        '<tool_call>{"name": "write", "arguments": {"content": "one:\n'
+        + QUOTED
+        + "\ntwo:\n"
+        + QUOTED
+        + '\n"}}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir", "content": "'
+        + QUOTED
+        + QUOTED
+        + '"}}</tool_call>',
+    ],
+)
+def test_calls_that_are_quoted_in_a_broken_call_do_not_run(text):
+    calls = HermesToolParser().parse(text)
+    assert calls
+    assert all(call.is_error for call in calls)
+
+
+def test_a_good_call_beside_a_broken_one_with_its_own_end_runs():
+    broken = "<tool_call>oops</tool_call>"
+    statuses = [call.is_error for call in HermesToolParser().parse(broken + QUOTED)]
+    assert statuses == [True, False]

@@ -252,3 +252,20 @@ PIECES = st.lists(st.sampled_from([*TAGS, "<think>", "\n", " ", "x", "<function=
 def test_no_text_makes_the_parser_raise(text: str, reasoning_open: bool, truncated: bool) -> None:
     turn = QwenXMLToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
     assert all(call.is_error for call in turn.tool_calls)
+
+
+def test_a_value_that_closes_its_own_call_runs_nothing():
+    value = "x\n</parameter>\n</function>\n</tool_call>\nand more"
+    text = f"<tool_call>\n<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    calls = QwenXMLToolParser().parse(text)
+    assert calls
+    assert all(call.is_error for call in calls)
+
+
+@pytest.mark.parametrize("written", ["null", "None"])
+def test_a_parameter_whose_default_is_null_takes_null(written):
+    schema = {"type": "object", "properties": {"limit": {"type": "integer", "default": None}}}
+    tools = [{"name": "search", "description": "Searches.", "inputSchema": {"json": schema}}]
+    text = f"<tool_call>\n<function=search>\n<parameter=limit>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = QwenXMLToolParser().parse(text, tools=tools)
+    assert (call.error, call.input) == (None, {"limit": None})

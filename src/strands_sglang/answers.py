@@ -1,4 +1,4 @@
-"""A sampled turn as the agent sees it: content blocks, a stop reason, and the Strands stream events that carry them."""
+"""A sampled turn as the agent sees it: its text, its content blocks, a stop reason, and the Strands stream events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,52 @@ from typing import Any, cast
 
 from strands.types.content import ContentBlock
 from strands.types.streaming import StreamEvent
+from strands.types.tools import ToolSpec
 
+from .chat_template import ChatTemplate
 from .generation import Generation
-from .tool_parsers import ParsedTurn, ToolParseResult
+from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult
+from .turns import Turn
+
+
+def sampled_text(template: ChatTemplate, turn: Turn, generation: Generation, *, kept_stop: str | None = None) -> str:
+    """The sampled text without the control token or the stop string that ended it.
+
+    Args:
+        template: Decodes, and knows the control tokens.
+        turn: Tells the sampling parameters.
+        generation: The sampled tokens.
+        kept_stop: A stop string that is part of the text, such as the end mark of a tool call.
+    """
+    text = template.decode(_answer_ids(template, generation))
+    stop = generation.stop_string
+    if stop is None or stop == kept_stop or turn.sampling_params.get("no_stop_trim"):
+        return text
+    return text.partition(stop)[0]
+
+
+def parse_answer(
+    parser: ToolParser,
+    template: ChatTemplate,
+    turn: Turn,
+    generation: Generation,
+    tool_specs: list[ToolSpec] | None,
+) -> ParsedTurn:
+    """The sampled tokens taken apart into reasoning, text and tool calls."""
+    return parser.parse_turn(
+        sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
+        token_ids=_answer_ids(template, generation),
+        tokenizer=template.tokenizer,
+        tools=tool_specs,
+        reasoning_open=turn.reasoning_open,
+        truncated=generation.finish_type == "length",
+    )
+
+
+def _answer_ids(template: ChatTemplate, generation: Generation) -> list[int]:
+    ids = generation.output_ids.tolist()
+    stop = generation.stop_token_id
+    return ids[:-1] if stop is not None and template.is_special(stop) else ids
 
 
 def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:
@@ -21,7 +64,8 @@ def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:
     if parsed.text:
         blocks.append({"text": parsed.text})
     for call in parsed.tool_calls:
-        tool_input = {} if call.is_error else call.input
+        # As Strands will hand it back; a parser's input that JSON cannot hold fails here, before it is recorded.
+        tool_input = {} if call.is_error else json.loads(json.dumps(call.input))
         blocks.append({"toolUse": {"toolUseId": call.id, "name": shown_name(call), "input": tool_input}})
     return blocks
 

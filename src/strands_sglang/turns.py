@@ -1,0 +1,120 @@
+"""One model call of an episode: what it added to the prompt, what it sampled, and how far it has come."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .generation import Generation
+
+
+class TurnStatus(str, Enum):
+    """How far a turn has come."""
+
+    ASKED = "asked"
+    """The request is on its way."""
+    ANSWERED = "answered"
+    """The answer is recorded; no later call has built on it yet."""
+    COMMITTED = "committed"
+    """A later call has built on the answer."""
+    CUT = "cut"
+    """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
+    FAILED = "failed"
+    """No answer came. A retry of the same call replaces the turn."""
+
+
+@dataclass(eq=False, repr=False)
+class Turn:
+    """One model call.
+
+    Attributes:
+        index: Position in the order of the calls of the trajectory.
+        parent: The turn that it extends; None if it opens a sequence.
+        reason: Why it extends or opens, for people.
+        key: Identifies the conversation that it was asked with.
+        parts: Digests of what stands before the messages (system prompt, tools, template).
+        digests: Digests of the messages that came since the parent's answer.
+        roles: Their roles.
+        prompt_ids: The prompt tokens that it added, shape (P,).
+        reasoning_open: Whether the prompt ends inside reasoning.
+        constrained: Whether the tokens are sampled under a grammar.
+        sampling_params: As they were sent.
+        status: How far it has come.
+        generation: The server's answer, None until it came.
+        clamped: Whether `max_new_tokens` was lowered to what the context still had room for.
+        cause: The error that failed the turn.
+    """
+
+    index: int
+    parent: Turn | None
+    reason: str
+    key: bytes
+    parts: Mapping[str, bytes]
+    digests: tuple[bytes, ...]
+    roles: tuple[str, ...]
+    prompt_ids: array[int]
+    reasoning_open: bool = False
+    constrained: bool = False
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    status: TurnStatus = TurnStatus.ASKED
+    generation: Generation | None = None
+    clamped: bool = False
+    cause: BaseException | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    answer_key: bytes | None = None
+    answer_digest: bytes | None = None
+    _prompt_logprobs: array[float] | None = None
+    _root: Turn | None = None
+
+    @property
+    def output_ids(self) -> array[int]:
+        """The sampled ids, shape (T,); empty until the turn is answered."""
+        return self.generation.output_ids if self.generation is not None else array("i")
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether sampled tokens (perhaps none, perhaps cut off) are recorded."""
+        return self.generation is not None
+
+    @property
+    def ends_at_context_limit(self) -> bool:
+        """Whether the answer was cut off because the context was full, not because `max_new_tokens` was reached.
+
+        SGLang ends a request a few tokens before the context's end and calls that "length" too.
+        """
+        if self.generation is None or self.generation.finish_type != "length":
+            return False
+        asked = self.sampling_params.get("max_new_tokens")
+        return self.clamped or (asked is not None and self.generation.completion_tokens < asked)
+
+    def __repr__(self) -> str:
+        """Counts and the reason; never the tokens, which may be many."""
+        return (
+            f"Turn({self.index}, {self.status.value}, {len(self.prompt_ids)} prompt and {len(self.output_ids)} sampled "
+            f"tokens, {self.reason!r})"
+        )
+
+    @property
+    def root(self) -> Turn:
+        """The turn that opened the sequence."""
+        return self if self._root is None else self._root
+
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def token_ids(self) -> list[int]:
+        """The ids of the sequence up to and including this turn's answer, shape (T,)."""
+        ids: list[int] = []
+        for turn in self.path():
+            ids.extend(turn.prompt_ids)
+            ids.extend(turn.output_ids)
+        return ids
