@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from strands_sglang import SGLangModel
+from strands_sglang.testing import ScriptedSGLang
 from support.tokenizers import build_chatml_tokenizer
 
 # A deadline per example measures the machine's other work, not ours; pytest-timeout catches what hangs.
@@ -24,3 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def chatml_tokenizer() -> PreTrainedTokenizerFast:
     """A small real ChatML tokenizer; `support.tokenizers.build_chatml_tokenizer` has variants of it."""
     return build_chatml_tokenizer()
+
+
+@pytest.fixture
+def rollout(chatml_tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[ScriptedSGLang, SGLangModel]]:
+    """Sets up a scripted server (arguments in `server=`) and a model on it (the other arguments)."""
+
+    def make(
+        answers: Any, *, server: dict[str, Any] | None = None, **config: Any
+    ) -> tuple[ScriptedSGLang, SGLangModel]:
+        scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
+        return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
+
+    return make

@@ -81,7 +81,7 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
     context_length = await client.context_length()
     if context_length is None:
         logger.warning(
-            "base_url=<%s> | the server does not tell its context length: without max_new_tokens its own default of 128 "
+            "base_url=<%s> | the server does not tell its context length: without max_new_tokens its default of 128 "
             "tokens holds; set max_new_tokens in sampling_params, or context_window_limit",
             client.base_url,
         )

@@ -32,17 +32,6 @@ from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseR
 from support.agents import call, make_agent, make_tools
 
 
-@pytest.fixture
-def rollout(chatml_tokenizer):
-    """Sets up a scripted server and a model on it."""
-
-    def make(answers, *, server=None, **config):
-        scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
-        return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
-
-    return make
-
-
 def assert_exact(server, model):
     """What the server was sent and returned is what the latest sequence holds, token by token."""
     tm = model.token_manager

@@ -30,15 +30,6 @@ async def episode(model, prompt="go", **kwargs):
         return error
 
 
-@pytest.fixture
-def rollout(chatml_tokenizer):
-    def make(answers, *, server=None, **config):
-        scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
-        return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
-
-    return make
-
-
 def sampled(model):
     return sum(model.token_manager.loss_mask)
 
