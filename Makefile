@@ -1,0 +1,59 @@
+# Everything here works on a fresh clone: the first target that needs it makes .venv and installs into it, once until
+# pyproject.toml or constraints.txt changes. SGLang itself goes to an environment of its own under ~/.cache/strands-sglang.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
+INPUTS = pyproject.toml $(CONSTRAINTS)
+
+.PHONY: help demo test test-unit test-integration test-lowest lint clean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
+	@echo "make test              all tests: unit tests, then integration tests against that server"
+	@echo "make test-unit         the tests that need no server"
+	@echo "make test-integration  the tests against a real SGLang server on the CPU"
+	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
+	@echo "make lint              ruff, mypy and the import contracts"
+	@echo "make clean             remove .venv and what tools left in the clone"
+
+demo: $(VENV)/.installed-local
+	@$(BIN)/python examples/calculator_demo.py
+
+test: test-unit test-integration
+
+test-unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/unit
+
+# The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
+test-integration: $(VENV)/.installed-dev
+	@$(BIN)/python -m strands_sglang.local
+	$(BIN)/python -m pytest tests/integration
+
+# In an environment of its own, by the same rule as below.
+test-lowest:
+	@$(MAKE) --no-print-directory test-unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .venv-lowest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed-local: EXTRA := local
+$(VENV)/.installed-dev: EXTRA := dev
+$(VENV)/.installed-local $(VENV)/.installed-dev: $(INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed and $(PYTHON) is not: set PYTHON, as in make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
+		|| { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing strands-sglang[$(EXTRA)] into $(VENV) (about a minute)"
+	@log=$$(mktemp); $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c $(CONSTRAINTS) -e ".[$(EXTRA)]" >"$$log" 2>&1 || { cat "$$log" >&2; rm -f "$$log"; exit 1; }; rm -f "$$log"
+	@touch $@

@@ -1,0 +1,198 @@
+"""24 rollouts of a calculator agent against a real SGLang server: what `make demo` runs.
+
+Starts SGLang on this machine's CPU with SmolLM2-135M-Instruct, or uses the server that SGLANG_BASE_URL names,
+with that server's model. SGLANG_TOKENIZER names a local copy of the tokenizer where the server's own path is
+not on this machine.
+
+Exit codes: 0 the demo ran; 1 it could not, with the reason in the last line; 130 it was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from calculator import calculator
+from report import Rollout, print_finished, print_rollout, print_summary
+from strands import Agent
+from strands.agent.conversation_manager import NullConversationManager
+from strands.types.content import Messages
+
+from strands_sglang import (
+    SGLangClient,
+    SGLangClientError,
+    SGLangModel,
+    TerminationReason,
+    ToolLimiter,
+    get_tokenizer,
+    local,
+    termination_reason,
+)
+
+SYSTEM_PROMPT = "You are a helpful assistant."
+
+# A small model does not call tools because a system prompt says so. It does once the conversation shows it how.
+WORKED_EXAMPLES = (("15 * 12", "180"), ("98 + 47", "145"), ("84 - 29", "55"))
+
+OPERANDS = ((27, 43), (64, 18), (91, 36), (52, 77), (83, 25), (46, 39), (72, 58), (35, 14))
+EXPRESSIONS = [f"{left} {sign} {right}" for left, right in OPERANDS for sign in "*+-"]
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 40}
+
+
+class DemoError(RuntimeError):
+    """The demo cannot run, for a reason that is not the library's."""
+
+
+def main() -> int:
+    """Run the demo and return its exit code."""
+    # The advice of transformers to install PyTorch: a tokenizer needs none.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Strands logs every unknown tool and cut-off call, which the table at the end counts.
+    logging.getLogger("strands").setLevel(logging.CRITICAL)
+    # A SIGTERM would end this process without a word; like this it goes the way of Ctrl-C.
+    signal.signal(signal.SIGTERM, interrupt)
+    started = time.monotonic()
+    try:
+        with server() as (base_url, tokenizer_path):
+            start_seconds = time.monotonic() - started
+            began = time.monotonic()
+            rollouts = asyncio.run(roll_out_all(base_url, tokenizer_path))
+            rollout_seconds = time.monotonic() - began
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (local.LocalServerError, SGLangClientError, DemoError) as error:
+        print(f"the demo failed: {error}", file=sys.stderr)
+        return 1
+    print_rollout(next((rollout for rollout in rollouts if rollout.is_right), rollouts[0]))
+    print_summary(rollouts, rollout_seconds)
+    total = time.monotonic() - started
+    print(f"server {start_seconds:.1f} s, rollouts {rollout_seconds:.1f} s, in all {total:.1f} s")
+    return 0
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """Treat a signal like Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def server() -> Iterator[tuple[str, str]]:
+    """Give the address of a running SGLang server and a folder with its tokenizer; at the end stop what it started."""
+    if base_url := os.environ.get("SGLANG_BASE_URL"):
+        print(f"using the SGLang server at {base_url}", flush=True)
+        yield base_url, asyncio.run(find_tokenizer(base_url))
+        return
+    python = local.ensure_sglang()
+    model_path = local.ensure_smollm2(python)
+    with local.launch_server(python, model_path) as running:
+        print(f"starting SGLang with {model_path.name} (about half a minute; log: {running.log_path})", flush=True)
+        get_tokenizer(str(model_path))  # takes seconds the first time, which the server needs anyway
+        running.wait_until_healthy()
+        print(f"SGLang is healthy after {running.start_seconds:.0f} s at {running.base_url}", flush=True)
+        yield running.base_url, str(model_path)
+
+
+async def find_tokenizer(base_url: str) -> str:
+    """Return a local folder with the tokenizer of a server's model."""
+    if named := os.environ.get("SGLANG_TOKENIZER"):
+        return named
+    async with SGLangClient(base_url, max_retries=3) as client:
+        info = await client.model_info()
+    path = str(info.get("tokenizer_path") or info.get("model_path"))
+    if not Path(path).is_dir():
+        raise DemoError(f"the server's tokenizer {path} is not on this machine: set SGLANG_TOKENIZER to a copy of it")
+    return path
+
+
+async def roll_out_all(base_url: str, tokenizer_path: str) -> list[Rollout]:
+    """Roll out all questions, the first one alone: its prompt then is in the prefix cache for the others."""
+    tokenizer = get_tokenizer(tokenizer_path)
+    chat_template = template_for(tokenizer)
+    finished: list[Rollout] = []
+
+    async def one(expression: str) -> Rollout:
+        model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=SAMPLING, chat_template=chat_template)
+        rollout = await roll_out(model, expression)
+        finished.append(rollout)
+        print_finished(rollout, len(finished), len(EXPRESSIONS))
+        return rollout
+
+    async with SGLangClient(base_url, max_retries=5) as client:
+        first = await one(EXPRESSIONS[0])
+        return [first, *await asyncio.gather(*(one(expression) for expression in EXPRESSIONS[1:]))]
+
+
+async def roll_out(model: SGLangModel, expression: str) -> Rollout:
+    """Let an agent answer one question, and return the whole episode with every token of it."""
+    limiter = ToolLimiter(max_tool_iters=3)
+    agent = Agent(
+        model=model,
+        tools=[calculator],
+        messages=worked_examples(),
+        system_prompt=SYSTEM_PROMPT,
+        hooks=[limiter],
+        # Nothing may be dropped from a history that is to be trained on, and nothing printed while it grows.
+        conversation_manager=NullConversationManager(),
+        callback_handler=None,
+    )
+    try:
+        end: Any = await agent.invoke_async(f"What is {expression}?")
+    except Exception as error:
+        # A model that talks too long or never stops calling tools ends its episode; a server that fails ends the demo.
+        end = error
+    reason = termination_reason(end, trajectory=model.trajectory, limiter=limiter)
+    if reason in (TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.AGENT_ERROR):
+        raise DemoError(f"a rollout ended with {reason.value}: {end}")
+    return Rollout(expression, model, agent.messages[len(worked_examples()) :], reason)
+
+
+def worked_examples() -> Messages:
+    """Return a conversation in which the assistant used the calculator three times."""
+    messages: Messages = []
+    for number, (expression, result) in enumerate(WORKED_EXAMPLES):
+        call_id = f"example_{number}"
+        messages += copy.deepcopy(
+            [
+                {"role": "user", "content": [{"text": f"What is {expression}?"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"toolUse": {"toolUseId": call_id, "name": "calculator", "input": {"expression": expression}}}
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"toolResult": {"toolUseId": call_id, "status": "success", "content": [{"text": result}]}}
+                    ],
+                },
+                {"role": "assistant", "content": [{"text": f"The answer is {result}."}]},
+            ]
+        )
+    return messages
+
+
+def template_for(tokenizer: Any) -> str | None:
+    """Return None if the tokenizer's own chat template has a place for tools, else one that has."""
+    own = tokenizer.chat_template
+    if isinstance(own, dict) or (own and "tools" in own):
+        return None
+    if "<|im_start|>" not in tokenizer.get_vocab():
+        raise DemoError("the model's chat template has no place for tools, and its turns are not marked as in ChatML")
+    return local.CHATML_TOOLS_TEMPLATE.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What the demo shows: finished rollouts, the conversation and the tokens of one of them, and a table for all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from calculator import evaluate
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from strands.types.content import Messages
+
+from strands_sglang import SGLangModel, TerminationReason
+
+PROMPT_STYLE = "dim"
+SAMPLED_STYLE = "bold green"
+LOGPROB_STYLE = "yellow"
+SHOWN_OF_THE_PROMPT = 40
+"""Tokens at the end of the opening prompt; the rest is system prompt, tool description and worked examples."""
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished episode.
+
+    Attributes:
+        expression: What was asked for.
+        model: The model object, which holds the recorded tokens.
+        messages: The conversation from the question on, without the worked examples.
+        reason: Why it ended.
+    """
+
+    expression: str
+    model: SGLangModel
+    messages: Messages
+    reason: TerminationReason
+
+    @property
+    def expected(self) -> str:
+        """The right answer."""
+        return f"{evaluate(self.expression):g}"
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message if it is the assistant's."""
+        last = self.messages[-1]
+        texts = [block["text"].strip() for block in last["content"] if "text" in block]
+        return " ".join(texts) if last["role"] == "assistant" else ""
+
+    @property
+    def tool_results(self) -> list[str]:
+        """What the calculator returned, call by call; failed and unknown calls left out."""
+        results = [
+            block["toolResult"] for message in self.messages for block in message["content"] if "toolResult" in block
+        ]
+        return [result["content"][0].get("text", "") for result in results if result["status"] == "success"]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the right number ends the answer, and the calculator gave it before."""
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", self.answer)
+        return self.expected in self.tool_results and numbers[-1:] == [self.expected]
+
+
+def print_finished(rollout: Rollout, number: int, total: int) -> None:
+    """Print one line for a rollout that has ended."""
+    wrong = "wrong" if rollout.reason is TerminationReason.TASK_COMPLETE else rollout.reason.value
+    verdict = "right" if rollout.is_right else wrong
+    line = f"[{number:2}/{total}] {rollout.expression} -> {shorten(rollout.answer) or '(no answer)'}"
+    style = "green" if rollout.is_right else "red"
+    note = "" if rollout.tool_results else " (no tool)"
+    console.print(Text.assemble(line, " ", (verdict, style), note), soft_wrap=True)
+
+
+def shorten(text: str, length: int = 50) -> str:
+    """Return the text in one line of at most `length` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def print_rollout(rollout: Rollout) -> None:
+    """Print the conversation of a rollout as the agent saw it, and its tokens as a trainer gets them."""
+    console.rule("the conversation of one rollout, after three worked examples")
+    for message in rollout.messages:
+        for block in message["content"]:
+            if "text" in block:
+                console.print(Text(f"{message['role']:>9}: {block['text'].strip()}"))
+            elif "toolUse" in block:
+                use = block["toolUse"]
+                console.print(Text(f"{message['role']:>9}: calls {use['name']}({use['input']})", style="cyan"))
+            elif "toolResult" in block:
+                texts = " ".join(content.get("text", "") for content in block["toolResult"]["content"])
+                console.print(Text(f"{'tool':>9}: {texts}", style="cyan"))
+    console.rule("its tokens")
+    console.print(
+        Text.assemble(
+            ("prompt and tool results: loss mask 0", PROMPT_STYLE),
+            "   ",
+            ("sampled by the model: loss mask 1", SAMPLED_STYLE),
+            " ",
+            ("with logprob", LOGPROB_STYLE),
+        )
+    )
+    console.print(token_text(rollout.model))
+
+
+def token_text(model: SGLangModel) -> Text:
+    """Return the tokens of the model's sequence, each in the style of its loss mask."""
+    manager = model.token_manager
+    hidden = max(0, manager.initial_prompt_length - SHOWN_OF_THE_PROMPT)
+    text = Text(f"... {hidden} prompt tokens ... " if hidden else "", style=PROMPT_STYLE)
+    for token in manager.tokens[hidden:]:
+        piece = model.tokenizer.decode([token.token_id]).replace("\n", "\\n")
+        if token.loss_mask:
+            text.append(piece, SAMPLED_STYLE)
+            text.append(f"({token.logprob:.2f})" if token.logprob is not None else "(?)", LOGPROB_STYLE)
+        else:
+            # A line for every turn and tool result; what was sampled stays as it was.
+            text.append(piece + "\n" if piece.endswith("\\n") else piece, PROMPT_STYLE)
+    return text
+
+
+def print_summary(rollouts: list[Rollout], seconds: float) -> None:
+    """Print a table of what all rollouts came to.
+
+    Args:
+        rollouts: All of them.
+        seconds: How long they took together.
+    """
+    generations = [
+        turn.generation
+        for rollout in rollouts
+        for turn in rollout.model.trajectory.turns
+        if turn.generation is not None
+    ]
+    sampled = sum(generation.completion_tokens for generation in generations)
+    prompt = sum(generation.prompt_tokens for generation in generations)
+    cached = sum(generation.cached_tokens for generation in generations)
+    count = len(rollouts)
+    right = sum(rollout.is_right for rollout in rollouts)
+    used = sum(bool(rollout.tool_results) for rollout in rollouts)
+
+    table = Table(title=f"{count} rollouts", title_style="bold", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("rollouts", str(count))
+    table.add_row("right answers, through the tool", f"{right} ({right / count:.0%})")
+    table.add_row("rollouts that used the tool", f"{used} ({used / count:.0%})")
+    table.add_row("model calls", str(len(generations)))
+    table.add_row("sampled tokens (loss mask 1)", f"{sampled:,}")
+    table.add_row("prompt tokens (all calls)", f"{prompt:,}")
+    table.add_row("prompt tokens from the prefix cache", f"{cached / max(prompt, 1):.1%}")
+    table.add_row("sampled tokens per second", f"{sampled / seconds:.0f}")
+    table.add_row("seconds", f"{seconds:.1f}")
+    console.rule()
+    console.print(table)

@@ -1,0 +1,120 @@
+"""The command `strands-sglang`.
+
+Exit codes: 0 it did what was asked, being stopped with Ctrl-C or SIGTERM included; 1 it failed; 2 the
+command line or something named on it is wrong; 3 this machine cannot do it. One function per
+subcommand, each importing what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+FAILED = 1
+WRONG_USAGE = 2
+UNSUPPORTED = 3
+
+DEFAULT_PORT = 30000
+"""SGLang's own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: The arguments without the program's name; those of the process if None.
+    """
+    arguments = build_parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `run` of what it parses is the subcommand's function."""
+    parser = argparse.ArgumentParser(
+        prog="strands-sglang", description="Tools around the SGLang provider for Strands Agents."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "serve",
+        help="run a real SGLang server on this machine's CPU",
+        description="Run a real SGLang server on this machine's CPU in the foreground, until Ctrl-C. The first run "
+        "installs SGLang in an environment of its own. Prints the server's address on standard output once it is "
+        "healthy, everything else on standard error.",
+    )
+    command.add_argument(
+        "--model", type=Path, metavar="PATH", help="a Hugging Face model folder (default: SmolLM2-135M-Instruct)"
+    )
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    command.add_argument(
+        "--port",
+        type=port_number,
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="port, 0 for a free one (default: %(default)s)",
+    )
+    command.set_defaults(run=serve)
+    return parser
+
+
+def port_number(text: str) -> int:
+    """Parse a TCP port."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{number} is not between 0 and 65535")
+    return number
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run the local SGLang server in the foreground; return the exit code."""
+    try:
+        from . import local
+    except ModuleNotFoundError as error:
+        print(f"{error}: pip install 'strands-sglang[local]'", file=sys.stderr)
+        return FAILED
+    if arguments.model is not None and not (arguments.model / "config.json").is_file():
+        print(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json", file=sys.stderr)
+        return WRONG_USAGE
+
+    # SIGINT too: a shell starts background commands with it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        python = local.ensure_sglang(tell)
+        model = arguments.model.absolute() if arguments.model else local.ensure_smollm2(python, tell)
+        with local.start_server(
+            python, model, host=arguments.host, port=arguments.port or None, progress=tell
+        ) as server:
+            tell("Ctrl-C stops it")
+            print(server.base_url, flush=True)
+            code = server.wait()
+            tell(f"the SGLang server ended by itself with exit code {code}; its log: {server.log_path}")
+            return FAILED
+    except KeyboardInterrupt:
+        tell("stopped")
+        return 0
+    except local.UnsupportedPlatformError as error:
+        tell(str(error))
+        return UNSUPPORTED
+    except local.LocalServerError as error:
+        tell(str(error))
+        return FAILED
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """Treat a signal like Ctrl-C, so that everything on the way out is stopped in order."""
+    raise KeyboardInterrupt
+
+
+def tell(line: str) -> None:
+    """Print a line for the person at the terminal, apart from the command's result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

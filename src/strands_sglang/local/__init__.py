@@ -1,0 +1,30 @@
+"""A real SGLang server on a machine without a GPU: for the demo, for tests, and for trying things.
+
+Needs `pip install strands-sglang[local]`. Nothing of it is imported by the package itself.
+
+Example:
+    python = ensure_sglang()
+    with start_server(python, ensure_smollm2(python)) as server:
+        print(server.base_url)
+"""
+
+from .cache import home
+from .errors import LocalServerError, UnsupportedPlatformError
+from .install import ensure_sglang, require_platform
+from .models import CHATML_TOOLS_TEMPLATE, ensure_smollm2, ensure_tiny_qwen3
+from .server import LocalServer, ServerSettings, launch_server, start_server
+
+__all__ = [
+    "CHATML_TOOLS_TEMPLATE",
+    "LocalServer",
+    "LocalServerError",
+    "ServerSettings",
+    "UnsupportedPlatformError",
+    "ensure_sglang",
+    "ensure_smollm2",
+    "ensure_tiny_qwen3",
+    "home",
+    "launch_server",
+    "require_platform",
+    "start_server",
+]

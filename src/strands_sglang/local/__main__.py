@@ -1,0 +1,28 @@
+"""`python -m strands_sglang.local`: make everything that a local server needs, so that later starts only start.
+
+Exit code 0 when all of it is there, 1 when a step failed, 3 when this machine cannot run SGLang on its CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .errors import LocalServerError, UnsupportedPlatformError
+from .install import ensure_sglang
+from .models import ensure_smollm2, ensure_tiny_qwen3
+
+
+def main() -> int:
+    """Install SGLang and make both models; return the exit code."""
+    try:
+        python = ensure_sglang()
+        ensure_tiny_qwen3(python)
+        ensure_smollm2(python)
+    except LocalServerError as error:
+        print(error, file=sys.stderr)
+        return 3 if isinstance(error, UnsupportedPlatformError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

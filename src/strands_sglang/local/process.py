@@ -1,0 +1,172 @@
+"""Child processes that leave nothing behind.
+
+A model server is a tree of processes that hold gigabytes. Two promises: a command run by
+`run_quietly` is over when the call is, and nothing of a `GuardedProcess` outlives `stop` or the
+death, SIGKILL included, of the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .cache import Progress, say
+from .errors import LocalServerError
+
+GUARD_SCRIPT = Path(__file__).parent / "scripts" / "guard.py"
+STOP_DEADLINE = 10.0
+"""Seconds that the guard may take to end its group; it needs less than two."""
+
+HEARTBEAT = 20.0
+"""Seconds between two signs of life of a long command."""
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """Return this process's environment for another Python's use.
+
+    Variables that would lead another interpreter to this one's packages are left out.
+
+    Args:
+        **extra: Variables to set on top.
+    """
+    foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    return {name: value for name, value in os.environ.items() if name not in foreign} | extra
+
+
+def tail(path: Path, lines: int = 30) -> str:
+    """Return the last `lines` lines of a log file, or an empty string if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as log:
+            return "".join(deque(log, maxlen=lines)).rstrip()
+    except OSError:
+        return ""
+
+
+def run_quietly(
+    command: Sequence[str | Path], what: str, *, env: Mapping[str, str] | None = None, progress: Progress = say
+) -> None:
+    """Run a command to its end, showing its output only if it fails.
+
+    Args:
+        command: Program and arguments.
+        what: What the command does, for the progress line and the error ("installing PyTorch").
+        env: The whole environment; this process's cleaned one by default.
+        progress: Takes a line at the start and every `HEARTBEAT` seconds.
+
+    Raises:
+        LocalServerError: The command could not be started or failed; the message ends with its last output.
+    """
+    progress(what)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="strands-sglang-") as folder:
+        output = Path(folder) / "output.log"
+        with output.open("wb") as sink:
+            try:
+                process = subprocess.Popen(
+                    [str(part) for part in command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env) if env is not None else clean_environment(),
+                )
+            except OSError as error:
+                raise LocalServerError(f"{what} failed: {error}") from error
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=HEARTBEAT)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress(f"  ... {time.monotonic() - started:.0f} s")
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        if code != 0:
+            raise LocalServerError(f"{what} failed with exit code {code}:\n{tail(output)}")
+
+
+class GuardedProcess:
+    """A command with all its descendants in one process group of its own, watched by a small guard process.
+
+    The guard leads the group. It ends the group when the command ends, when it is told to (SIGTERM),
+    and when the process that started it is gone, however that happened. The command's temporary files
+    go to a directory that is removed with it.
+    """
+
+    def __init__(self, command: Sequence[str | Path], *, env: Mapping[str, str], log_path: Path) -> None:
+        """Start the command.
+
+        Args:
+            command: Program and arguments.
+            env: Its whole environment.
+            log_path: File that takes its output; overwritten.
+
+        Raises:
+            LocalServerError: The guard could not be started.
+        """
+        self.log_path = log_path
+        self._stopped = False
+        self._scratch = tempfile.mkdtemp(prefix="strands-sglang-")
+        # Isolated and without site-packages: the guard needs nothing and is there within milliseconds.
+        guard = [sys.executable, "-I", "-S", str(GUARD_SCRIPT), str(os.getpid()), self._scratch]
+        try:
+            with log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*guard, *(str(part) for part in command)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**env, "TMPDIR": self._scratch},
+                    # A group of its own: a Ctrl-C in the terminal reaches this process alone, which then
+                    # stops the group in order.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise LocalServerError(f"could not start {command[0]}: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id, which is also the id of the process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The command's exit code (128 + number if a signal ended it), or None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the command to end by itself and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs after `timeout` seconds.
+        """
+        return self._process.wait(timeout)
+
+    def stop(self) -> None:
+        """End every process of the group and return when they are gone. Safe to call more than once."""
+        if self._stopped:
+            return
+        orderly = False
+        try:
+            self._process.terminate()  # the guard alone, which ends the others in order
+            orderly = self._process.wait(STOP_DEADLINE) >= 0
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if not orderly:  # the guard was killed itself, or this wait was interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._process.wait()
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            self._stopped = True

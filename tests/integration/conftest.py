@@ -1,0 +1,103 @@
+"""Real SGLang servers for the tests, started when the first test asks, stopped when the session ends, however it ends.
+
+`tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `smollm_server` SmolLM2-135M-Instruct
+(a language model). With `--sglang-base-url=URL` both are the server at that URL, and tests that use the fixture
+`own_server` are skipped: they need a certain model, or do what nobody should do to someone else's server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from strands_sglang import local
+
+# Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
+ONE_THREAD = local.ServerSettings(threads=1)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running SGLang server.
+
+    `model_path` is where its tokenizer can be loaded from; `log_path` is None for a server that the tests did
+    not start; `chat_template` is one with a place for tools that fits the model (None: the tokenizer's own has).
+    """
+
+    base_url: str
+    model_path: Path
+    log_path: Path | None
+    chat_template: str | None = None
+
+
+@pytest.fixture(scope="session")
+def external_server(request: pytest.FixtureRequest) -> Server | None:
+    """The server named by `--sglang-base-url`, if there is one."""
+    url = request.config.getoption("--sglang-base-url")
+    if url is None:
+        return None
+    response = httpx.get(f"{url.rstrip('/')}/model_info", timeout=30, trust_env=False)
+    response.raise_for_status()
+    tokenizer_path = Path(os.environ.get("SGLANG_TOKENIZER") or response.json()["tokenizer_path"])
+    if not tokenizer_path.is_dir():
+        pytest.exit(f"the server's tokenizer {tokenizer_path} is not on this machine: set SGLANG_TOKENIZER", 4)
+    return Server(base_url=url.rstrip("/"), model_path=tokenizer_path, log_path=None)
+
+
+@pytest.fixture
+def own_server(external_server: Server | None) -> None:
+    """Skips the test when the server was given: for tests that need a certain model, or that stop or pause it."""
+    if external_server is not None:
+        pytest.skip("needs a server that the tests started themselves, and --sglang-base-url names another")
+
+
+@pytest.fixture(scope="session")
+def sglang_python(request: pytest.FixtureRequest) -> Path:
+    """The Python of the SGLang environment, installed if need be (minutes, the first time on a machine)."""
+    try:
+        return local.ensure_sglang()
+    except local.UnsupportedPlatformError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def tiny_server(
+    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with a tiny random Qwen3: vocabulary 512, context 4096, ChatML with tools as its chat template."""
+    if external_server is not None:
+        yield external_server
+        return
+    python = request.getfixturevalue("sglang_python")
+    log_path = tmp_path_factory.mktemp("tiny_server") / "server.log"
+    model_path = local.ensure_tiny_qwen3(python)
+    with local.start_server(python, model_path, settings=ONE_THREAD, log_path=log_path) as server:
+        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+
+
+@pytest.fixture(scope="session")
+def smollm_server(
+    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools."""
+    if external_server is not None:
+        yield external_server
+        return
+    python = request.getfixturevalue("sglang_python")
+    log_path = tmp_path_factory.mktemp("smollm_server") / "server.log"
+    model_path = local.ensure_smollm2(python)
+    template = local.CHATML_TOOLS_TEMPLATE.read_text(encoding="utf-8")
+    with local.start_server(python, model_path, settings=ONE_THREAD, log_path=log_path) as server:
+        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path, chat_template=template)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A test's own time is limited, not the time that its fixtures take to install and start a server.
+    for item in items:
+        if "tests/integration" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300, func_only=True))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strands_sglang import cli
+from strands_sglang.local.cache import COMPLETE_MARKER
+from strands_sglang.local.install import environment_directory
+from support.fake_sglang import exits, write_interpreter, write_model
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch) -> Path:
+    """A cache with an environment whose SGLang is a fake; returns a model folder."""
+    monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FAKE_SGLANG_PIDS", str(tmp_path / "pids"))
+    for version in ((3, 11), (3, 12), (3, 13)):
+        directory = environment_directory(version)
+        write_interpreter(directory / "bin" / "python")
+        (directory / COMPLETE_MARKER).touch()
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_put_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "strands_sglang.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
+def test_serve_prints_the_address_once_healthy_and_sigterm_stops_everything_with_code_0(installed, tmp_path):
+    with start("serve", "--model", installed, "--port", "0") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "stopped" in process.stderr.read()
+    assert all(exits(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
+def test_serve_ends_with_code_1_when_the_server_dies_under_it(installed, tmp_path):
+    with start("serve", "--model", installed, "--port", "0") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        server, child = map(int, (tmp_path / "pids").read_text().split())
+        os.kill(server, signal.SIGKILL)
+        assert process.wait(30) == 1
+        assert "ended by itself with exit code 137" in process.stderr.read()
+    assert exits(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
+def test_serve_ends_with_code_1_and_the_log_when_the_server_does_not_start(installed, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_SGLANG_MODE", "dies")
+    assert cli.main(["serve", "--model", str(installed), "--port", "0"]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "out of memory" in error
+
+
+def test_serve_refuses_a_folder_without_a_model_with_code_2(tmp_path, capsys):
+    assert cli.main(["serve", "--model", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_serve_says_in_one_line_with_code_3_that_a_machine_cannot_run_it(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert cli.main(["serve"]) == 3
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert "SGLANG_BASE_URL" in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve", "--port", "high"], ["serve", "--port", "70000"]])
+def test_a_wrong_command_line_ends_with_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_help_names_the_subcommands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    assert "serve" in capsys.readouterr().out
