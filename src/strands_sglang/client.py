@@ -66,6 +66,7 @@ class SGLangClient:
         transport: TransportSource | None = None,
         vocab_size: int | None = None,
         unreachable_after: float = 30.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Check the settings; nothing is sent yet.
 
@@ -79,6 +80,7 @@ class SGLangClient:
             transport: An httpx transport to use as it is, or a factory that is called once per event loop.
             vocab_size: See the class; ids at or above it are refused before they are sent.
             unreachable_after: See the class.
+            headers: Sent with every request, e.g. `{"Authorization": "Bearer ..."}` for a server with `--api-key`.
 
         Raises:
             ValueError: A setting cannot work; says which and why.
@@ -94,7 +96,11 @@ class SGLangClient:
         if transport is not None and not isinstance(transport, Transport) and not callable(transport):
             raise ValueError("transport must be an httpx.AsyncBaseTransport or a function that makes one")
         self._sessions = SessionPool(
-            self.base_url, max_connections=max_connections, connect_timeout=connect_timeout, transport=transport
+            self.base_url,
+            max_connections=max_connections,
+            connect_timeout=connect_timeout,
+            transport=transport,
+            headers=headers or {},
         )
         self._policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
         self._history = ServerHistory(self.base_url)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -191,7 +191,13 @@ class SessionPool:
     """One `LoopSession` per event loop, made at its first use. Thread-safe."""
 
     def __init__(
-        self, base_url: str, *, max_connections: int, connect_timeout: float, transport: TransportSource | None
+        self,
+        base_url: str,
+        *,
+        max_connections: int,
+        connect_timeout: float,
+        transport: TransportSource | None,
+        headers: Mapping[str, str],
     ) -> None:
         """Remember how to connect.
 
@@ -200,7 +206,9 @@ class SessionPool:
             max_connections: Most generations at a time in each loop.
             connect_timeout: Seconds for making a connection.
             transport: An httpx transport for all loops, or a factory that is called once for each.
+            headers: Sent with every request.
         """
+        self._headers = dict(headers)
         self._base_url = base_url
         self._max_connections = max_connections
         self._connect_timeout = connect_timeout
@@ -253,6 +261,7 @@ class SessionPool:
         # The only limit below httpx is the time for a connection: one attempt as a whole is timed by `within`.
         http = httpx.AsyncClient(
             transport=transport,
+            headers=self._headers,
             trust_env=False,
             timeout=httpx.Timeout(None, connect=self._connect_timeout),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),

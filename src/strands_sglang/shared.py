@@ -31,7 +31,7 @@ class _Cache:
 
     def get(self, arguments: dict[str, Any], make: Callable[[], T]) -> T:
         try:
-            key = tuple(sorted(arguments.items(), key=lambda item: item[0]))
+            key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items(), key=lambda item: item[0]))
             hash(key)
         except TypeError as error:
             raise ValueError(f"shared objects are found by their arguments, which must be hashable: {error}") from error
@@ -40,6 +40,10 @@ class _Cache:
                 self._values[key] = make()
             value: T = self._values[key]
             return value
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(sorted(value.items())) if isinstance(value, dict) else value
 
 
 _clients = _Cache()

@@ -14,7 +14,8 @@ from strands_sglang.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangContextLengthError, SGLangHTTPError
 
 PROMPT = [50, 60, 70, 80, 90]
-ENDLESS = {"max_new_tokens": 400, "ignore_eos": True}
+# Longer than any test waits: on a busy machine a short one is over before anyone sees it run.
+ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
 
 
 @pytest.fixture

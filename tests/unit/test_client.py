@@ -265,3 +265,18 @@ def test_importing_the_client_loads_neither_aiohttp_nor_transformers() -> None:
         "import strands_sglang.client, sys; print([m for m in ('httpx_aiohttp', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+async def test_headers_go_with_every_request() -> None:
+    seen: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.url.path} {request.headers.get('authorization')}")
+        return httpx.Response(200, json={"tokens": [1], "count": 1})
+
+    headers = {"Authorization": "Bearer secret"}
+    client = SGLangClient("http://x", transport=httpx.MockTransport(answer), headers=headers)
+    await client.tokenize("hi")
+    await client.abort("some-id")
+    assert seen == ["/tokenize Bearer secret", "/abort_request Bearer secret"]
+    assert "secret" not in repr(client)

@@ -67,3 +67,9 @@ def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path: Path, loa
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             get_tokenizer(tmp_path / "broken")
     assert len(loads) == 2
+
+
+def test_clients_with_the_same_headers_are_one() -> None:
+    with_key = get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
+    assert with_key is get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
+    assert with_key is not get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer b"})
