@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .families import find_family
 from .messages import ChatMessage
 
 if TYPE_CHECKING:
@@ -83,10 +84,9 @@ class ChatTemplate:
         own = getattr(tokenizer, "chat_template", None)
         self._chat_template = chat_template or (own if isinstance(own, str) else None)
         self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
-        self.end_of_turn = self._find_end_of_turn()
-        self.end_of_turn_id: int | None = (
-            None if self.end_of_turn is None else tokenizer.convert_tokens_to_ids(self.end_of_turn)
-        )
+        self.family = find_family(self._chat_template or "")
+        self.stops = self._find_stops()
+        self._moves_tools = self._tools_follow_a_turn()
         self.identity = {
             "chat template": self._chat_template or tokenizer.chat_template,
             "template arguments": self._prefix_arguments(),
@@ -132,13 +132,16 @@ class ChatTemplate:
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be told.
         """
-        end, end_id = self.end_of_turn, self.end_of_turn_id
-        if end is None or end_id is None:
+        if not self.stops:
             raise UnprovenContinuationError("the chat template ends an assistant turn with no special token")
+        if tools and self._moves_tools and any(message["role"] == "user" for message in messages):
+            raise UnprovenContinuationError("the chat template moves the tools behind the turn")
+        end, after = self._text_after_turn(calls, messages, tools, has_system)
+        end_id = self.tokenizer.convert_tokens_to_ids(end)
         if stop_token_id not in (None, end_id) and self.is_special(stop_token_id):
             stop = self.tokenizer.convert_ids_to_tokens(stop_token_id)
             raise UnprovenContinuationError(f"the model stopped with {stop!r} where the chat template puts {end!r}")
-        text = end + self._text_after_turn(calls, messages, tools, end, has_system)
+        text = end + after
         token_ids = self.encode(text)
         if not token_ids or token_ids[0] != end_id:
             raise UnprovenContinuationError(f"{end!r} does not stay one token in front of {text[len(end) :][:40]!r}")
@@ -150,10 +153,10 @@ class ChatTemplate:
         calls: Sequence[Mapping[str, Any]],
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None,
-        end: str,
         has_system: bool,
-    ) -> str:
-        sentinel = f"sentinel{uuid.uuid4().hex}"
+    ) -> tuple[str, str]:
+        """The token that ends the turn, and the template's text behind it."""
+        sentinel, system = f"sentinel{uuid.uuid4().hex}", f"system{uuid.uuid4().hex}"
         answers_calls = any(message["role"] == "tool" for message in messages)
         stand_in: ChatMessage = {"role": "assistant", "content": sentinel}
         if calls and answers_calls:
@@ -168,7 +171,7 @@ class ChatTemplate:
                 for call in calls
             ]
         # Some templates refuse a system message, so there is one only where the conversation itself has one.
-        opening = [{"role": "system", "content": "s"}] if has_system else []
+        opening = [{"role": "system", "content": system}] if has_system else []
         conversation = [*opening, {"role": "user", "content": "u"}, stand_in, *messages]
         try:
             text = self.render(conversation, tools, add_generation_prompt=True)
@@ -178,10 +181,18 @@ class ChatTemplate:
         _, found, after = text.rpartition(sentinel)
         if not found:
             raise UnprovenContinuationError("the chat template leaves the assistant's turn out of its render")
-        _, found, after = after.partition(end)
-        if not found:
-            raise UnprovenContinuationError(f"the chat template does not end the assistant's turn with {end!r}")
-        return after
+        if system in after:
+            raise UnprovenContinuationError("the chat template moves the system prompt behind the turn")
+        found_stops = [(after.index(stop), stop) for stop in self.stops if stop in after]
+        if not found_stops:
+            raise UnprovenContinuationError(f"the chat template does not end the turn with any of {self.stops}")
+        position, end = min(found_stops)
+        # Without knowing the family, a control token in between may be the true end of the turn, and what stands behind
+        # it a message.
+        between = after[:position]
+        if self.family is None and any(token in between for token in self._special_tokens()):
+            raise UnprovenContinuationError(f"a control token stands between the turn and {end!r}")
+        return end, after[position + len(end) :]
 
     # --- text and tokens ---
 
@@ -228,15 +239,42 @@ class ChatTemplate:
 
     # --- what can be derived ---
 
-    def _find_end_of_turn(self) -> str | None:
-        """The first special token that the template writes behind an assistant's text."""
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that can end an assistant's turn."""
+        return [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
+
+    def _special_tokens(self) -> set[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens) - {""}
+
+    def _find_stops(self) -> tuple[str, ...]:
+        """The family's stop tokens, or the first special token that the template writes behind an assistant's text."""
+        special = self._special_tokens()
+        if self.family is not None:
+            known = tuple(stop for stop in self.family.stops if stop in special)
+            if known:
+                return known
+            self.family = None  # its template on another vocabulary
         sentinel = f"sentinel{uuid.uuid4().hex}"
         exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
         after = self.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
-        specials = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        specials.update(self.tokenizer.all_special_tokens)
-        found = [(after.index(token), -len(token), token) for token in specials if token and token in after]
-        return min(found)[2] if found else None
+        found = [(after.index(token), -len(token), token) for token in special if token in after]
+        return (min(found)[2],) if found else ()
+
+    def _tools_follow_a_turn(self) -> bool:
+        """Whether the template writes the tools in front of the latest user message, as Mistral's do."""
+        sentinel, name = f"sentinel{uuid.uuid4().hex}", f"tool{uuid.uuid4().hex}"
+        tool = {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
+        exchange = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": sentinel},
+            {"role": "user", "content": "v"},
+        ]
+        try:
+            return name in self.render(exchange, [tool], add_generation_prompt=True).rpartition(sentinel)[2]
+        except ChatTemplateError:
+            return False  # a template that refuses tools moves none
 
     def _prefix_arguments(self) -> str:
         """The arguments that change how history is rendered; others touch only the generation prompt."""

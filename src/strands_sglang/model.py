@@ -299,8 +299,9 @@ class SGLangModel(Model):
         logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
         try:
             response = await self._request(turn, [*known_ids, *prompt.token_ids], len(known_ids), config, grammar)
-            ends = [token for token in (template.end_of_turn_id, self.tokenizer.eos_token_id) if token is not None]
-            generation = read_generation(response, logprobs_expected=wants_logprobs(config), end_token_ids=ends)
+            generation = read_generation(
+                response, logprobs_expected=wants_logprobs(config), end_token_ids=template.stop_ids
+            )
             check_answer(generation, config, len(known_ids) + len(prompt.token_ids), len(prompt.token_ids))
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
             trajectory.fail(turn, error)
