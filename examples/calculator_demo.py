@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -60,8 +59,10 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Strands logs every unknown tool and cut-off call, which the table at the end counts.
     logging.getLogger("strands").setLevel(logging.CRITICAL)
-    # A SIGTERM would end this process without a word; like this it goes the way of Ctrl-C.
+    # A SIGTERM would end this process without a word; like this it goes the way of Ctrl-C. And a shell starts
+    # background commands with SIGINT ignored.
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     try:
         with server() as (base_url, tokenizer_path):
@@ -74,6 +75,10 @@ def main() -> int:
         return 130
     except (local.LocalServerError, SGLangClientError, DemoError) as error:
         print(f"the demo failed: {error}", file=sys.stderr)
+        return 1
+    if not any(sum(rollout.model.token_manager.loss_mask) for rollout in rollouts):
+        ends = ", ".join(sorted({rollout.reason.value for rollout in rollouts}))
+        print(f"the demo failed: the model sampled nothing in {len(rollouts)} rollouts ({ends})", file=sys.stderr)
         return 1
     print_rollout(next((rollout for rollout in rollouts if rollout.is_right), rollouts[0]))
     print_summary(rollouts, rollout_seconds)
@@ -105,14 +110,19 @@ def server() -> Iterator[tuple[str, str]]:
 
 
 async def find_tokenizer(base_url: str) -> str:
-    """Return a local folder with the tokenizer of a server's model."""
-    if named := os.environ.get("SGLANG_TOKENIZER"):
-        return named
-    async with SGLangClient(base_url, max_retries=3) as client:
-        info = await client.model_info()
-    path = str(info.get("tokenizer_path") or info.get("model_path"))
-    if not Path(path).is_dir():
-        raise DemoError(f"the server's tokenizer {path} is not on this machine: set SGLANG_TOKENIZER to a copy of it")
+    """Return the path or hub name under which the tokenizer of a server's model loads on this machine."""
+    path = os.environ.get("SGLANG_TOKENIZER")
+    if path is None:
+        async with SGLangClient(base_url, max_retries=3) as client:
+            info = await client.model_info()
+        path = str(info.get("tokenizer_path") or info.get("model_path"))
+    try:
+        get_tokenizer(path)
+    except Exception as error:
+        raise DemoError(
+            f"the tokenizer {path} cannot be loaded here ({type(error).__name__}): set SGLANG_TOKENIZER to a folder or a "
+            "hub name of the server's tokenizer"
+        ) from error
     return path
 
 

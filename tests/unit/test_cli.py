@@ -5,6 +5,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ def installed(tmp_path: Path, monkeypatch) -> Path:
     """A cache with an environment whose SGLang is a fake; returns a model folder."""
     monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FAKE_SGLANG_PIDS", str(tmp_path / "pids"))
+    # Logs of servers that failed are kept, and would stay for good.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     for version in ((3, 11), (3, 12), (3, 13)):
         directory = environment_directory(version)
         write_interpreter(directory / "bin" / "python")

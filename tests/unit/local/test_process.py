@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,18 @@ def pids_pipe(tmp_path: Path) -> Path:
     return path
 
 
+def read_line(pipe: Path) -> str:
+    # Opened for writing too, so that neither side waits for the other to open it; what is waited for is the line.
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        assert select.select([descriptor], [], [], 60)[0], "nobody wrote within a minute"
+        return os.read(descriptor, 4096).decode()
+    finally:
+        os.close(descriptor)
+
+
 def read_pids(pipe: Path) -> list[int]:
-    return [int(word) for word in pipe.read_text().split()]
+    return [int(word) for word in read_line(pipe).split()]
 
 
 def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(tmp_path, pids_pipe):
@@ -75,6 +87,7 @@ def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe)
 def test_nothing_outlives_a_starter_that_is_killed_without_warning(tmp_path, pids_pipe):
     starter = f"""
 import sys
+import tempfile
 from pathlib import Path
 from strands_sglang.local.process import GuardedProcess, clean_environment
 command = [sys.executable, "-c", {FAMILY!r}, {str(pids_pipe)!r}]
@@ -92,18 +105,21 @@ def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", program, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
     )
-    left_over = Path(pids_pipe.read_text())
+    left_over = Path(read_line(pids_pipe))
     assert process.wait(30) == 0
     assert not left_over.exists()
     assert not left_over.parent.exists()
     process.stop()
 
 
-def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp_path):
+def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     process = GuardedProcess([tmp_path / "absent"], env=clean_environment(), log_path=tmp_path / "log")
     assert process.wait(30) == 127
     assert "absent" in (tmp_path / "log").read_text()
     process.stop()
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):

@@ -22,6 +22,14 @@ LEAVE_WITHIN = 1.0
 def main() -> int:
     """Run the command given on the command line and return its exit code, 128 + number if a signal ended it."""
     watched, scratch, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    code = run(command, watched)
+    end_group()
+    shutil.rmtree(scratch, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def run(command: list[str], watched: int) -> int:
+    """Run a command until it ends, this process is told to stop, or its parent is not `watched` any more."""
     told_to_stop = False
 
     def stop(signum: int, frame: object) -> None:
@@ -43,10 +51,7 @@ def main() -> int:
     # At once and without asking: a server that is told to end has nothing to keep, and SGLang takes five seconds
     # to notice a SIGTERM. Its helpers then see it gone and leave by themselves, taking their shared memory along.
     server.kill()
-    code = server.wait()
-    end_group()
-    shutil.rmtree(scratch, ignore_errors=True)
-    return code if code >= 0 else 128 - code
+    return server.wait()
 
 
 def end_group() -> None:
