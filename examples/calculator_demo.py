@@ -120,8 +120,8 @@ async def find_tokenizer(base_url: str) -> str:
         get_tokenizer(path)
     except Exception as error:
         raise DemoError(
-            f"the tokenizer {path} cannot be loaded here ({type(error).__name__}): set SGLANG_TOKENIZER to a folder or a "
-            "hub name of the server's tokenizer"
+            f"the tokenizer {path} cannot be loaded here ({type(error).__name__}): set SGLANG_TOKENIZER to a folder or "
+            "a hub name of the server's tokenizer"
         ) from error
     return path
 

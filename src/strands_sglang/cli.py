@@ -75,7 +75,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         from . import local
     except ModuleNotFoundError as error:
-        print(f"{error}: pip install 'strands-sglang[local]'", file=sys.stderr)
+        print(f"{error}: install the extra, pip install -e '.[local]' in a clone of this project", file=sys.stderr)
         return FAILED
     if arguments.model is not None and not (arguments.model / "config.json").is_file():
         print(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json", file=sys.stderr)

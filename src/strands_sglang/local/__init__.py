@@ -1,6 +1,6 @@
 """A real SGLang server on a machine without a GPU: for the demo, for tests, and for trying things.
 
-Needs `pip install strands-sglang[local]`. Nothing of it is imported by the package itself.
+Needs the extra `local` (`pip install -e ".[local]"`). Nothing of it is imported by the package itself.
 
 Example:
     python = ensure_sglang()
