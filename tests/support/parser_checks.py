@@ -1,0 +1,344 @@
+"""What every tool parser must do, whatever its format: one suite that each format's test file fills in and inherits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from strands_sglang.tool_parsers import ToolCallStatus, ToolParser, ToolParseResult
+from support.tokenizers import build_chatml_tokenizer
+
+MEGABYTE = 1 << 20
+JSON_TYPE = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+KEYS = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,8}", fullmatch=True)
+SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+PIECES = (
+    "123",
+    "-1.5",
+    "true",
+    "null",
+    "None",
+    "[1]",
+    '{"a": 1}',
+    '"',
+    "\\",
+    "{",
+    "\n",
+    "    x",
+    "é日本\U0001f642",
+)
+
+Call = tuple[str, dict[str, Any]]
+
+# One property, inherited by the test class of every format.
+for_every_format = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.filter_too_much])
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format: how calls are written, and what it cannot carry.
+
+    Attributes:
+        parser: The parser.
+        write: Writes calls as the format's chat templates do.
+        tokens: Tokens of its vocabulary that its marks consist of.
+        tags: Other markup, for hostile text.
+        malformed: What is no call although the marks of calls stand around it.
+        loses: Whether the format itself loses the arguments of a call written like this.
+        loses_string: Whether the format itself loses a value with this string in it.
+        think: The marks around reasoning.
+        closer: What would end a string and its call if its marks were real.
+        strict_json: Whether arguments are JSON, in which strings are escaped.
+        values: Values of arguments; None for any JSON.
+    """
+
+    parser: ToolParser
+    write: Callable[[Sequence[Call]], str]
+    tokens: tuple[str, ...]
+    tags: tuple[str, ...]
+    malformed: tuple[str, ...]
+    closer: str
+    loses: Callable[[str], bool] = lambda text: False
+    loses_string: Callable[[str], bool] = lambda text: False
+    think: tuple[str, str] = ("<think>", "</think>")
+    strict_json: bool = False
+    values: Callable[[st.SearchStrategy[str]], st.SearchStrategy[Any]] | None = None
+
+    @property
+    def start(self) -> str:
+        """The mark before calls."""
+        return self.parser.tool_start_token
+
+    @property
+    def end(self) -> str:
+        """The mark behind calls."""
+        return self.parser.tool_end_token
+
+    @functools.cached_property
+    def texts(self) -> st.SearchStrategy[str]:
+        """Strings, with marks in them."""
+        pieces = (*self.tokens, *self.tags, *self.think, *PIECES)
+        return st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=6)), max_size=6).map("".join)
+
+    @functools.cached_property
+    def arguments(self) -> st.SearchStrategy[dict[str, Any]]:
+        """Arguments of a call that the format can carry."""
+        if self.values is not None:
+            return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
+        values: st.SearchStrategy[Any] = st.recursive(
+            st.none() | SCALARS | self.texts,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(self.texts, inner, max_size=3),
+            max_leaves=6,
+        )
+        return st.dictionaries(KEYS, values, max_size=4)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from strings_in(inner)
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON schema of a value; lists by their first element."""
+    schema: dict[str, Any] = {"type": JSON_TYPE[type(value)]}
+    if isinstance(value, dict):
+        schema["properties"] = {key: schema_of(inner) for key, inner in value.items()}
+    elif isinstance(value, list) and value:
+        schema["items"] = schema_of(value[0])
+    return schema
+
+
+def tools_for(calls: Iterable[Call]) -> list[dict[str, Any]]:
+    """Tool specs that declare the arguments of these calls."""
+    return [{"name": name, "inputSchema": {"json": schema_of(arguments)}} for name, arguments in calls]
+
+
+@functools.cache
+def tokenizer_with(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """A small tokenizer in whose vocabulary these are single tokens."""
+    tokenizer = Tokenizer.from_str(build_chatml_tokenizer(with_marks=False).backend_tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def sampled(tokenizer: Any, *pieces: str) -> dict[str, Any]:
+    """A turn of pieces that were sampled one by one: a token that is cut in two is made of ordinary tokens."""
+    ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+    return {"text": tokenizer.decode(ids), "token_ids": ids, "tokenizer": tokenizer}
+
+
+def imitated(tokens: Sequence[str], text: str) -> list[str]:
+    """The text in pieces that cut each of these tokens, so that it is made of ordinary ones."""
+    pieces = [text]
+    for token in tokens:
+        pieces = [
+            part
+            for piece in pieces
+            for index, rest in enumerate(piece.split(token))
+            for part in ([token[:2], token[2:], rest] if index else [rest])
+        ]
+    return [piece for piece in pieces if piece]
+
+
+def summary(calls: Iterable[ToolParseResult]) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of calls."""
+    return [(call.name, call.input) for call in calls]
+
+
+def same(found: Any, written: Any) -> bool:
+    """Whether two values are equal and of equal types on every level (True is no 1)."""
+    return repr(found) == repr(written)
+
+
+class ParserChecks:
+    """The suite; a subclass has the format."""
+
+    format: ClassVar[Format]
+
+    @for_every_format
+    @given(st.data())
+    def test_arguments_come_back_as_they_were_written(self, data: st.DataObject) -> None:
+        arguments = data.draw(st.lists(self.format.arguments, min_size=1, max_size=3))
+        calls = [(f"f{index}", values) for index, values in enumerate(arguments)]
+        assume(not any(self.format.loses_string(text) for text in strings_in(arguments)))
+        assume(not any(self.format.loses(self.format.write([call])) for call in calls))
+        text = self.format.write(calls)
+        turn = self.format.parser.parse_turn(f"So:\n\n{text}", tools=tools_for(calls))
+        assert [call.error for call in turn.tool_calls] == [None] * len(calls)
+        assert same(summary(turn.tool_calls), calls)
+        assert (turn.text, turn.reasoning) == ("So:", None)
+        assert len({call.id for call in turn.tool_calls}) == len(calls)
+
+    @pytest.mark.parametrize("value", ["x\n" * 50_000, "", " ", "123", "null", "  indented\n\tcode\n\n"])
+    def test_a_declared_string_stays_exactly_what_was_written(self, value: str) -> None:
+        calls = [("write", {"content": value, "n": 3})]
+        assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
+
+    @for_every_format
+    @given(st.data())
+    def test_no_text_makes_the_parser_raise(self, data: st.DataObject) -> None:
+        written = self.format.write([("f", {"a": "1"})])
+        pieces = [*self.format.tokens, *self.format.tags, *self.format.think, written, self.format.start, *PIECES]
+        halves = [written[: len(written) // 2], written[len(written) // 2 :]]
+        text = data.draw(st.lists(st.sampled_from([*pieces, *halves]) | st.text(max_size=4)).map("".join))
+        flags = {"reasoning_open": data.draw(st.booleans()), "truncated": data.draw(st.booleans())}
+        turn = self.format.parser.parse_turn(text, tools=[], **flags)
+        assert all(call.is_error for call in turn.tool_calls)
+        ids = sampled(tokenizer_with(self.format.tokens), *imitated(self.format.tokens[:1], text))
+        assert all(call.is_error for call in self.format.parser.parse_turn(**ids, tools=[], **flags).tool_calls)
+
+    def test_a_draft_in_reasoning_is_not_a_call(self) -> None:
+        opened, closed = self.format.think
+        draft, call = self.format.write([("rm", {})]), self.format.write([("ls", {})])
+        for text, reasoning_open in [
+            (f"{opened}Maybe {draft}?{closed}\n\nYes.\n{call}", False),
+            (f"Maybe {draft}?{closed}\n\nYes.\n{call}", True),
+            (f"Maybe {draft}?{closed}\n\nYes.\n{call}", False),
+        ]:
+            turn = self.format.parser.parse_turn(text, reasoning_open=reasoning_open)
+            assert [found.name for found in turn.tool_calls] == ["ls"]
+            assert (turn.reasoning, turn.text) == (f"Maybe {draft}?", "Yes.")
+
+    @pytest.mark.parametrize("opened_by_prompt", [True, False])
+    def test_reasoning_that_never_closes_has_no_calls(self, opened_by_prompt: bool) -> None:
+        draft = self.format.write([("rm", {})])
+        mark = "" if opened_by_prompt else self.format.think[0]
+        turn = self.format.parser.parse_turn(f"{mark}I will {draft}", reasoning_open=opened_by_prompt)
+        assert (turn.tool_calls, turn.text, turn.reasoning) == ((), "", f"I will {draft}")
+
+    def test_several_calls_keep_their_order_and_the_text_around_them(self) -> None:
+        calls: list[Call] = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
+        turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\nLast.")
+        assert summary(turn.tool_calls) == calls
+        assert turn.text == "First.\nLast."
+
+    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self) -> None:
+        calls: list[Call] = [("f", {"a": 1, "b": "x"}), ("g", {"c": "2"})]
+        text = self.format.write(calls)
+        begin = text.index(self.format.start) + len(self.format.start)
+        for end in range(begin, text.rindex(self.format.end) + len(self.format.end) - 1):
+            turn = self.format.parser.parse_turn("A\n" + text[:end], tools=tools_for(calls), truncated=True)
+            *before, last = turn.tool_calls
+            assert summary(before) == calls[: len(before)]
+            if text[:end].count(self.format.start) == text[:end].count(self.format.end):
+                assert summary([last]) == calls[len(before) : len(before) + 1]
+                continue
+            assert (last.status, last.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
+            assert "cut off" in (last.error or "")
+
+    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self) -> None:
+        for body in self.format.malformed:
+            turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}{self.format.end}\nB")
+            assert turn.tool_calls, body
+            result = turn.tool_calls[-1]
+            assert (result.status, result.name) == (ToolCallStatus.MALFORMED, ToolParseResult.UNKNOWN_NAME), body
+            assert result.input == {}
+            assert result.error
+            assert (result.raw or "") in body
+            assert turn.text == "A\nB"
+
+    def test_a_name_that_no_tool_has_is_an_error_that_lists_the_tools(self) -> None:
+        text = self.format.write([("g", {"x": 1}), ("f", {})])
+        unknown, good = self.format.parser.parse(text, tools=tools_for([("f", {})]))
+        assert (unknown.status, unknown.attempted_name) == (ToolCallStatus.UNKNOWN_TOOL, "g")
+        assert unknown.error == "there is no tool named 'g'; the tools are: f"
+        assert (good.name, good.status) == ("f", ToolCallStatus.OK)
+
+    def test_a_broken_call_does_not_take_the_one_before_it_along(self) -> None:
+        text = self.format.write([("f", {"a": 1}), ("g", {"b": "x"})])
+        end = text.rindex(self.format.end)
+        good, *_, broken = self.format.parser.parse(f"{text[:end]}\x00{text[end:]}")
+        assert summary([good]) == [("f", {"a": 1})]
+        assert (broken.status, "\x00" in (broken.raw or "")) == (ToolCallStatus.MALFORMED, True)
+
+    def test_an_end_mark_that_closes_nothing_puts_the_call_before_it_in_doubt(self) -> None:
+        text = self.format.write([("f", {"a": "x"})])
+        for call in self.format.parser.parse(f"{text} and more {self.format.end}"):
+            assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
+
+    def test_a_megabyte_of_hostile_text_is_cheap(self) -> None:
+        text = self.format.write([("f", {"a": "x", "b": 1})])
+        for unit in (self.format.start, self.format.think[1], text, text + self.format.think[1]):
+            assert_cheap(self.format.parser, unit, MEGABYTE)
+
+    def test_hostile_text_costs_no_more_than_its_length(self) -> None:
+        for before, unit, behind in hostile_texts(self.format):
+            assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
+
+    def test_a_call_of_real_tokens_is_a_call(self) -> None:
+        calls = [("f", {"a": "x", "n": 3}), ("g", {})]
+        tokenizer = tokenizer_with(self.format.tokens)
+        turn = self.format.parser.parse_turn(**sampled(tokenizer, "Hm. ", self.format.write(calls)))
+        assert summary(turn.tool_calls) == calls
+        assert turn.text == "Hm."
+
+    def test_ordinary_tokens_that_look_like_a_call_are_text(self) -> None:
+        tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("rm", {"a": "x"})]).strip()
+        turn = self.format.parser.parse_turn(**sampled(tokenizer, "Like ", *imitated(self.format.tokens, text), "."))
+        assert turn.tool_calls == ()
+        assert turn.text == f"Like {text}."
+
+    def test_marks_of_ordinary_tokens_in_a_string_belong_to_the_string(self) -> None:
+        tokenizer, closer = tokenizer_with(self.format.tokens), f"{self.format.closer}{self.format.think[1]} é\n"
+        inside = json.dumps(closer, ensure_ascii=False)[1:-1] if self.format.strict_json else closer
+        before, behind = self.format.write([("f", {"a": "x@@"}), ("g", {})]).split("@@")
+        pieces = sampled(tokenizer, before, *imitated(self.format.tokens, inside), behind)
+        turn = self.format.parser.parse_turn(**pieces, tools=tools_for([("f", {"a": ""}), ("g", {})]))
+        assert summary(turn.tool_calls) == [("f", {"a": f"x{closer}"}), ("g", {})]
+
+    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self) -> None:
+        tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()
+        head = text.removesuffix(self.format.end)
+        (call,) = self.format.parser.parse(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
+        assert (call.status, call.attempted_name) == (ToolCallStatus.UNTERMINATED, "f")
+
+
+def hostile_texts(form: Format) -> Iterator[tuple[str, str, str]]:
+    """What to repeat, and what to put before and behind it."""
+    text = form.write([("f", {"a": "x"})])
+    inner = text[text.index(form.start) + len(form.start) : text.rindex(form.end)]
+    pieces = [*form.tokens, *form.tags, form.end, *form.think, inner, "[", "{", '{"', " \n", "<", "1", "\\"]
+    parts = [inner[: len(inner) * part // 6] for part in range(1, 6)]
+    for unit in [*pieces, *(form.start + piece for piece in (*pieces, *parts))]:
+        yield "", unit, ""
+    for unit in pieces:
+        yield form.start + inner[: inner.index("x")], unit, inner[inner.index("x") :] + form.end
+    for part in parts:
+        yield "", form.start + part + form.end, ""
+        yield "", form.start + part + form.think[1], form.end
+
+
+def assert_cheap(parser: ToolParser, unit: str, length: int, before: str = "", behind: str = "") -> None:
+    """Fail if a turn of this length costs more CPU time than a second per megabyte."""
+    text = before + unit * (length // len(unit)) + behind
+
+    def seconds(reasoning_open: bool) -> float:
+        begin = time.process_time()
+        parser.parse_turn(text, reasoning_open=reasoning_open)
+        return time.process_time() - begin
+
+    # A busy machine makes a run slower, never faster: one fast run shows that the work is small.
+    for reasoning_open in (False, True):
+        assert any(seconds(reasoning_open) < length / MEGABYTE for _ in range(5)), (before, unit, behind)
