@@ -26,12 +26,12 @@ demo: $(VENV)/.installed-local
 test: test-unit test-families test-integration
 
 test-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
 	@$(BIN)/python tests/support/families/fetch.py
-	$(BIN)/python -m pytest tests/families
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
 test-integration: $(VENV)/.installed-dev
