@@ -106,7 +106,7 @@ class ToolParseResult:
             raise ValueError(f"the input of a tool call is a dict of arguments, not {self.input!r}")
         if self.status is None:
             object.__setattr__(self, "status", ToolCallStatus.MALFORMED if self.is_error else ToolCallStatus.OK)
-        if (self.status is ToolCallStatus.OK) is self.is_error:
+        if (self.status is ToolCallStatus.OK) is (self.raw is not None):
             raise ValueError(f"status={self.status.value!r} contradicts raw={self.raw!r}: errors have raw text")
 
     @classmethod

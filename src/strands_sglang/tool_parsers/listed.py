@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from ._marks import DetailedText, locate_details
 from ._values import DecodedJSON, InvalidValueError, decode_json, shorten, skip_space
-from .base import ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult, new_tool_call_id
-from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call, tool_schemas
-from .structure import CallSpan, Mark, MarkKind, doubtful_calls, reasoning_text, take_apart, visible_text
+from .base import ToolCallStatus, ToolParser, ToolParseResult, new_tool_call_id
+from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from .structure import CallSpan, Mark, MarkKind
 
 MAX_LISTED_CALLS = 1000
 """More calls than this in one list are an error; each would be a task for the agent."""
@@ -71,30 +71,6 @@ class ListedToolParser(MarkedToolParser):
             if (match := opener.match(text, position)) is not None
         }
         return [begin for begin in sorted(begins) if self.opens_call(text, begin)]
-
-    def parse_turn(
-        self,
-        text: str,
-        *,
-        token_ids: Sequence[int] | None = None,
-        tokenizer: Any = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        reasoning_open: bool = False,
-        truncated: bool = False,
-    ) -> ParsedTurn:
-        """Take a sampled turn apart; see `ToolParser.parse_turn`."""
-        turn = self.locate_marks(text, token_ids, tokenizer)
-        schemas = None if tools is None else tool_schemas(tools)
-        spans = take_apart(
-            turn, lambda start: self.read_call(turn, start, schemas, truncated), reasoning_open=reasoning_open
-        )
-        doubtful = doubtful_calls(turn, spans)
-        calls = tuple(
-            self._refused(turn.text[span.start : span.end], call) if index in doubtful else call
-            for index, span in enumerate(spans)
-            for call in span.call or ()
-        )
-        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, spans), calls)
 
     def broken_list(
         self, text: str, start: Mark, error: str, *, cut: bool, truncated: bool = False, name: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._values import shorten
@@ -20,6 +21,7 @@ from .structure import (
     Mark,
     MarkedText,
     MarkKind,
+    Span,
     doubtful_calls,
     reasoning_text,
     take_apart,
@@ -99,17 +101,22 @@ class MarkedToolParser(ToolParser):
         )
         doubtful = doubtful_calls(turn, spans)
         calls = tuple(
-            self._refused(turn.text[span.start : span.end], span.call) if index in doubtful else span.call
+            self._refused(turn.text[span.start : span.end], call) if index in doubtful else call
             for index, span in enumerate(spans)
-            if span.call is not None
+            for call in _calls_of(span)
         )
-        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, spans), calls)
+        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, self.shown_spans(turn, spans)), calls)
+
+    def shown_spans(self, turn: MarkedText, spans: Sequence[Span]) -> Sequence[Span]:
+        """Return the spans whose text is what a user sees: all, unless a format wraps its calls in more markup."""
+        return spans
 
     def _refused(self, raw: str, call: ToolParseResult) -> ToolParseResult:
         """Return a call as an error because its end cannot be told."""
         error = f"a {self.tool_end_token} behind this call closes nothing, so it cannot be told where the call ends"
         attempted = call.attempted_name if call.is_error else call.name
-        return call if call.is_error else failed_call(raw, error, ToolCallStatus.MALFORMED, attempted)
+        refused = call if call.is_error else failed_call(raw, error, ToolCallStatus.MALFORMED, attempted)
+        return replace(refused, native_id=call.native_id)
 
     def broken_call(
         self,
@@ -135,6 +142,13 @@ class MarkedToolParser(ToolParser):
             status, stop, resume = ToolCallStatus.MALFORMED, end.start, end.end
         failed = failed_call(turn.text[start.end : stop], error, status, attempted_name)
         return CallSpan(resume, False, failed)
+
+
+def _calls_of(span: Span) -> Iterable[ToolParseResult]:
+    """Return the calls of a span: none, one, or in formats with several calls between two marks a tuple of them."""
+    if span.call is None:
+        return ()
+    return span.call if isinstance(span.call, tuple) else (span.call,)
 
 
 def failed_call(raw: str, error: str, status: ToolCallStatus, attempted_name: str | None = None) -> ToolParseResult:

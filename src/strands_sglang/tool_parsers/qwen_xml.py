@@ -21,17 +21,14 @@ is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from ._values import InvalidValueError, resolve_reference, shorten, skip_space, typed_value
+from ._arguments import typed_call
+from ._values import shorten, skip_space
 from .base import (
     ToolCallStatus,
-    ToolParseResult,
-    new_tool_call_id,
     register_tool_parser,
 )
-from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from .marked import MarkedToolParser, ToolSchemas, failed_call
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _FUNCTION_END = "</function>"
@@ -74,7 +71,7 @@ class QwenXMLToolParser(MarkedToolParser):
                 return broken(failed_at, f"the value of parameter {shorten(key)} is not closed by </parameter>")
             if key in values and repeated is None:
                 repeated = key
-            values[key] = text[parameter.end() : value_end.start()]
+            values[key] = _without_newlines(text[parameter.end() : value_end.start()])
             position = value_end.end()
         if not text.startswith(_FUNCTION_END, position):
             return broken(position, f"only <parameter=NAME> or {_FUNCTION_END} may follow here")
@@ -87,7 +84,7 @@ class QwenXMLToolParser(MarkedToolParser):
         if repeated is not None:
             result = failed_call(raw, f"parameter {shorten(repeated)} is there twice", ToolCallStatus.MALFORMED, name)
         else:
-            result = _result(name, values, raw, tools)
+            result = typed_call(name, values, raw, tools)
         return CallSpan(close.end, True, result)
 
 
@@ -96,32 +93,6 @@ def _goes_on(turn: MarkedText, match: re.Match[str]) -> bool:
     return match.group(1) is None or turn.mark_at(MarkKind.CALL_END, match.end(1)) is not None
 
 
-def _result(name: str, values: dict[str, str], raw: str, tools: ToolSchemas | None) -> ToolParseResult:
-    """Return the result for a call that is complete."""
-    if (wrong := check_name(name, tools)) is not None:
-        return failed_call(raw, wrong[1], wrong[0], name)
-    schema = tools[name] if tools is not None else None
-    arguments: dict[str, Any] = {}
-    for key, text in values.items():
-        try:
-            arguments[key] = typed_value(_without_newlines(text), _parameter_schema(schema, key), schema)
-        except InvalidValueError as error:
-            return failed_call(raw, f"parameter {shorten(key)} is wrong: {error}", ToolCallStatus.MALFORMED, name)
-    return ToolParseResult(new_tool_call_id(), name, arguments)
-
-
 def _without_newlines(value: str) -> str:
     """Remove the one newline on either side that belongs to the format."""
     return value.removeprefix("\n").removesuffix("\n")
-
-
-def _parameter_schema(schema: Any, key: str) -> Any:
-    """Return the schema of one parameter; None if the tool's schema does not say."""
-    if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
-        schema = resolve_reference(reference, schema)
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return schema.get("additionalProperties")

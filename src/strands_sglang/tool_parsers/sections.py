@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ._values import DecodedJSON, InvalidValueError, decode_json, skip_space
-from .base import ParsedTurn, ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call, tool_schemas
+from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from .marked import ToolSchemas, check_name, failed_call
 from .nested import NestedText, NestedToolParser
 from .structure import (
     CallSpan,
@@ -20,10 +19,6 @@ from .structure import (
     MarkKind,
     Span,
     SpanKind,
-    doubtful_calls,
-    reasoning_text,
-    take_apart,
-    visible_text,
 )
 
 
@@ -96,33 +91,9 @@ class SectionToolParser(NestedToolParser):
             return CallSpan(failed.end, False, tuple(results))
         return CallSpan(close.end, True, tuple(call.result for call in calls))
 
-    def parse_turn(
-        self,
-        text: str,
-        *,
-        token_ids: Sequence[int] | None = None,
-        tokenizer: Any = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        reasoning_open: bool = False,
-        truncated: bool = False,
-    ) -> ParsedTurn:
-        """Take a sampled turn apart; see `ToolParser.parse_turn`."""
-        turn = self.locate_marks(text, token_ids, tokenizer)
-        schemas = None if tools is None else tool_schemas(tools)
-        read = partial(self.read_call, turn, tools=schemas, truncated=truncated)
-        spans = take_apart(turn, read, reasoning_open=reasoning_open)
-        doubtful = doubtful_calls(turn, spans)
-        calls: list[ToolParseResult] = []
-        for index, span in enumerate(spans):
-            for call in span.call or ():
-                if index in doubtful:
-                    refused = self._refused(turn.text[span.start : span.end], call)
-                    call = replace(refused, native_id=call.native_id)
-                calls.append(call)
-        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, self._unwrapped(turn, spans)), tuple(calls))
-
-    def _unwrapped(self, turn: NestedText, spans: Sequence[Span]) -> list[Span]:
+    def shown_spans(self, turn: MarkedText, spans: Sequence[Span]) -> Sequence[Span]:
         """Return the spans with the wrappers cut out of the visible text."""
+        assert isinstance(turn, NestedText)
         kept: list[Span] = []
         for span in spans:
             if span.kind is not SpanKind.TEXT or self.WRAPPERS is None:

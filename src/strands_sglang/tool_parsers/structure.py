@@ -74,6 +74,10 @@ class MarkedText:
         """Return the mark of `kind` at `start`."""
         return Mark(kind, start, start + self._lengths[kind])
 
+    def length(self, kind: MarkKind) -> int:
+        """Return how many characters a mark of `kind` has; 0 if there is none."""
+        return self._lengths.get(kind, 0)
+
     def find(self, kind: MarkKind, position: int) -> Mark | None:
         """Return the first mark of `kind` that starts at or after `position`."""
         starts = self._starts[kind]
@@ -332,13 +336,15 @@ def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
     """
     doubtful = set()
     doubt = False
+    shortest = turn.length(MarkKind.CALL_END)
     for index in range(len(spans) - 1, -1, -1):
         span = spans[index]
         if span.kind is SpanKind.REASONING:
             doubt = False
         elif span.kind is SpanKind.TEXT:
-            stray = turn.find(MarkKind.CALL_END, span.start)
-            doubt = doubt or (stray is not None and stray.start < span.end)
+            if not doubt and span.end - span.start >= shortest:  # what only separates two calls holds no mark
+                stray = turn.find(MarkKind.CALL_END, span.start)
+                doubt = stray is not None and stray.start < span.end
         elif doubt:
             doubtful.add(index)
     return doubtful
