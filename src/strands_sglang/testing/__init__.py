@@ -11,6 +11,7 @@ The shapes are those of SGLang 0.5.23; a contract test sends the same requests t
 
 from __future__ import annotations
 
+from .routing import ScriptedExperts
 from .sampling import scripted_logprob
 from .script import Answer, AnswerFunction, ScriptedAnswer, ScriptedRefusal, ScriptedRequest, ScriptedResponse
 from .server import ScriptedSGLang
@@ -20,6 +21,7 @@ __all__ = [
     "Answer",
     "AnswerFunction",
     "ScriptedAnswer",
+    "ScriptedExperts",
     "ScriptedRefusal",
     "ScriptedRequest",
     "ScriptedResponse",

@@ -59,6 +59,7 @@ def generation(
     cached_tokens: int,
     weight_version: str,
     latency_s: float,
+    routed_experts: str | None = None,
 ) -> dict[str, Any]:
     """Body of a `/generate` response."""
     length = len(sampled.output_ids)
@@ -85,6 +86,8 @@ def generation(
         "e2e_latency": latency_s,
         "response_sent_to_client_ts": time.time(),
     }
+    if routed_experts is not None:
+        meta["routed_experts"] = routed_experts
     body: dict[str, Any] = {"text": sampled.text, "output_ids": sampled.output_ids, "meta_info": meta}
     if request.return_prompt_token_ids:
         body["prompt_token_ids"] = request.input_ids

@@ -30,9 +30,13 @@ def scripted_logprob(position: int, token_id: int) -> float:
         position: Index in prompt plus answer, from 0.
         token_id: The token.
     """
+    return -((mixed_bits(position, token_id) + 1) / (1 << 21))
+
+
+def mixed_bits(position: int, token_id: int) -> int:
+    """24 pseudo-random bits that follow from a position and a token."""
     mixed = (position * 0x9E3779B1 + token_id * 0x85EBCA6B + 0x27D4EB2F) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    return -(((mixed >> 8) + 1) / (1 << 21))
+    return (((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF) >> 8
 
 
 @dataclass(frozen=True)

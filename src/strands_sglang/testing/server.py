@@ -21,6 +21,7 @@ import orjson
 from . import bodies
 from .flights import Flight
 from .prefix_cache import PrefixCache
+from .routing import ScriptedExperts
 from .sampling import LogprobFunction, Sampler, scripted_logprob
 from .script import (
     Answer,
@@ -81,6 +82,7 @@ class ScriptedSGLang:
         model_path: str = "scripted",
         weight_version: str = "default",
         logprob: LogprobFunction = scripted_logprob,
+        experts: ScriptedExperts | None = None,
     ) -> None:
         """Set up a server; it needs no start.
 
@@ -95,6 +97,8 @@ class ScriptedSGLang:
             model_path: What `/model_info` tells.
             weight_version: First value of the attribute.
             logprob: Logprob of a token from its position in prompt plus answer and its id; rounded to float32.
+            experts: The model's experts, told to requests that ask for `return_routed_experts`; None is a dense model,
+                which tells nothing, as does a server that was not started to tell.
 
         Raises:
             ValueError: There is no stop token.
@@ -111,6 +115,7 @@ class ScriptedSGLang:
         self.responses: list[ScriptedResponse | None] = []
         self.refusals: list[ScriptedRefusal] = []
         self.aborted: list[str] = []
+        self._experts = experts
         self._script = Script(answers)
         self._sampler = Sampler(tokenizer, stop_token_ids, logprob)
         self._cache = PrefixCache()
@@ -223,6 +228,11 @@ class ScriptedSGLang:
             # 501, which clients do not retry: a mistake in a test must show at once.
             return self._close(request, flight, _json({"error": {"message": message}}, 501))
         self._remember(checked, request.packed_ids, sampled.output_ids)
+        routed_experts = None
+        if self._experts is not None and checked.return_routed_experts:
+            routed_experts = self._experts.encoded(
+                checked.input_ids + sampled.output_ids, checked.routed_experts_start_len
+            )
         response = bodies.generation(
             checked,
             sampled,
@@ -231,6 +241,7 @@ class ScriptedSGLang:
             cached_tokens=request.cached_tokens,
             weight_version=self.weight_version,
             latency_s=time.perf_counter() - started,
+            routed_experts=routed_experts,
         )
         return self._close(request, flight, _json(response))
 

@@ -88,6 +88,8 @@ class CheckedRequest:
         return_logprob: Whether logprobs were asked for.
         logprob_start_len: First prompt position with a logprob, -1 for none.
         return_prompt_token_ids: Whether the response repeats the prompt.
+        return_routed_experts: Whether the response tells the experts of each token.
+        routed_experts_start_len: First token whose experts it tells.
         cache_key: Requests with different keys share no cached prefix.
     """
 
@@ -98,6 +100,8 @@ class CheckedRequest:
     return_logprob: bool
     logprob_start_len: int
     return_prompt_token_ids: bool
+    return_routed_experts: bool
+    routed_experts_start_len: int
     cache_key: tuple[object, object]
 
 
@@ -165,6 +169,8 @@ def check_generate(
         return_logprob=bool(body.get("return_logprob")),
         logprob_start_len=_read_logprob_start(body, len(input_ids)),
         return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
+        return_routed_experts=bool(body.get("return_routed_experts")),
+        routed_experts_start_len=_read_routed_experts_start(body, len(input_ids)),
         cache_key=(body.get("extra_key"), body.get("cache_salt")),
     )
 
@@ -189,6 +195,9 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
         value = body.get(key)
         if value is not None and type(value) not in kinds:
             raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", value)
+    for key, kind, name in (("return_routed_experts", bool, "boolean"), ("routed_experts_start_len", int, "integer")):
+        if key in body and not isinstance(body[key], kind):
+            raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", body[key])
     flag = body.get("return_logprob")
     if isinstance(flag, str) and flag.lower() not in ("true", "false"):
         raise validation_error(("body", "return_logprob"), "bool_parsing", "Input should be a valid boolean", flag)
@@ -249,5 +258,22 @@ def _read_logprob_start(body: dict[str, Any], input_tokens: int) -> int:
         raise refusal(
             f"req.logprob_start_len={start} is higher than the number of input tokens len(req.origin_input_ids)="
             f"{input_tokens}. Please use a smaller logprob_start_len."
+        )
+    return start
+
+
+def _read_routed_experts_start(body: dict[str, Any], input_tokens: int) -> int:
+    start: int = body.get("routed_experts_start_len") or 0
+    if not body.get("return_routed_experts"):
+        return 0
+    if start < 0:
+        raise refusal(
+            f"recv_req.routed_experts_start_len={start} is lower than 0. "
+            "Please use a non-negative routed_experts_start_len."
+        )
+    if start > input_tokens:
+        raise refusal(
+            f"recv_req.routed_experts_start_len={start} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={input_tokens}. Please use a smaller routed_experts_start_len."
         )
     return start

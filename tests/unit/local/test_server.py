@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from strands_sglang import local
+from strands_sglang.local.server import sglang_command
 from support.fake_sglang import exits, write_interpreter, write_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
@@ -76,3 +77,10 @@ def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path
 def test_a_folder_without_a_model_is_refused(python, tmp_path):
     with pytest.raises(local.LocalServerError, match="no config.json"):
         local.start_server(python, tmp_path)
+
+
+def test_further_arguments_end_the_command_line(python, model):
+    settings = local.ServerSettings(extra_arguments=("--enable-return-routed-experts",))
+    command = sglang_command(python, model, host="127.0.0.1", port=1, settings=settings)
+    assert command[-1] == "--enable-return-routed-experts"
+    assert str(model) in command

@@ -1,0 +1,162 @@
+"""Routed experts on a real server with a mixture-of-experts model: a row per token, the right one, cached or not."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from strands.types.exceptions import MaxTokensReachedException
+from transformers import AutoModelForCausalLM
+
+from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
+from strands_sglang.generation import Generation, read_generation
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
+from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from support.agents import make_agent
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+PROMPT = [11, 50, 60, 70, 80]
+
+
+class NoToolCalls(ToolParser):
+    """Takes whatever was sampled for text: the mark of a tool call, sampled by chance, would end the conversation."""
+
+    def parse(self, text: str) -> list[ToolParseResult]:
+        return []
+
+
+def make_model(server: Any, **config: Any) -> SGLangModel:
+    config = {"return_routed_experts": True, "tool_parser": NoToolCalls(), **config}
+    return SGLangModel(tokenizer=get_tokenizer(str(server.model_path)), base_url=server.base_url, **config)
+
+
+async def converse(model: SGLangModel) -> None:
+    """Three user turns, each answered until the limit."""
+    agent = make_agent(model, system_prompt=uuid.uuid4().hex)
+    for question in ("one", "two", "three"):
+        with pytest.raises(MaxTokensReachedException):
+            await agent.invoke_async(question)
+
+
+async def generate(base_url: str, input_ids: list[int], **body: Any) -> Generation:
+    """One request of its own; `cold=True` flushes the prefix cache before."""
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8, **body.pop("sampling_params", {})}
+    async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
+        if body.pop("cold", False):
+            (await http.post("/flush_cache", params={"timeout": 10})).raise_for_status()
+        body = {"return_routed_experts": True, **body, "input_ids": input_ids, "sampling_params": params}
+        response = await http.post("/generate", json=body)
+    return read_generation(response.json(), logprobs_expected=False)
+
+
+@pytest.fixture
+def reference(tiny_moe_server: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_moe_server.model_path, dtype=torch.float32).eval()
+
+
+async def test_every_turn_keeps_a_row_for_each_token_that_went_through_the_model(tiny_moe_server):
+    model = make_model(tiny_moe_server, sampling_params={"ignore_eos": True, "max_new_tokens": 40})
+    await converse(model)
+    (sequence,) = model.trajectory.sequences()
+    turns = model.trajectory.turns
+    assert len(turns) == 3
+    for turn in turns:
+        ids = turn.generation.expert_ids()
+        assert ids.shape == (len(turn.token_ids()) - 1, LAYERS * TOP_K)
+        if turn.parent is not None:
+            known = turn.parent.generation.expert_ids()
+            assert turn.generation.cached_tokens >= len(known) - 1
+            assert (ids[: len(known)] == known).all()
+    assert len(turns[-1].generation.expert_ids()) == len(sequence) - 1
+
+
+async def test_they_are_the_experts_of_a_float32_forward_pass(tiny_moe_server, reference):
+    sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 100}
+    model = make_model(tiny_moe_server, sampling_params=sampling_params, return_prompt_logprobs=True)
+    await converse(model)
+    recorded = model.token_manager
+    ids = torch.tensor(recorded.token_ids)
+    with torch.no_grad():
+        scored = reference(ids[None, :-1], output_router_logits=True)
+    logprobs = torch.log_softmax(scored.logits[0].float(), dim=-1).gather(1, ids[1:, None])[:, 0]
+    assert max(abs(a - b) for a, b in zip(recorded.logprobs[1:], logprobs.tolist(), strict=True)) < 1e-4
+    best = torch.stack(scored.router_logits, dim=1).reshape(len(ids) - 1, LAYERS, EXPERTS).topk(TOP_K + 1)
+    routed = model.trajectory.turns[-1].generation.expert_ids().reshape(-1, LAYERS, TOP_K)
+    # Float noise may order two experts otherwise that are this close.
+    clear = (best.values.diff(dim=-1).abs().min(dim=-1).values > 1e-4).numpy()
+    assert clear.mean() > 0.95
+    assert (routed == best.indices[..., :TOP_K].numpy())[clear].all()
+
+
+async def test_rows_of_a_prompt_that_another_request_left_in_the_cache_are_the_same(tiny_moe_server):
+    prompt = [*PROMPT, *range(100, 400)]
+    url = tiny_moe_server.base_url
+    cold = await generate(url, prompt, cold=True)
+    await generate(url, prompt, cold=True, return_routed_experts=False)
+    cached = await generate(url, prompt)
+    assert (cold.cached_tokens, cached.cached_tokens) == (0, len(prompt) - 1)
+    assert (cold.expert_ids() == cached.expert_ids()).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling_params", "finish"),
+    [
+        (PROMPT, {}, "length"),
+        (PROMPT, {"max_new_tokens": 1}, "length"),
+        (PROMPT, {"max_new_tokens": 0}, "length"),
+        (PROMPT[:1], {"max_new_tokens": 1}, "length"),
+        (PROMPT[:1], {"max_new_tokens": 0}, "length"),
+        (PROMPT, {"logit_bias": {"50": 100.0}, "stop_token_ids": [50], "ignore_eos": False}, "stop"),
+        (PROMPT, {"logit_bias": {"50": 100.0}, "stop": ["PP"]}, "stop"),
+    ],
+)
+async def test_however_a_generation_ends_real_and_scripted_rows_are_those_of_its_tokens(
+    tiny_moe_server, prompt, sampling_params, finish
+):
+    script = [ScriptedAnswer(token_ids=[50] * 64, finish_reason="length")]
+    scripted = ScriptedSGLang(get_tokenizer(str(tiny_moe_server.model_path)), script, experts=ScriptedExperts())
+    with scripted.serve() as scripted_url:
+        for url in (tiny_moe_server.base_url, scripted_url):
+            generation = await generate(url, prompt, sampling_params=sampling_params)
+            assert generation.finish_type == finish
+            ids = generation.expert_ids()
+            rows = len(prompt) + len(generation.output_ids) - 1
+            assert ids.shape == (rows, LAYERS * TOP_K if rows else 0)
+            choices = ids.reshape(-1, TOP_K)
+            assert ((choices >= 0) & (choices < EXPERTS)).all()
+            assert (np.diff(np.sort(choices)) > 0).all()
+
+
+async def test_an_aborted_request_keeps_the_rows_of_what_it_sampled(tiny_moe_server):
+    model = make_model(tiny_moe_server, sampling_params={"ignore_eos": True})
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    async with httpx.AsyncClient(base_url=tiny_moe_server.base_url) as control:
+        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+        await control.post("/abort_request", json={"abort_all": True})
+    with pytest.raises(SGLangAbortedError):
+        await running
+    (turn,) = model.trajectory.turns
+    assert turn.status is TurnStatus.CUT
+    assert len(turn.generation.expert_ids()) == len(turn.token_ids()) - 1
+
+
+async def test_rows_that_lack_the_first_ones_are_refused(tiny_moe_server):
+    async with SGLangClient(tiny_moe_server.base_url) as client:
+        response = await client.generate(
+            PROMPT, {"max_new_tokens": 4}, return_routed_experts=True, routed_experts_start_len=3
+        )
+    with pytest.raises(SGLangDecodingError, match=r"30 ids .* each of 8 tokens.*routed_experts_start_len"):
+        read_generation(response, logprobs_expected=False)
+
+
+async def test_a_model_without_experts_is_an_error(tiny_server):
+    model = make_model(tiny_server, sampling_params={"max_new_tokens": 4})
+    with pytest.raises(SGLangDecodingError, match="the model has none"):
+        await make_agent(model).invoke_async("Go on.")
+    assert sum(model.token_manager.loss_mask) == 0
