@@ -19,6 +19,7 @@ from strands_sglang.tool_parsers import ToolCallStatus, ToolParser, ToolParseRes
 from support.tokenizers import build_chatml_tokenizer
 
 MEGABYTE = 1 << 20
+MAX_CALLS = 1000
 JSON_TYPE = {
     str: "string",
     bool: "boolean",
@@ -67,6 +68,7 @@ class Format:
         think: The marks around reasoning.
         closer: What would end a string and its call if its marks were real.
         strict_json: Whether arguments are JSON, in which strings are escaped.
+        delimits: A list tells by itself where it ends, whatever its strings hold.
         values: Values of arguments; None for any JSON.
     """
 
@@ -80,6 +82,7 @@ class Format:
     loses_string: Callable[[str], bool] = lambda text: False
     think: tuple[str, str] = ("<think>", "</think>")
     strict_json: bool = False
+    delimits: bool = True
     values: Callable[[st.SearchStrategy[str]], st.SearchStrategy[Any]] | None = None
 
     @property
@@ -196,6 +199,12 @@ class ParserChecks:
         calls = [("write", {"content": value, "n": 3})]
         assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
 
+    def test_marks_in_the_strings_of_a_list_belong_to_them(self) -> None:
+        if not self.format.delimits:
+            pytest.skip("the format writes the strings of a list as it writes all others")
+        calls: list[Call] = [("f", {"a": [f"x{self.format.closer}", {"b": self.format.closer}]}), ("g", {})]
+        assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
+
     @for_every_format
     @given(st.data())
     def test_no_text_makes_the_parser_raise(self, data: st.DataObject) -> None:
@@ -208,6 +217,30 @@ class ParserChecks:
         assert all(call.is_error for call in turn.tool_calls)
         ids = sampled(tokenizer_with(self.format.tokens), *imitated(self.format.tokens[:1], text))
         assert all(call.is_error for call in self.format.parser.parse_turn(**ids, tools=[], **flags).tool_calls)
+
+    @settings(for_every_format, max_examples=50)
+    @given(st.data())
+    def test_wherever_a_turn_is_cut_into_tokens_a_call_that_runs_was_written(self, data: st.DataObject) -> None:
+        form = self.format
+        written = form.write([("f", {"a": "x", "b": [1, "y"]}), ("g", {})])
+        pieces = [*form.tokens, *form.tags, *form.think, written, form.write([("f", {"a": "z"})]), form.start, *PIECES]
+        text = data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=4), max_size=8).map("".join))
+        text = text[: data.draw(st.integers(len(text) // 2, len(text)))]
+        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4))), len(text)]
+        parts = [text[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+        turn = form.parser.parse_turn(**sampled(tokenizer_with(form.tokens), *parts))
+        for call in turn.tool_calls:
+            assert call.is_error or call.name in text
+            if not call.is_error and "\\" not in text:  # what escapes mean is not what is written
+                assert all(found in text for found in strings_in(call.input)), text
+
+    def test_more_calls_than_a_thousand_are_one_malformed_call(self) -> None:
+        many = [("f", {})] * MAX_CALLS
+        assert summary(self.format.parser.parse(self.format.write(many))) == many
+        *good, rest = self.format.parser.parse(self.format.write([*many, *many[:5]]))
+        assert summary(good) in ([], many)
+        assert rest.status is ToolCallStatus.MALFORMED
+        assert "1000 calls" in (rest.error or "")
 
     def test_a_draft_in_reasoning_is_not_a_call(self) -> None:
         opened, closed = self.format.think
@@ -227,6 +260,27 @@ class ParserChecks:
         mark = "" if opened_by_prompt else self.format.think[0]
         turn = self.format.parser.parse_turn(f"{mark}I will {draft}", reasoning_open=opened_by_prompt)
         assert (turn.tool_calls, turn.text, turn.reasoning) == ((), "", f"I will {draft}")
+
+    def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(self) -> None:
+        opened, closed = self.format.think
+        call = self.format.write([("ls", {})])
+        for text, reasoning_open, unclosed in [
+            ("", False, False),
+            ("", True, True),
+            ("Hm", True, True),
+            (f"{opened}", False, True),
+            (f"{opened}Hm {call}", False, True),
+            (f"Hm {call}", True, True),
+            (f"{opened}Hm{closed}", False, False),
+            (f"Hm{closed}", True, False),
+            (f"Hm{closed}", False, False),
+            (f"Hm{closed}\n\n{call}", True, False),
+            (f"{opened}Hm{closed}\n\nYes.", False, False),
+            (f"{opened}Hm{closed}\n\nYes.{opened}No, ", False, True),
+            (f"Yes.\n{call}", False, False),
+        ]:
+            turn = self.format.parser.parse_turn(text, reasoning_open=reasoning_open)
+            assert turn.ends_in_reasoning is unclosed, (text, reasoning_open)
 
     def test_several_calls_keep_their_order_and_the_text_around_them(self) -> None:
         calls: list[Call] = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]

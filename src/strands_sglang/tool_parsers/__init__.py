@@ -1,15 +1,6 @@
 """Tool parsers: from what a model sampled to tool calls, strictly as it was written."""
 
-from .base import (
-    TOOL_PARSER_REGISTRY,
-    ParsedTurn,
-    ToolCallStatus,
-    ToolParser,
-    ToolParseResult,
-    UnknownToolParserError,
-    get_tool_parser,
-    register_tool_parser,
-)
+from .base import ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
 from .deepseek_v3 import DeepSeekV3ToolParser
 from .deepseek_v3_1 import DeepSeekV31ToolParser
 from .deepseek_v3_2 import DeepSeekV4ToolParser, DeepSeekV32ToolParser
@@ -27,6 +18,7 @@ from .minimax_m3 import MiniMaxM3ToolParser
 from .mistral import MistralToolParser
 from .phi4 import Phi4ToolParser
 from .qwen_xml import QwenXMLToolParser
+from .registry import TOOL_PARSER_REGISTRY, UnknownToolParserError, get_tool_parser, register_tool_parser
 from .seed_oss import SeedOSSToolParser
 from .smollm3 import SmolLM3ToolParser
 

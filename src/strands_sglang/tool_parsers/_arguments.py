@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ._values import InvalidValueError, resolve_reference, shorten, typed_value
+from ._values import (
+    InvalidValueError,
+    allowed_types,
+    decode_json,
+    resolve_reference,
+    shorten,
+    skip_space,
+    typed_value,
+)
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import ToolSchemas, check_name, failed_call
+from .structure import MarkedText
 
 
 def typed_call(name: str, values: Mapping[str, str], raw: str, tools: ToolSchemas | None) -> ToolParseResult:
@@ -29,6 +39,58 @@ def typed_call(name: str, values: Mapping[str, str], raw: str, tools: ToolSchema
         except InvalidValueError as error:
             return failed_call(raw, f"parameter {shorten(key)} is wrong: {error}", ToolCallStatus.MALFORMED, name)
     return ToolParseResult(new_tool_call_id(), name, arguments)
+
+
+def nested_value_end(text: str, position: int, schema: Any, root: Any = None) -> int | None:
+    """Return where a list or an object ends, for a parameter that can be no string; None for any other value.
+
+    Its JSON says where it ends, so that tags inside its strings belong to them. However many values are asked for, the
+    work is linear in the length of the text: a value inside the strings of two others would have to begin in a string
+    of both, and of two values one of which begins in a string of the other, one is outside its strings anywhere.
+
+    Args:
+        text: The turn.
+        position: Where the value begins, perhaps with white space.
+        schema: Schema of the parameter; None if it is not known.
+        root: The schema that `$ref`s point into.
+    """
+    begin = skip_space(text, position)
+    if text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
+        return None
+    try:
+        return skip_space(text, decode_json(text, begin).end)
+    except InvalidValueError:
+        return None
+
+
+Tag = tuple[re.Pattern[str], Callable[[MarkedText, re.Match[str]], bool]]
+"""How a tag is written, and whether a match of that is one."""
+
+
+def find_value_end(
+    turn: MarkedText, begin: int, nested_end: int | None, end_tag: Tag, unclosed: Tag
+) -> tuple[re.Match[str] | None, int]:
+    """Find the end tag of a value.
+
+    Args:
+        turn: The turn.
+        begin: Where the value begins.
+        nested_end: Where the value ends by itself, if that is known.
+        end_tag: What ends a value.
+        unclosed: What cannot be part of a value: an end tag must stand before it.
+
+    Returns:
+        The end tag, None if there is none; and where reading failed in that case.
+    """
+    if nested_end is not None:
+        end = turn.find_match(end_tag[0], nested_end, end_tag[1])
+        if end is not None and end.start() == nested_end:
+            return end, begin
+    end = turn.find_match(end_tag[0], begin, end_tag[1])
+    other = turn.find_match(unclosed[0], begin, unclosed[1])
+    if end is None or (other is not None and other.start() < end.start()):
+        return None, begin if other is None else other.start()
+    return end, begin
 
 
 def parameter_schema(schema: Any, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a tool parser is, what it returns, and where parsers are found by name.
+"""What a tool parser is, and what it returns.
 
 Tool calls are parsed as they were generated: nothing is repaired and nothing is guessed. What does not parse becomes a
 result that is an error: it has a name that no tool has, empty input, the text that was written and a sentence about
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from .structure import (
     CallSpan,
@@ -33,6 +33,9 @@ from .structure import (
     take_apart,
     visible_text,
 )
+
+MAX_CALLS = 1000
+"""Calls of one turn that are read; each is a task for the agent. From the next one on, all is one malformed call."""
 
 RAW_SHOWN = 2000
 """Characters of an unparsable call that the model gets to see again."""
@@ -152,12 +155,15 @@ class ParsedTurn:
             none but white space.
         text: What a user sees: no reasoning, no markup of tool calls. White space that only separated it from removed
             markup is gone, everything else is untouched.
-        tool_calls: The calls in the order in which they were made.
+        tool_calls: The calls in the order in which they were made. All that is behind the first `MAX_CALLS` is one
+            malformed call.
+        ends_in_reasoning: The turn ends inside reasoning that nothing closed, be it empty.
     """
 
     reasoning: str | None
     text: str
     tool_calls: tuple[ToolParseResult, ...]
+    ends_in_reasoning: bool = False
 
 
 class ToolParser(ABC):
@@ -242,7 +248,7 @@ class ToolParser(ABC):
             truncated: The turn was cut off (length, abort) rather than ended by the model.
         """
         turn = self.locate_marks(text, token_ids, tokenizer)
-        spans = take_apart(turn, partial(_skip_call, turn), reasoning_open=reasoning_open)
+        spans, unclosed = take_apart(turn, partial(_skip_call, turn), reasoning_open=reasoning_open)
         # A call that never ends is text unless `parse` says something else about it.
         spans = [
             Span(SpanKind.TEXT, span.start, span.end) if span.kind is SpanKind.CALL and not span.call else span
@@ -256,7 +262,7 @@ class ToolParser(ABC):
             optional.update(token_ids=token_ids, tokenizer=tokenizer)
         accepted = _accepted_keywords(type(self).parse)
         calls = self.parse(spoken, **{name: value for name, value in optional.items() if name in accepted})
-        return ParsedTurn(reasoning, visible_text(turn, spans), tuple(calls))
+        return ParsedTurn(reasoning, visible_text(turn, spans), tuple(calls), unclosed)
 
     @property
     def tool_pattern(self) -> re.Pattern[str]:
@@ -320,48 +326,3 @@ def _accepted_keywords(parse: Callable[..., Any]) -> frozenset[str]:
         return optional
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return optional & {parameter.name for parameter in parameters if parameter.kind in named}
-
-
-TOOL_PARSER_REGISTRY: dict[str, type[ToolParser]] = {}
-"""The parser classes by name."""
-
-ParserT = TypeVar("ParserT", bound=ToolParser)
-
-
-class UnknownToolParserError(KeyError, ValueError):
-    """No tool parser is registered under that name."""
-
-    def __str__(self) -> str:
-        """Return the message (a `KeyError` would put it in quotes)."""
-        return str(self.args[0])
-
-
-def register_tool_parser(name: str) -> Callable[[type[ParserT]], type[ParserT]]:
-    """Return a decorator that registers a parser class under `name`, in place of an earlier one."""
-
-    def register(parser: type[ParserT]) -> type[ParserT]:
-        TOOL_PARSER_REGISTRY[name] = parser
-        return parser
-
-    return register
-
-
-def get_tool_parser(name: str, **kwargs: Any) -> ToolParser:
-    """Return a new parser by name.
-
-    Args:
-        name: A registered name, such as `hermes` or `qwen_xml`.
-        **kwargs: Arguments of the parser class.
-
-    Raises:
-        UnknownToolParserError: No parser has that name (it is a `ValueError` and a `KeyError`).
-    """
-    if isinstance(name, type):
-        raise TypeError(
-            f"a tool parser is an object or a name, and {name.__name__} is a class: make one, {name.__name__}()"
-        )
-    parser = TOOL_PARSER_REGISTRY.get(name)
-    if parser is None:
-        known = ", ".join(sorted(TOOL_PARSER_REGISTRY))
-        raise UnknownToolParserError(f"there is no tool parser named {name!r}; the tool parsers are: {known}")
-    return parser(**kwargs)

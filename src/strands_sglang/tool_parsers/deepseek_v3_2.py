@@ -12,12 +12,15 @@ V4 calls the section `tool_calls`; nothing else is different.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from ._arguments import nested_value_end
 from ._values import InvalidValueError, shorten, strict_json
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id, register_tool_parser
+from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import ToolSchemas, check_name, failed_call
+from .registry import register_tool_parser
 from .tagged import TaggedToolParser, Tags
 
 
@@ -37,6 +40,11 @@ class DeepSeekV32ToolParser(TaggedToolParser):
         parameter=r'<｜DSML｜parameter name="(?P<key>[^"\n]+)" string="(?P<type>true|false)">',
         parameter_end="</｜DSML｜parameter>",
     )
+
+    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
+        """Return where a list or an object ends; see `TaggedToolParser.nested_end`."""
+        types = ["string"] if parameter["type"] == "true" else ["array", "object"]
+        return nested_value_end(text, parameter.end(), {"type": types})
 
     def make_result(
         self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None

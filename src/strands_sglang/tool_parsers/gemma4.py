@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from ._marks import DetailedText, locate_details
 from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, strict_json
-from .base import ToolParseResult, new_tool_call_id, register_tool_parser
+from .base import ToolParseResult, new_tool_call_id
 from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _QUOTE = '<|"|>'

@@ -5,7 +5,8 @@
     <arg_value>x</arg_value>
     </tool_call>
 
-GLM-4.7 and later leave the line breaks out. Nothing is escaped. A value ends at the first `</arg_value>` behind which
+GLM-4.7 and later leave the line breaks out. Nothing is escaped. A list or an object, where the schema allows no string,
+ends where its JSON does, whatever stands in its strings. Any other value ends at the first `</arg_value>` behind which
 the call goes on as a call does: with `<arg_key>...</arg_key>`, or with the end mark. All other text may stand in a
 value, except a key with the opening tag of its value: that could as well follow a value that was never closed. Such a
 call is refused.
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import re
 
-from ._arguments import typed_call
+from ._arguments import find_value_end, nested_value_end, parameter_schema, typed_call
 from ._values import shorten, skip_space
-from .base import ToolCallStatus, register_tool_parser
+from .base import ToolCallStatus
 from .marked import ToolSchemas, failed_call
 from .nested import NestedText, NestedToolParser
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _NAME = re.compile(r"[^\s<]+")
@@ -53,12 +55,13 @@ class GLMToolParser(NestedToolParser):
         if named is None:
             return broken(position, f"the name of a tool must follow {self.tool_start_token}")
         name = named.group()
+        schema = None if tools is None else tools.get(name)
         position = skip_space(text, named.end())
         while (argument := turn.match(_ARGUMENT, position)) is not None:
             key = argument["key"]
-            value_end = turn.find_match(_VALUE_END, argument.end(), _goes_on)
-            unclosed = turn.find_match(_ARGUMENT, argument.end(), _is_real)
-            if value_end is None or (unclosed is not None and unclosed.start() < value_end.start()):
+            nested = nested_value_end(text, argument.end(), parameter_schema(schema, key), schema)
+            value_end, _ = find_value_end(turn, argument.end(), nested, (_VALUE_END, _goes_on), (_ARGUMENT, _is_real))
+            if value_end is None:
                 return broken(argument.end(), f"the value of {shorten(key)} is not closed by </arg_value>")
             repeated = key if key in values and repeated is None else repeated
             values[key] = text[argument.end() : value_end.start()]

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from ._json_calls import call_from_json
 from ._values import InvalidValueError, skip_space
-from .base import ToolParser, register_tool_parser
+from .base import ToolParser
 from .hermes import HermesToolParser
-from .listed import ListedToolParser, call_from_json, is_cut, name_of, read_json_list
+from .listed import ListedToolParser, is_cut, name_of, read_json_list
 from .marked import ToolSchemas
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 

@@ -15,12 +15,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ._json_calls import json_call
 from ._marks import DetailedText, locate_details
 from ._values import InvalidValueError, decode_json, shorten, skip_space
-from .base import ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult, register_tool_parser
+from .base import MAX_CALLS, ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
 from .listed import is_cut
-from .marked import ToolSchemas, failed_call, tool_schemas
-from .sections import json_call
+from .marked import ToolSchemas, failed_call, too_many_calls, tool_schemas
+from .registry import register_tool_parser
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -74,11 +75,14 @@ class HarmonyToolParser(ToolParser):
         reasoning: list[str] = []
         spoken: list[str] = []
         calls: list[ToolParseResult] = []
+        unclosed = False
 
         def take(into: list[str], begin: int, *ends: str) -> int:
+            nonlocal unclosed
             stops = [stop for end in ends if (stop := turn.find_detail(end, begin)) is not None]
             stop = min(stops, default=len(text))
             into.append(text[begin:stop])
+            unclosed = into is reasoning and not stops
             return stop + len(next((end for end in ends if turn.detail_at(end, stop)), ""))
 
         if reasoning_open:
@@ -86,7 +90,10 @@ class HarmonyToolParser(ToolParser):
         while position < len(text):
             header = _read_header(turn, position)
             spoken.append(text[position : header.start].strip())  # what stands before a header belongs to no message
-            if header.recipient is not None:
+            if header.recipient is not None and len(calls) == MAX_CALLS:
+                calls.append(too_many_calls(text[header.start :]))
+                position = len(text)
+            elif header.recipient is not None:
                 call, position = _read_call(turn, header, schemas, truncated)
                 calls.append(call)
             elif header.channel == "analysis":
@@ -94,7 +101,8 @@ class HarmonyToolParser(ToolParser):
             else:
                 position = take(spoken, header.end, _END, _RETURN, _CALL)
         thoughts = "\n".join(part for part in reasoning if part.strip())
-        return ParsedTurn(thoughts or None, "\n".join(part for part in spoken if part.strip()), tuple(calls))
+        shown = "\n".join(part for part in spoken if part.strip())
+        return ParsedTurn(thoughts or None, shown, tuple(calls), unclosed)
 
 
 class _Header(NamedTuple):

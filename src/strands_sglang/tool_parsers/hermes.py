@@ -7,16 +7,11 @@ around the JSON.
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from ._values import InvalidValueError, decode_json, shorten, skip_space
-from .base import (
-    ToolCallStatus,
-    ToolParseResult,
-    new_tool_call_id,
-    register_tool_parser,
-)
-from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from ._json_calls import call_from_json
+from ._values import InvalidValueError, decode_json, skip_space
+from .marked import MarkedToolParser, ToolSchemas
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _NAME_IN_BROKEN_JSON = re.compile(r'"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"')
@@ -54,27 +49,4 @@ class HermesToolParser(MarkedToolParser):
             behind = "nothing follows its JSON" if end == len(text) else "there is other text behind its JSON"
             return broken(end, f"{behind}, where {self.tool_end_token} belongs")
         raw = text[start.end : close.start]
-        return CallSpan(close.end, True, _result(decoded.value, decoded.problem, raw, tools))
-
-
-def _result(call: dict[str, Any], problem: str | None, raw: str, tools: ToolSchemas | None) -> ToolParseResult:
-    """Return the result for a call whose JSON is complete."""
-    name = call.get("name")
-    attempted = name if isinstance(name, str) else None
-
-    def refuse(error: str, status: ToolCallStatus = ToolCallStatus.MALFORMED) -> ToolParseResult:
-        return failed_call(raw, error, status, attempted)
-
-    if problem is not None:
-        return refuse(f"the call is not valid JSON: {problem}")
-    if not isinstance(name, str) or not name:
-        return refuse('the call must have a "name" that is a string')
-    others = [key for key in call if key not in ("name", "arguments")]
-    if others:
-        return refuse(f'a call has only "name" and "arguments", but this one has {shorten(others[0])}')
-    if (wrong := check_name(name, tools)) is not None:
-        return refuse(wrong[1], wrong[0])
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return refuse('"arguments" must be a JSON object', ToolCallStatus.NOT_AN_OBJECT)
-    return ToolParseResult(new_tool_call_id(), name, arguments)
+        return CallSpan(close.end, True, call_from_json(decoded.value, decoded.problem, raw, tools))

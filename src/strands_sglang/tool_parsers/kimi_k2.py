@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .base import register_tool_parser
+from .registry import register_tool_parser
 from .sections import JSONSectionToolParser
 
 

@@ -12,11 +12,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ._arguments import nested_value_end
+from ._json_calls import json_call
 from ._values import JSON_TYPES, InvalidValueError, decode_json, shorten, typed_value
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id, register_tool_parser
+from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import ToolSchemas, check_name, failed_call
 from .nested import NestedText
-from .sections import BrokenCallError, SectionCall, json_call
+from .registry import register_tool_parser
+from .sections import BrokenCallError, SectionCall
 from .tagged import TaggedToolParser, Tags
 
 _CALL = r'<\|open\|>call tool="(?P<name>[^"\n]+)" index="[0-9]+"<\|sep\|>'
@@ -59,6 +62,10 @@ class KimiK3ToolParser(TaggedToolParser):
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
         raw = turn.text[position : tail.end()]
         return SectionCall(position, tail.end(), json_call(name, decoded, raw, tools))
+
+    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
+        """Return where a list or an object ends; see `TaggedToolParser.nested_end`."""
+        return nested_value_end(text, parameter.end(), {"type": parameter["type"]})
 
     def make_result(
         self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None

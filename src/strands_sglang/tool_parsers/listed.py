@@ -7,17 +7,14 @@ turn with it, and behind the last call there is nothing but white space.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ._marks import DetailedText, locate_details
-from ._values import DecodedJSON, InvalidValueError, decode_json, shorten, skip_space
-from .base import ToolCallStatus, ToolParser, ToolParseResult, new_tool_call_id
-from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from ._values import DecodedJSON, InvalidValueError, decode_json, skip_space
+from .base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
+from .marked import MarkedToolParser, failed_call
 from .structure import CallSpan, Mark, MarkKind
-
-MAX_LISTED_CALLS = 1000
-"""More calls than this in one list are an error; each would be a task for the agent."""
 
 
 class ListedToolParser(MarkedToolParser):
@@ -95,13 +92,13 @@ def read_json_list(text: str, start: int) -> tuple[list[tuple[DecodedJSON, int]]
     """Return the items of the JSON list at `start`, each with where it begins, and where the list ends.
 
     Raises:
-        InvalidValueError: There is no JSON list, or it has more than `MAX_LISTED_CALLS` items.
+        InvalidValueError: There is no JSON list, or it has more than `MAX_CALLS` items.
     """
     whole = decode_json(text, start)
     if not isinstance(whole.value, list):
         raise InvalidValueError("the calls must be a list", start)
-    if len(whole.value) > MAX_LISTED_CALLS:
-        raise InvalidValueError(f"there are more than {MAX_LISTED_CALLS} calls", start)
+    if len(whole.value) > MAX_CALLS:
+        raise InvalidValueError(f"there are more than {MAX_CALLS} calls", start)
     items = []
     position = skip_space(text, start + 1)
     for _ in whole.value:
@@ -120,49 +117,3 @@ def is_cut(text: str, error: InvalidValueError) -> bool:
     """Tell whether a value could not be read because its end is missing."""
     closing = (text.find(bracket, error.position) for bracket in "]})")
     return "nterminated" in str(error) or all(position < 0 for position in closing)
-
-
-def call_from_json(
-    call: Any,
-    problem: str | None,
-    raw: str,
-    tools: ToolSchemas | None,
-    *,
-    arguments: str = "arguments",
-    others: Mapping[str, Callable[[Any], bool]] = {},  # noqa: B006 - never changed
-    native_id: str | None = None,
-) -> ToolParseResult:
-    """Return the result for a call that is a JSON object of a name and arguments.
-
-    Args:
-        call: The decoded object.
-        problem: What is wrong with it although its syntax is right.
-        raw: Exactly what was written.
-        tools: Schema of every tool by name; None if the tools are not known.
-        arguments: The key of the arguments, which may be left out.
-        others: Further keys that may be there, each with a test of its value.
-        native_id: The id that the model wrote.
-    """
-    name = call.get("name") if isinstance(call, dict) else None
-    attempted = name if isinstance(name, str) and name else None
-
-    def refuse(error: str, status: ToolCallStatus = ToolCallStatus.MALFORMED) -> ToolParseResult:
-        return failed_call(raw, error, status, attempted)
-
-    if not isinstance(call, dict):
-        return refuse("a call must be a JSON object")
-    if problem is not None:
-        return refuse(f"the call is not valid JSON: {problem}")
-    if attempted is None:
-        return refuse('the call must have a "name" that is a string')
-    for key, value in call.items():
-        if key not in ("name", arguments) and not (key in others and others[key](value)):
-            return refuse(
-                f'a call has only "name" and "{arguments}", but this one has {shorten(key)}: {shorten(str(value))}'
-            )
-    if (wrong := check_name(attempted, tools)) is not None:
-        return refuse(wrong[1], wrong[0])
-    values = call.get(arguments, {})
-    if not isinstance(values, dict):
-        return refuse(f'"{arguments}" must be a JSON object', ToolCallStatus.NOT_AN_OBJECT)
-    return ToolParseResult(new_tool_call_id(), attempted, values, native_id=native_id)

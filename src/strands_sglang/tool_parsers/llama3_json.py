@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from ._json_calls import call_from_json
 from ._python_literals import read_arguments
 from ._values import InvalidValueError, decode_json, skip_space
-from .base import ToolParser, ToolParseResult, register_tool_parser
-from .listed import MAX_LISTED_CALLS, ListedToolParser, call_from_json, is_cut, name_of
+from .base import MAX_CALLS, ToolParser, ToolParseResult
+from .listed import ListedToolParser, is_cut, name_of
 from .marked import ToolSchemas
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText
 
 _BROKEN_CALL = re.compile(
@@ -60,8 +62,8 @@ class Llama3JSONToolParser(ListedToolParser):
                 calls.append(call_from_json(call, None, text[position:end], tools, arguments="parameters"))
                 position = skip_space(text, end)
             while built_in is None:
-                if len(calls) == MAX_LISTED_CALLS:
-                    raise InvalidValueError(f"there are more than {MAX_LISTED_CALLS} calls", position)
+                if len(calls) == MAX_CALLS:
+                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
                 decoded = decode_json(text, position)
                 raw = text[position : decoded.end]
                 others = {"type": lambda value: value == "function"}

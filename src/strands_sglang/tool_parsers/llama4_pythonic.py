@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from ._json_calls import call_from_json
 from ._python_literals import read_arguments
 from ._values import InvalidValueError, skip_space
-from .base import ToolParser, ToolParseResult, register_tool_parser
-from .listed import MAX_LISTED_CALLS, ListedToolParser, call_from_json, is_cut
+from .base import MAX_CALLS, ToolParser, ToolParseResult
+from .listed import ListedToolParser, is_cut
 from .marked import ToolSchemas
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,255})\(")
@@ -44,8 +46,8 @@ class Llama4PythonicToolParser(ListedToolParser):
         try:
             position = _expect("[", text, skip_space(text, start.end))
             while not (calls and text.startswith("]", position)):
-                if len(calls) == MAX_LISTED_CALLS:
-                    raise InvalidValueError(f"there are more than {MAX_LISTED_CALLS} calls", position)
+                if len(calls) == MAX_CALLS:
+                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
                 call = _CALL.match(text, position)
                 if call is None:
                     raise InvalidValueError("a call must begin with a name and '('", position)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ._values import shorten
 from .base import (
+    MAX_CALLS,
     ParsedTurn,
     ToolCallStatus,
     ToolParser,
@@ -96,16 +97,24 @@ class MarkedToolParser(ToolParser):
         """Take a sampled turn apart; see `ToolParser.parse_turn`."""
         turn = self.locate_marks(text, token_ids, tokenizer)
         schemas = None if tools is None else tool_schemas(tools)
-        spans = take_apart(
-            turn, lambda start: self.read_call(turn, start, schemas, truncated), reasoning_open=reasoning_open
-        )
+        calls_read = 0
+
+        def read_call(start: Mark) -> CallSpan:
+            nonlocal calls_read
+            calls_read += 1
+            if calls_read > MAX_CALLS:
+                return CallSpan(len(turn.text), False, too_many_calls(turn.text[start.start :]))
+            return self.read_call(turn, start, schemas, truncated)
+
+        spans, unclosed = take_apart(turn, read_call, reasoning_open=reasoning_open)
         doubtful = doubtful_calls(turn, spans)
         calls = tuple(
             self._refused(turn.text[span.start : span.end], call) if index in doubtful else call
             for index, span in enumerate(spans)
             for call in _calls_of(span)
         )
-        return ParsedTurn(reasoning_text(turn, spans), visible_text(turn, self.shown_spans(turn, spans)), calls)
+        shown = visible_text(turn, self.shown_spans(turn, spans))
+        return ParsedTurn(reasoning_text(turn, spans), shown, calls, unclosed)
 
     def shown_spans(self, turn: MarkedText, spans: Sequence[Span]) -> Sequence[Span]:
         """Return the spans whose text is what a user sees: all, unless a format wraps its calls in more markup."""
@@ -161,6 +170,11 @@ def failed_call(raw: str, error: str, status: ToolCallStatus, attempted_name: st
         status=status,
         attempted_name=attempted_name,
     )
+
+
+def too_many_calls(raw: str) -> ToolParseResult:
+    """Return the one result for all calls of a turn behind the first `MAX_CALLS`."""
+    return failed_call(raw, f"a turn may hold {MAX_CALLS} calls, and this one holds more", ToolCallStatus.MALFORMED)
 
 
 def check_name(name: str, tools: ToolSchemas | None) -> tuple[ToolCallStatus, str] | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ._arguments import typed_call
-from .base import ToolParseResult, register_tool_parser
+from .base import ToolParseResult
 from .marked import ToolSchemas
+from .registry import register_tool_parser
 from .tagged import TaggedToolParser, Tags
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from ._elements import Element, typed_element
 from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id, register_tool_parser
+from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import ToolSchemas, check_name, failed_call
 from .nested import NestedText
+from .registry import register_tool_parser
 from .sections import BrokenCallError, SectionCall, SectionToolParser
 from .structure import MarkedText
 

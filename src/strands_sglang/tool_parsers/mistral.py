@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
+from ._json_calls import call_from_json, json_call
 from ._marks import DetailedText
 from ._values import InvalidValueError, decode_json, skip_space
-from .base import register_tool_parser
-from .listed import ListedToolParser, call_from_json, is_cut, name_of, read_json_list
+from .listed import ListedToolParser, is_cut, name_of, read_json_list
 from .marked import ToolSchemas
-from .sections import json_call
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _ARGUMENTS, _CALL_ID = "[ARGS]", "[CALL_ID]"

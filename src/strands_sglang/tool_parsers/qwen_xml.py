@@ -11,7 +11,8 @@
     </function>
     </tool_call>
 
-The format escapes nothing and types nothing. Types come from the tool's JSON schema. A value ends at the first
+The format escapes nothing and types nothing. Types come from the tool's JSON schema. A list or an object, where the
+schema allows no string, ends where its JSON does, whatever stands in its strings. Any other value ends at the first
 `</parameter>` behind which the call goes on as a call does: with `<parameter=...>`, or with `</function>` and the end
 mark. All other text may stand in a value, with two exceptions that could as well be the rest of a call whose value was
 never closed: `</function>` followed by the end mark, and a line that is `<parameter=...>` and nothing else. Such a call
@@ -22,13 +23,13 @@ from __future__ import annotations
 
 import re
 
-from ._arguments import typed_call
+from ._arguments import find_value_end, nested_value_end, parameter_schema, typed_call
 from ._values import shorten, skip_space
 from .base import (
     ToolCallStatus,
-    register_tool_parser,
 )
 from .marked import MarkedToolParser, ToolSchemas, failed_call
+from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _FUNCTION_END = "</function>"
@@ -61,13 +62,15 @@ class QwenXMLToolParser(MarkedToolParser):
         if function is None:
             return broken(position, f"{self.tool_start_token} must be followed by <function=NAME>")
         name = function.group(1)
+        schema = None if tools is None else tools.get(name)
         position = skip_space(text, function.end())
         while (parameter := _PARAMETER.match(text, position)) is not None:
             key = parameter.group(1)
-            value_end = turn.find_match(_VALUE_END, parameter.end(), _goes_on)
-            unclosed = turn.find_match(_UNCLOSED, parameter.end(), _goes_on)
-            if value_end is None or (unclosed is not None and unclosed.start() < value_end.start()):
-                failed_at = parameter.end() if unclosed is None else unclosed.start()
+            nested = nested_value_end(text, parameter.end(), parameter_schema(schema, key), schema)
+            value_end, failed_at = find_value_end(
+                turn, parameter.end(), nested, (_VALUE_END, _goes_on), (_UNCLOSED, _goes_on)
+            )
+            if value_end is None:
                 return broken(failed_at, f"the value of parameter {shorten(key)} is not closed by </parameter>")
             if key in values and repeated is None:
                 repeated = key

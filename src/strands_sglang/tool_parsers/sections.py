@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from ._values import DecodedJSON, InvalidValueError, decode_json, skip_space
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from ._json_calls import json_call
+from ._values import InvalidValueError, decode_json, skip_space
+from .base import MAX_CALLS, ToolParseResult
+from .marked import ToolSchemas, too_many_calls
 from .nested import NestedText, NestedToolParser
 from .structure import (
     CallSpan,
@@ -74,6 +75,9 @@ class SectionToolParser(NestedToolParser):
         position = skip_space(turn.text, start.end)
         try:
             while (close := turn.mark_at(MarkKind.CALL_END, position)) is None:
+                if len(calls) == MAX_CALLS:
+                    rest = too_many_calls(turn.text[position:])
+                    return CallSpan(len(turn.text), False, (*(call.result for call in calls), rest))
                 calls.append(self.read_inner_call(turn, position, tools))
                 position = skip_space(turn.text, calls[-1].end)
             if not calls:
@@ -140,22 +144,3 @@ class JSONSectionToolParser(SectionToolParser):
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name, native_id)
         result = json_call(name, decoded, turn.text[position : tail.end()], tools)
         return SectionCall(position, tail.end(), replace(result, native_id=native_id))
-
-
-def json_call(name: str, arguments: DecodedJSON, raw: str, tools: ToolSchemas | None) -> ToolParseResult:
-    """Return the result for a complete call whose arguments are JSON.
-
-    Args:
-        name: Name of the tool as it was written.
-        arguments: The decoded arguments.
-        raw: The call as it was written.
-        tools: Schema of every tool by name; None if the tools are not known.
-    """
-    if arguments.problem is not None:
-        error = f"the arguments are not valid JSON: {arguments.problem}"
-        return failed_call(raw, error, ToolCallStatus.MALFORMED, name)
-    if (wrong := check_name(name, tools)) is not None:
-        return failed_call(raw, wrong[1], wrong[0], name)
-    if not isinstance(arguments.value, dict):
-        return failed_call(raw, "the arguments must be a JSON object", ToolCallStatus.NOT_AN_OBJECT, name)
-    return ToolParseResult(new_tool_call_id(), name, arguments.value)

@@ -14,15 +14,17 @@ Reasoning stands between `<seed:think>` and `</seed:think>`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ._arguments import parameter_schema, typed_call
 from ._python_literals import read_literal
 from ._values import InvalidValueError, allowed_types, skip_space, strict_json
-from .base import ToolParseResult, register_tool_parser
+from .base import ToolParseResult
 from .marked import ToolSchemas
 from .nested import NestedText
+from .registry import register_tool_parser
 from .sections import BrokenCallError, SectionCall
 from .structure import MarkKind
 from .tagged import TaggedToolParser, Tags
@@ -41,9 +43,9 @@ class SeedOSSToolParser(TaggedToolParser):
     DEFAULT_THINK_START_TOKEN = "<seed:think>"
     DEFAULT_THINK_END_TOKEN = "</seed:think>"
     TAGS = Tags.of(
-        call=r"<function=(?P<name>[^>\n]+)>",
+        call=r"<function=(?P<name>[^<>\n]+)>",
         call_end="</function>",
-        parameter=r"<parameter=(?P<key>[^>\n]+)>",
+        parameter=r"<parameter=(?P<key>[^<>\n]+)>",
         parameter_end="</parameter>",
         before_parameter="\n",
     )
@@ -55,6 +57,18 @@ class SeedOSSToolParser(TaggedToolParser):
             name = call.result.attempted_name or call.result.name
             raise BrokenCallError(call.end, f"{self.tool_end_token} must follow the call", name)
         return call
+
+    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
+        """Return where a list or an object ends, in JSON or in Python; see `TaggedToolParser.nested_end`."""
+        end = super().nested_end(text, parameter, schema)
+        begin = skip_space(text, parameter.end())
+        types = allowed_types(parameter_schema(schema, parameter["key"]), schema)
+        if end is not None or text[begin : begin + 1] not in ("[", "{") or "string" in types:
+            return end
+        try:
+            return skip_space(text, read_literal(text, begin)[1])
+        except InvalidValueError:
+            return None
 
     def make_result(
         self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None

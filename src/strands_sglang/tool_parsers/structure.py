@@ -266,20 +266,30 @@ class Span(NamedTuple):
     call: Any = None
 
 
-def take_apart(turn: MarkedText, read_call: Callable[[Mark], CallSpan], *, reasoning_open: bool = False) -> list[Span]:
+class Structure(NamedTuple):
+    """Where everything in a turn lies.
+
+    Attributes:
+        spans: The spans that are not empty, in order of position. Marks around reasoning belong to no span; stray end
+            marks of calls are text.
+        ends_in_reasoning: The turn ends inside reasoning that nothing closed, be it empty.
+    """
+
+    spans: list[Span]
+    ends_in_reasoning: bool
+
+
+def take_apart(turn: MarkedText, read_call: Callable[[Mark], CallSpan], *, reasoning_open: bool = False) -> Structure:
     """Cut a turn into reasoning, visible text and calls.
 
     Args:
         turn: The turn with its marks.
         read_call: Reads one call from its start mark on; must return an `end` behind that mark.
         reasoning_open: The prompt ended inside reasoning.
-
-    Returns:
-        The spans that are not empty, in order of position. Marks around reasoning belong to no span; stray end marks of
-        calls are text.
     """
     text = turn.text
     spans: list[Span] = []
+    unclosed = False
     settled = 0  # spans before this index stand before a closing mark and are reasoning for good
     position = 0
 
@@ -289,7 +299,9 @@ def take_apart(turn: MarkedText, read_call: Callable[[Mark], CallSpan], *, reaso
 
     def reason(start: int) -> int:
         """Add the reasoning that begins at `start`; return where it stops."""
+        nonlocal unclosed
         close = turn.find(MarkKind.THINK_END, start)
+        unclosed = close is None
         add(SpanKind.REASONING, start, len(text) if close is None else close.start)
         return len(text) if close is None else close.end
 
@@ -320,7 +332,7 @@ def take_apart(turn: MarkedText, read_call: Callable[[Mark], CallSpan], *, reaso
             settled = len(spans)
         position = mark.end
     add(SpanKind.TEXT, position, len(text))
-    return spans
+    return Structure(spans, unclosed)
 
 
 def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:

@@ -1,6 +1,7 @@
 """The base of the formats in which arguments stand between tags as plain text, and calls in a section.
 
-Nothing is escaped in such a format. A value ends at the first end tag behind which the section goes on as one does:
+Nothing is escaped in such a format. A list or an object, where no string is allowed, ends where its JSON does, whatever
+stands in its strings. Any other value ends at the first end tag behind which the section goes on as one does:
 with the next parameter, or with the end of the call and then the next call or the end of the section. All other text
 may stand in a value, except what could as well be the rest of a call whose value was never closed: the end of a call
 with what follows there, and the opening tag of a parameter where the format puts one. Such a call is refused.
@@ -11,8 +12,9 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from ._arguments import find_value_end, nested_value_end, parameter_schema
 from ._values import shorten, skip_space
 from .base import ToolCallStatus, ToolParseResult
 from .marked import ToolSchemas, failed_call
@@ -82,6 +84,16 @@ class TaggedToolParser(SectionToolParser):
             tools: Schema of every tool by name; None if the tools are not known.
         """
 
+    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
+        """Return where a value ends that is a list or an object; None for any other.
+
+        Args:
+            text: The turn.
+            parameter: The opening tag of the parameter.
+            schema: Schema of the tool's input; None if it is not known.
+        """
+        return nested_value_end(text, parameter.end(), parameter_schema(schema, parameter["key"]), schema)
+
     def read_inner_call(self, turn: NestedText, position: int, tools: ToolSchemas | None) -> SectionCall:
         """Read one call; see `SectionToolParser.read_inner_call`."""
         tags, text = self.TAGS, turn.text
@@ -89,14 +101,16 @@ class TaggedToolParser(SectionToolParser):
         if call is None:
             raise BrokenCallError(position, "the opening tag of a call belongs here")
         name = call["name"]
+        schema = None if tools is None else tools.get(name)
         values: dict[str, tuple[str | None, str]] = {}
         repeated: str | None = None
         at = skip_space(text, call.end())
         while (parameter := turn.match(tags.parameter, at)) is not None:
             key = parameter["key"]
-            end = turn.find_match(tags.value_end, parameter.end(), self._goes_on)
-            unclosed = turn.find_match(tags.unclosed, parameter.end(), self._goes_on)
-            if end is None or (unclosed is not None and unclosed.start() < end.start()):
+            nested = self.nested_end(text, parameter, schema)
+            closes, unclosed = (tags.value_end, self._goes_on), (tags.unclosed, self._goes_on)
+            end, _ = find_value_end(turn, parameter.end(), nested, closes, unclosed)
+            if end is None:
                 error = f"the value of parameter {shorten(key)} is not closed by {tags.parameter_end}"
                 raise BrokenCallError(parameter.end(), error, name)
             repeated = key if key in values and repeated is None else repeated

@@ -61,6 +61,7 @@ class TestGemma4(ParserChecks):
             "call:f{a:" + "[" * 65 + "]" * 65 + "}",
             "call:f{} x",
         ),
+        delimits=False,
         closer=f"{QUOTE}}}<tool_call|>",
         think=("<|channel>", "<channel|>"),
         # A mark of strings in a string ends it, unless it is made of other tokens.

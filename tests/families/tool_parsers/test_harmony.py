@@ -131,3 +131,18 @@ def test_a_call_quoted_in_a_final_answer_is_text() -> None:
     turn = PARSER.parse_turn("<|channel|>final<|message|>Like " + write([("rm", {})]).removesuffix("<|call|>"))
     assert turn.tool_calls == ()
     assert turn.text.startswith("Like <|start|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "unclosed"),
+    [
+        ("<|channel|>analysis", True),
+        ("<|channel|>analysis<|message|>", True),
+        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>analysis<|message|>Well", True),
+        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant", False),
+        ("<|channel|>final<|message|>Yes", False),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", False),
+    ],
+)
+def test_a_turn_ends_in_reasoning_where_its_last_message_is_an_unended_analysis(text: str, unclosed: bool) -> None:
+    assert PARSER.parse_turn(text, truncated=True).ends_in_reasoning is unclosed

@@ -67,6 +67,7 @@ class TestMiniMaxM3(ParserChecks):
             call("f", f"{NS}<a>" * 65 + f"{NS}</a>" * 65),
             call("f", "") + "text",
         ),
+        delimits=False,
         closer=f"{NS}</a>{NS}</invoke>\n{END}",
         think=("<mm:think>", "</mm:think>"),
         values=values,

@@ -18,7 +18,7 @@ def write_named(calls: Sequence[Call]) -> str:
 
 
 def write_list(calls: Sequence[Call]) -> str:
-    listed = [{"name": name, "arguments": values, "id": f"abcDEF12{i}"} for i, (name, values) in enumerate(calls)]
+    listed = [{"name": name, "arguments": values, "id": f"abcDE{i:04d}"} for i, (name, values) in enumerate(calls)]
     return "[TOOL_CALLS]" + json.dumps(listed, ensure_ascii=False)
 
 

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 
 from strands_sglang.tool_parsers import (
-    TOOL_PARSER_REGISTRY,
     HermesToolParser,
-    QwenXMLToolParser,
     ToolCallStatus,
     ToolParser,
     ToolParseResult,
-    get_tool_parser,
-    register_tool_parser,
 )
 
 
@@ -83,28 +79,6 @@ def test_forked_processes_do_not_make_the_same_ids() -> None:
     assert os.read(reading, 100).decode() != identifier()
     os.close(reading)
     os.close(writing)
-
-
-def test_parsers_are_found_by_name() -> None:
-    assert isinstance(get_tool_parser("hermes"), HermesToolParser)
-    assert isinstance(get_tool_parser("qwen_xml"), QwenXMLToolParser)
-    assert get_tool_parser("hermes", think_end_token="[/think]").think_end_token == "[/think]"
-
-
-@pytest.mark.parametrize("kind", [KeyError, ValueError])
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(kind: type[Exception]) -> None:
-    with pytest.raises(kind) as caught:
-        get_tool_parser("hermse")
-    assert str(caught.value) == (
-        "there is no tool parser named 'hermse'; the tool parsers are: " + ", ".join(sorted(TOOL_PARSER_REGISTRY))
-    )
-    assert "hermes" in str(caught.value)
-
-
-def test_a_parser_of_ones_own_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOOL_PARSER_REGISTRY, "mine", HermesToolParser)  # so that it is gone after the test
-    assert register_tool_parser("mine")(PublishedStyleParser) is PublishedStyleParser
-    assert isinstance(get_tool_parser("mine"), PublishedStyleParser)
 
 
 def test_the_interface_itself_is_no_parser() -> None:
@@ -185,8 +159,3 @@ def test_the_error_text_can_always_be_encoded() -> None:
 def test_a_result_that_strands_would_drop_cannot_be_made(fields):
     with pytest.raises(ValueError, match="a tool call"):
         ToolParseResult(**{"id": "c", "name": "n", "input": {}, **fields})
-
-
-def test_a_parser_class_in_place_of_a_parser_is_told_apart_from_a_name():
-    with pytest.raises(TypeError, match="HermesToolParser is a class|make one, HermesToolParser"):
-        get_tool_parser(HermesToolParser)

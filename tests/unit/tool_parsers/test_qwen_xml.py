@@ -269,3 +269,24 @@ def test_a_parameter_whose_default_is_null_takes_null(written):
     text = f"<tool_call>\n<function=search>\n<parameter=limit>\n{written}\n</parameter>\n</function>\n</tool_call>"
     (call,) = QwenXMLToolParser().parse(text, tools=tools)
     assert (call.error, call.input) == (None, {"limit": None})
+
+
+def test_tags_in_the_strings_of_a_list_or_an_object_belong_to_them() -> None:
+    inside = "x</parameter><parameter=b></parameter></function></tool_call><tool_call>"
+    types = {"a": {"type": "object"}, "b": {"type": ["array", "null"]}}
+    text = written("f", {"a": {inside: inside}, "b": [inside]})
+    result = only(text, tools=[tool("f", types)])
+    assert result.input == {"a": {inside: inside}, "b": [inside]}
+
+
+def test_a_list_that_is_no_json_ends_at_its_tag_and_is_refused() -> None:
+    text = "<tool_call><function=f><parameter=a>['x']</parameter></function></tool_call>"
+    assert "must be an array" in (only(text, tools=[tool("f", {"a": {"type": "array"}})]).error or "")
+
+
+def test_more_calls_than_a_thousand_are_one_malformed_call() -> None:
+    calls = QwenXMLToolParser().parse(written("f", {}) * 1005)
+    assert [call.status for call in calls[:1000]] == [ToolCallStatus.OK] * 1000
+    assert [(call.status, call.error) for call in calls[1000:]] == [
+        (ToolCallStatus.MALFORMED, "a turn may hold 1000 calls, and this one holds more")
+    ]

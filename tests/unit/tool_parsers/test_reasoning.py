@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands_sglang.tool_parsers import HermesToolParser, QwenXMLToolParser, ToolParser
+from strands_sglang.tool_parsers import HermesToolParser, QwenXMLToolParser, ToolParser, ToolParseResult
 
 HERMES_CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=ls>\n</function>\n</tool_call>"
@@ -136,3 +136,35 @@ def test_every_word_of_a_turn_ends_up_in_exactly_one_place(
     assert sum(place.count("word") for place in places) == text.count("word")
     good = sum(not found.is_error for found in turn.tool_calls)
     assert sum(place.count("ls") for place in places) + good == text.count("ls")
+
+
+class OwnToolParser(ToolParser):
+    """A parser of a user, who left the splitting to the base class."""
+
+    def parse(self, text: str) -> list[ToolParseResult]:  # type: ignore[override]
+        return []
+
+
+@pytest.mark.parametrize("parser", [HermesToolParser(), QwenXMLToolParser(), OwnToolParser()])
+@pytest.mark.parametrize(
+    ("text", "reasoning_open", "unclosed"),
+    [
+        ("", False, False),
+        ("", True, True),
+        ("Hm", True, True),
+        ("\n<think>\nHm", True, True),
+        ("<think>", False, True),
+        (f"<think>Hm {HERMES_CALL}", False, True),
+        ("<think>Hm</think>", False, False),
+        ("Hm</think>", True, False),
+        ("Hm</think>", False, False),
+        ("Hm</think>\n\nYes.", True, False),
+        ("<think>Hm</think>\n\nYes.\n<think>No, ", False, True),
+        ("Yes.", False, False),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>', False, False),
+    ],
+)
+def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(
+    parser: ToolParser, text: str, reasoning_open: bool, unclosed: bool
+) -> None:
+    assert parser.parse_turn(text, reasoning_open=reasoning_open).ends_in_reasoning is unclosed
