@@ -19,15 +19,28 @@ import orjson
 from strands.types.content import Message, Messages
 from strands.types.tools import ToolSpec
 
+from .content import (
+    Content,
+    ImagePart,
+    Picture,
+    Piece,
+    UnsupportedContentError,
+    block_kind,
+    encodable,
+    join_pieces,
+    render_block,
+    render_result,
+    unsupported,
+)
+
 BLANK_TEXT = "[blank text]"
 """What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
 
 ChatMessage = dict[str, Any]
-"""A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls."""
+"""A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls.
 
-
-class UnsupportedContentError(ValueError):
-    """A message holds content that cannot be put in front of the model. The message names its path."""
+Content is text, or a list of parts where there are images (`content.Content`).
+"""
 
 
 # --- canonical form and fingerprints ---
@@ -122,33 +135,68 @@ def to_chat_messages(
     *,
     known_calls: Sequence[Mapping[str, Any]] = (),
     result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
+    call_id: Callable[[str, str, int], str] = lambda tool_use_id, name, index: tool_use_id,
     first: int = 0,
+    images: bool = False,
 ) -> list[ChatMessage]:
     """Strands messages as chat-template messages. Every content block is rendered or raises; none is dropped.
 
     Tool results become one `tool` message each, in the order of the calls that they answer (Strands puts those of
-    invalid calls first, and those of interrupted ones last); text beside them becomes a `user` message after them.
+    invalid calls first, and those of interrupted ones last); what stands beside them becomes a `user` message after
+    them. The blocks of a message are joined by newlines. A document becomes text with its name around it:
+
+        <document name="prices" format="csv">
+        apple,3
+        </document>
+
+    Whether a tool succeeded is not rendered: chat templates have no place for it, and a tool's error text is in the
+    content of its result.
 
     Args:
         messages: Strands messages.
-        known_calls: Tool uses of the assistant message that stands right before `messages`, if that one is not in them.
+        known_calls: Tool calls of the assistant message that stands right before `messages`, if that one is not in
+            them: `{"toolUseId", "name", "id"}`.
         result_notice: Given a toolUseId, the text that replaces its result: what the model is told of a call that did
             not parse. None keeps the result.
+        call_id: Given a toolUseId, the tool's name and how many calls came before it in `messages`, the id that the
+            model is shown (some families write ids of their own form).
         first: Position of the first of `messages` in the whole history, for error messages.
+        images: Whether images can be put in front of the model; content that holds one is a list of parts.
 
     Raises:
         UnsupportedContentError: A block cannot be rendered; the message names its path.
     """
     chat: list[ChatMessage] = []
     calls = list(known_calls)
+    seen = 0
     for i, message in enumerate(messages):
         where = f"messages[{first + i}]"
         if message["role"] == "assistant":
-            chat.append(_assistant_message(message, where))
-            calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+            uses = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+            calls = [
+                {
+                    "toolUseId": use["toolUseId"],
+                    "name": use["name"],
+                    "id": call_id(use["toolUseId"], use["name"], seen + j),
+                }
+                for j, use in enumerate(uses)
+            ]
+            seen += len(uses)
+            chat.append(_assistant_message(message, where, calls))
         else:
-            chat.extend(_user_messages(message, where, calls, result_notice))
+            chat.extend(_user_messages(message, where, calls, result_notice, images))
     return chat
+
+
+def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:
+    """The images of chat messages, in the order in which a template renders them."""
+    return [
+        part.picture
+        for message in chat
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if isinstance(part, ImagePart)
+    ]
 
 
 def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]] | None:
@@ -180,23 +228,24 @@ def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mappi
         if "text" in block:
             texts.append(block["text"])
         elif "cachePoint" not in block:
-            raise UnsupportedContentError(f"system_prompt[{i}]: cannot render a {_kind(block)} block as text")
+            raise UnsupportedContentError(f"system_prompt[{i}]: cannot render a {block_kind(block)} block as text")
     return "\n".join(texts) if texts else None
 
 
-def _assistant_message(message: Message, where: str) -> ChatMessage:
-    texts, reasoning, calls = [], [], []
+def _assistant_message(message: Message, where: str, known: Sequence[Mapping[str, Any]]) -> ChatMessage:
+    texts, reasoning = [], []
+    calls: list[dict[str, Any]] = []
     for j, block in enumerate(message["content"]):
         if "text" in block:
-            texts.append(_encodable(block["text"]))
+            texts.append(encodable(block["text"]))
         elif "toolUse" in block:
             use = block["toolUse"]
             call = {"name": use["name"], "arguments": use["input"]}
-            calls.append({"type": "function", "id": use["toolUseId"], "function": call})
+            calls.append({"type": "function", "id": known[len(calls)]["id"], "function": call})
         elif "reasoningContent" in block and "reasoningText" in block["reasoningContent"]:
-            reasoning.append(_encodable(block["reasoningContent"]["reasoningText"]["text"]))
+            reasoning.append(encodable(block["reasoningContent"]["reasoningText"]["text"]))
         elif "cachePoint" not in block:
-            raise _unsupported(block, f"{where}.content[{j}]")
+            raise unsupported(block, f"{where}.content[{j}]")
     chat: ChatMessage = {"role": "assistant", "content": "\n".join(texts)}
     if reasoning:
         chat["reasoning_content"] = "\n".join(reasoning)
@@ -210,55 +259,45 @@ def _user_messages(
     where: str,
     calls: Sequence[Mapping[str, Any]],
     result_notice: Callable[[str], str | None],
+    images: bool,
 ) -> list[ChatMessage]:
     order = {call["toolUseId"]: position for position, call in enumerate(calls)}
     results: list[tuple[int, ChatMessage]] = []
-    texts = []
+    pieces: list[Piece] = []
     for j, block in enumerate(message["content"]):
         here = f"{where}.content[{j}]"
-        if "text" in block:
-            texts.append(_encodable(block["text"]))
-        elif "toolResult" in block:
+        if "toolResult" in block:
             result = block["toolResult"]
             use_id = result["toolUseId"]
             position = order.get(use_id)
             notice = result_notice(use_id)
-            text = notice if notice is not None else _result_text(result["content"], f"{here}.toolResult")
-            chat: ChatMessage = {"role": "tool", "content": text, "tool_call_id": use_id}
+            if notice is not None:
+                content: Content = notice
+            else:
+                content = render_result(result["content"], f"{here}.toolResult", images=images)
+            chat: ChatMessage = {"role": "tool", "content": content, "tool_call_id": use_id}
             if position is not None:
                 chat["name"] = calls[position]["name"]
+                chat["tool_call_id"] = calls[position]["id"]
             results.append((len(calls) if position is None else position, chat))
         elif "cachePoint" not in block:
-            raise _unsupported(block, here)
+            pieces.append(render_block(block, here, images=images))
     chats = [chat for _, chat in sorted(results, key=lambda entry: entry[0])]
-    if texts or not chats:
-        chats.append({"role": "user", "content": "\n".join(texts)})
+    if pieces or not chats:
+        chats.append({"role": "user", "content": join_pieces(pieces)})
     return chats
 
 
-def _result_text(content: Sequence[Mapping[str, Any]], where: str) -> str:
-    texts = []
-    for k, block in enumerate(content):
-        if "text" in block:
-            texts.append(_encodable(block["text"]))
-        elif "json" in block:
-            texts.append(_encodable(json.dumps(block["json"], ensure_ascii=False)))
-        else:
-            raise _unsupported(block, f"{where}.content[{k}]")
-    return "\n".join(texts)
-
-
-def _encodable(text: str) -> str:
-    """The text with halves of surrogate pairs replaced: broken files hold them, and no tokenizer takes them."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _unsupported(block: Mapping[str, Any], where: str) -> UnsupportedContentError:
-    return UnsupportedContentError(
-        f"{where}: cannot put a {_kind(block)} block in front of the model; this version renders text, json, tool "
-        "uses, tool results and reasoning. Turn the block into text before the call"
-    )
-
-
-def _kind(block: Mapping[str, Any]) -> str:
-    return "/".join(block) or "empty"
+__all__ = [
+    "ChatMessage",
+    "Conversation",
+    "UnsupportedContentError",
+    "canonical_content",
+    "fingerprint",
+    "message_digest",
+    "next_link",
+    "pictures_of",
+    "system_text",
+    "to_chat_messages",
+    "to_chat_tools",
+]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from strands.models._validation import validate_config_keys, warn_on_tool_choice_not_supported
@@ -23,7 +23,7 @@ from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
 from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
-from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError, get_chat_template
+from .chat_template import get_chat_template
 from .client import SGLangClient
 from .exceptions import (
     SGLangAbortedError,
@@ -31,13 +31,14 @@ from .exceptions import (
     SGLangThrottledError,
 )
 from .generation import Generation, read_generation
-from .messages import fingerprint, system_text, to_chat_messages, to_chat_tools
+from .messages import fingerprint, system_text
+from .prompts import next_prompt
 from .request import check_answer, check_config, plan_request, wants_logprobs
 from .server_check import check_server
 from .shared import get_client
 from .tokens import TokenManager
 from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult, get_tool_parser
-from .trajectory import Place, Trajectory, Turn
+from .trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,10 @@ class SGLangModel(Model):
             enable_thinking: Shorthand for `chat_template_kwargs={"enable_thinking": ...}`.
             chat_template: Jinja text that replaces the tokenizer's chat template.
             chat_template_kwargs: Arguments for the chat template.
+            family: Name of the model family (see `strands_sglang.families`), where the chat template does not tell it.
+            history_policy: What becomes of sampled reasoning once a user message arrives, where the chat template
+                strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
+                own form, which is a new sequence.
             context_window_limit: Context length in tokens; by default what the server tells.
         """
 
@@ -87,6 +92,8 @@ class SGLangModel(Model):
         enable_thinking: bool | None
         chat_template: str | None
         chat_template_kwargs: dict[str, Any] | None
+        family: str | None
+        history_policy: Literal["append", "template"] | None
         context_window_limit: int | None
 
     def __init__(
@@ -104,7 +111,8 @@ class SGLangModel(Model):
             tokenizer: The Hugging Face tokenizer of the served model.
             client: A client to use. Exactly one of `client` and `base_url` must be given.
             base_url: URL of an SGLang server; models with the same URL share one pooled client.
-            tool_parser: How the model writes tool calls: a parser, or the name of one (default "hermes").
+            tool_parser: How the model writes tool calls: a parser, or the name of one. By default the one of the model
+                family that the chat template belongs to, and "hermes" for a family that has none or is not known.
             **config: See `SGLangConfig`.
 
         Raises:
@@ -116,14 +124,20 @@ class SGLangModel(Model):
             raise ValueError(f"pass exactly one of client= and base_url=; {given} given")
         self.client: SGLangClient = client if client is not None else get_client(cast(str, base_url))
         self.tokenizer = tokenizer
-        self.tool_parser = (
-            tool_parser
-            if isinstance(tool_parser, ToolParser)
-            else get_tool_parser(DEFAULT_TOOL_PARSER if tool_parser is None else tool_parser)
-        )
         self.config: dict[str, Any] = {}
         self.update_config(**config)
+        self.tool_parser = tool_parser if isinstance(tool_parser, ToolParser) else self._find_tool_parser(tool_parser)
         self.reset()
+
+    def _find_tool_parser(self, name: str | None) -> ToolParser:
+        family = self.chat_template.family
+        if name is None:
+            name = (family.tool_parser if family is not None else None) or DEFAULT_TOOL_PARSER
+        elif name == "auto" and self.config.get("family") is not None and family is not None and family.tool_parser:
+            name = family.tool_parser
+        if name == "auto":
+            return get_tool_parser(name, tokenizer=self.tokenizer, chat_template=self.config.get("chat_template"))
+        return get_tool_parser(name)
 
     # --- configuration ---
 
@@ -146,7 +160,9 @@ class SGLangModel(Model):
         arguments = dict(config.get("chat_template_kwargs") or {})
         if config.get("enable_thinking") is not None:
             arguments["enable_thinking"] = config["enable_thinking"]
-        self.chat_template = get_chat_template(self.tokenizer, config.get("chat_template"), arguments)
+        self.chat_template = get_chat_template(
+            self.tokenizer, config.get("chat_template"), arguments, config.get("family")
+        )
         self.config = config
 
     @override
@@ -227,13 +243,18 @@ class SGLangModel(Model):
             generation,
             Message(role="assistant", content=blocks),
             tool_calls=[
-                {"toolUseId": call.id, "name": shown_name(call), "id": call.native_id or call.id}
-                for call in parsed.tool_calls
+                {
+                    "toolUseId": call.id,
+                    "name": shown_name(call),
+                    "id": call.native_id or self.chat_template.call_id(call.id, shown_name(call), number),
+                }
+                for number, call in enumerate(parsed.tool_calls, turn.calls_before)
             ],
             result_notices={
                 call.id: self.tool_parser.render_error(call) for call in parsed.tool_calls if call.is_error
             },
             parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
+            ends_in_reasoning=parsed.ends_in_reasoning,
         )
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
@@ -287,8 +308,16 @@ class SGLangModel(Model):
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
         conversation = fingerprint(parts, messages)
         place = trajectory.attach(conversation, messages)
-        place, prompt = self._prompt(template, trajectory, place, messages, tool_specs, system)
-        known_ids = place.turn.token_ids() if place.turn is not None else []
+        place, prompt = next_prompt(
+            template,
+            trajectory,
+            place,
+            messages,
+            tool_specs,
+            system,
+            keep_history=config.get("history_policy") != "template",
+        )
+        known_ids = place.token_ids()
         turn = trajectory.ask(
             place,
             conversation,
@@ -302,7 +331,13 @@ class SGLangModel(Model):
             generation = read_generation(
                 response, logprobs_expected=wants_logprobs(config), end_token_ids=template.stop_ids
             )
-            check_answer(generation, config, len(known_ids) + len(prompt.token_ids), len(prompt.token_ids))
+            check_answer(
+                generation,
+                config,
+                len(known_ids) + len(prompt.token_ids),
+                len(prompt.token_ids),
+                parent=place.turn.generation if place.turn is not None else None,
+            )
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
             trajectory.fail(turn, error)
             raise
@@ -315,37 +350,6 @@ class SGLangModel(Model):
             trajectory.cut(turn, generation, abort)
             raise abort
         return turn, generation
-
-    def _prompt(
-        self,
-        template: ChatTemplate,
-        trajectory: Trajectory,
-        place: Place,
-        messages: Messages,
-        tool_specs: list[ToolSpec] | None,
-        system: str | None,
-    ) -> tuple[Place, Prompt]:
-        """The prompt tokens for a place; where the continuation cannot be proven, a new sequence from a full render."""
-        tools = to_chat_tools(tool_specs)
-        if place.turn is not None:
-            turn = place.turn
-            chat = to_chat_messages(
-                place.new_messages,
-                known_calls=turn.tool_calls,
-                result_notice=trajectory.result_notice,
-                first=len(messages) - len(place.new_messages),
-            )
-            try:
-                stop = turn.generation.stop_token_id if turn.generation is not None else None
-                return place, template.continuation(
-                    turn.output_ids, stop, turn.tool_calls, chat, tools, has_system=system is not None
-                )
-            except UnprovenContinuationError as error:
-                place = Place(None, messages, f"opens a sequence: {error}")
-        chat = to_chat_messages(messages, result_notice=trajectory.result_notice)
-        if system is not None:
-            chat.insert(0, {"role": "system", "content": system})
-        return place, template.opening(chat, tools)
 
     async def _request(
         self,

@@ -11,6 +11,12 @@ from strands.types.exceptions import ContextWindowOverflowException
 from .exceptions import SGLangDecodingError
 from .generation import Generation
 
+RENDERING_ARGUMENTS = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
+)
+"""Arguments of `apply_chat_template` that say what is rendered, not how."""
+
 
 @dataclass(frozen=True)
 class RequestPlan:
@@ -36,6 +42,12 @@ def check_config(config: Mapping[str, Any]) -> None:
     params = config.get("sampling_params")
     if params is not None and not isinstance(params, Mapping):
         raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
+    policy = config.get("history_policy")
+    if policy not in (None, "append", "template"):
+        raise ValueError(f"history_policy must be 'append' or 'template', not {policy!r}")
+    reserved = RENDERING_ARGUMENTS & set(config.get("chat_template_kwargs") or {})
+    if reserved:
+        raise ValueError(f"chat_template_kwargs cannot hold {sorted(reserved)}: the model sets them itself")
     limits = {
         "sampling_params['max_new_tokens']": (params or {}).get("max_new_tokens"),
         "context_window_limit": config.get("context_window_limit"),
@@ -91,7 +103,14 @@ def plan_request(
     return RequestPlan(sampling_params, fields, clamped)
 
 
-def check_answer(generation: Generation, config: Mapping[str, Any], prompt_tokens: int, new_tokens: int) -> None:
+def check_answer(
+    generation: Generation,
+    config: Mapping[str, Any],
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    parent: Generation | None = None,
+) -> None:
     """Refuse an answer to something else than what was asked. An aborted request may have been answered in part.
 
     Args:
@@ -99,9 +118,10 @@ def check_answer(generation: Generation, config: Mapping[str, Any], prompt_token
         config: The model's configuration.
         prompt_tokens: Length of the prompt that was sent.
         new_tokens: How many of its tokens the call added.
+        parent: The answer that the prompt goes on from, if there is one.
 
     Raises:
-        SGLangDecodingError: The prompt was cut, or something that was asked for did not come back.
+        SGLangDecodingError: The prompt was cut, or something that was asked for did not come back, or not as asked.
     """
     if generation.finish_type == "abort":
         return
@@ -110,14 +130,34 @@ def check_answer(generation: Generation, config: Mapping[str, Any], prompt_token
             f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
             "a server started with --allow-auto-truncate does this: start it without"
         )
-    if config.get("return_routed_experts") and generation.routed_experts is None:
-        raise SGLangDecodingError(
-            "routed experts were asked for and not returned: the model has none, the server was started without "
-            "--enable-return-routed-experts, or a router drops the request's key"
-        )
+    if config.get("return_routed_experts"):
+        _check_routed_experts(generation, parent)
     returned = len(generation.prompt_logprobs)
     if config.get("return_prompt_logprobs") and returned < new_tokens:
         raise SGLangDecodingError(
             f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
             "`logprob_start_len` does this"
+        )
+
+
+def _check_routed_experts(generation: Generation, parent: Generation | None) -> None:
+    if generation.routed_experts is None:
+        raise SGLangDecodingError(
+            "routed experts were asked for and not returned: the model has none, the server was started without "
+            "--enable-return-routed-experts, or a router drops the request's key"
+        )
+    before, width = parent.routed_width if parent is not None else None, generation.routed_width
+    if None not in (before, width) and before != width:
+        raise SGLangDecodingError(
+            f"the server returned {width} ids of routed experts per token and {before} for the turn before: the number "
+            f"of rows is not that of the {generation.routed_rows} tokens of prompt and answer without the last"
+        )
+    # SGLang keeps the rows by the places of the key-value cache. What comes back from another tier gets new places,
+    # where the rows of others still stand (github.com/sgl-project/sglang/issues/26975; so in 0.5.23, by its source).
+    tiers = generation.meta_info.get("cached_tokens_details") or {}
+    restored = {tier: tiers[tier] for tier in ("host", "storage") if tiers.get(tier)}
+    if restored:
+        raise SGLangDecodingError(
+            f"prompt tokens came from other tiers of the server's cache ({restored}), and SGLang does not keep routed "
+            "experts there: those of such tokens are wrong; start the server without --enable-hierarchical-cache"
         )

@@ -38,11 +38,20 @@ class Place:
         turn: The turn that it extends; None if it opens a sequence.
         new_messages: The messages that came since.
         reason: Why, for people.
+        kept: How many of that turn's sampled ids stay before the call's prompt; None for all of them.
     """
 
     turn: Turn | None
     new_messages: Messages
     reason: str
+    kept: int | None = None
+
+    def token_ids(self) -> list[int]:
+        """The ids that stand before the call's prompt, shape (T,)."""
+        if self.turn is None:
+            return []
+        ids = self.turn.token_ids()
+        return ids if self.kept is None else ids[: len(ids) - len(self.turn.output_ids) + self.kept]
 
 
 class Trajectory:
@@ -58,6 +67,7 @@ class Trajectory:
         self._answers: dict[bytes, Turn] = {}
         self._failures: dict[tuple[int, bytes], Turn] = {}
         self._notices: dict[str, str] = {}
+        self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
         self._lock = threading.RLock()
         self._calls = 0
@@ -115,6 +125,7 @@ class Trajectory:
                 constrained=constrained,
                 sampling_params=dict(sampling_params or {}),
                 clamped=clamped,
+                parent_kept=place.kept,
                 _root=None if place.turn is None else place.turn.root,
             )
             self._calls += 1
@@ -130,6 +141,7 @@ class Trajectory:
         tool_calls: Iterable[Mapping[str, Any]] = (),
         result_notices: Mapping[str, str] | None = None,
         parse_errors: Iterable[str] = (),
+        ends_in_reasoning: bool = False,
     ) -> None:
         """Record a turn's answer.
 
@@ -140,9 +152,12 @@ class Trajectory:
             tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
             result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
             parse_errors: The names that the calls which did not parse seemed to mean.
+            ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
         """
         with self._lock:
             turn.tool_calls = tuple(tool_calls)
+            turn.ends_in_reasoning = ends_in_reasoning
+            self._call_ids.update((call["toolUseId"], call["id"]) for call in turn.tool_calls)
             self._notices.update(result_notices or {})
             for name in parse_errors:
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
@@ -197,15 +212,15 @@ class Trajectory:
         """
         with self._lock:
             answered = [turn for turn in self._turns if turn.is_answered]
-            inner = {id(turn.parent) for turn in answered if turn.parent is not None and not turn.constrained}
+            # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
+            inner = {id(turn.parent) for turn in answered if turn.parent_kept is None and not turn.constrained}
             leaves = [turn for turn in answered if id(turn) not in inner]
             leaves.sort(key=lambda leaf: (leaf.constrained or leaf.status is TurnStatus.CUT, leaf.index))
             trained: set[int] = set()
             sequences = []
             for leaf in leaves:
-                path = leaf.path()
-                sequences.append(_sequence(path, already_trained=trained))
-                trained.update(id(turn) for turn in path)
+                sequences.append(_sequence(leaf, already_trained=trained))
+                trained.update(id(turn) for turn in leaf.path())
             return sequences
 
     def latest_main_sequence(self) -> TokenManager:
@@ -219,16 +234,20 @@ class Trajectory:
             roots = [turn for turn in self._turns if turn.parent is None and not turn.constrained]
             first = next((turn for turn in roots if turn.is_answered), None)
             if first is None:
-                return _sequence(roots[-1:], already_trained=())
+                return _sequence(roots[-1], already_trained=()) if roots else TokenManager()
             leaf = first
             for turn in self._turns:
                 if turn.is_answered and not turn.constrained and turn.root.key == first.key:
                     leaf = turn
-            return _sequence(leaf.path(), already_trained=())
+            return _sequence(leaf, already_trained=())
 
     def result_notice(self, tool_use_id: str) -> str | None:
         """What the model is told instead of the result of a tool call, if that call did not parse."""
         return self._notices.get(tool_use_id)
+
+    def call_id(self, tool_use_id: str) -> str | None:
+        """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
+        return self._call_ids.get(tool_use_id)
 
     # --- explaining ---
 
@@ -277,26 +296,30 @@ def _agreement(difference: tuple[int, str]) -> int:
     return difference[0]
 
 
-def _sequence(path: list[Turn], already_trained: Iterable[int]) -> TokenManager:
-    """The tokens of a path of turns."""
+def _sequence(leaf: Turn, already_trained: Iterable[int]) -> TokenManager:
+    """The tokens from the root to a turn."""
     trained = set(already_trained)
-    return TokenManager(segment for turn in path for segment in _segments(turn, train=id(turn) not in trained))
+    return TokenManager(
+        segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, train=id(turn) not in trained)
+    )
 
 
-def _segments(turn: Turn, *, train: bool) -> Iterator[Segment]:
+def _segments(turn: Turn, kept: int, *, train: bool) -> Iterator[Segment]:
+    """A turn's prompt, and the first `kept` of its sampled tokens."""
     logprobs: array[float] | None = turn._prompt_logprobs
     if logprobs is None and turn.parent is not None:
         # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
         logprobs = array("d", bytes(8 * len(turn.prompt_ids)))
     yield Segment(turn.prompt_ids, logprobs, is_response=False)
-    if turn.generation is not None:
+    generation = turn.generation
+    if generation is not None:
         yield Segment(
-            turn.generation.output_ids,
-            turn.generation.logprobs,
+            generation.output_ids[:kept],
+            None if generation.logprobs is None else generation.logprobs[:kept],
             is_response=True,
             loss_mask=int(train and not turn.constrained),
-            finish_reason=turn.generation.finish_type,
-            weight_version=turn.generation.weight_version,
+            finish_reason=generation.finish_type,
+            weight_version=generation.weight_version,
         )
 
 

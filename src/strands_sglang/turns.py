@@ -45,6 +45,9 @@ class Turn:
         status: How far it has come.
         generation: The server's answer, None until it came.
         clamped: Whether `max_new_tokens` was lowered to what the context still had room for.
+        parent_kept: How many of the parent's sampled ids stand before this turn's prompt; None for all of them. One
+            less than all where the parent stopped with another token than the chat template puts there.
+        ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
         cause: The error that failed the turn.
     """
 
@@ -62,6 +65,8 @@ class Turn:
     status: TurnStatus = TurnStatus.ASKED
     generation: Generation | None = None
     clamped: bool = False
+    parent_kept: int | None = None
+    ends_in_reasoning: bool = False
     cause: BaseException | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     answer_key: bytes | None = None
@@ -111,10 +116,24 @@ class Turn:
             turn = turn.parent
         return turns[::-1]
 
+    @property
+    def calls_before(self) -> int:
+        """How many tool calls the recorded turns before this one have made."""
+        return sum(len(turn.tool_calls) for turn in self.path()[:-1])
+
+    def steps(self) -> list[tuple[Turn, int]]:
+        """The turns from the root to this one, each with how many of its sampled ids stand in this sequence."""
+        path = self.path()
+        kept = [turn.parent_kept for turn in path[1:]]
+        return [
+            (turn, len(turn.output_ids) if count is None else count)
+            for turn, count in zip(path, [*kept, None], strict=True)
+        ]
+
     def token_ids(self) -> list[int]:
         """The ids of the sequence up to and including this turn's answer, shape (T,)."""
         ids: list[int] = []
-        for turn in self.path():
+        for turn, kept in self.steps():
             ids.extend(turn.prompt_ids)
-            ids.extend(turn.output_ids)
+            ids.extend(turn.output_ids[:kept])
         return ids

@@ -1,5 +1,6 @@
 import copy
 import gc
+import time
 import weakref
 
 import pytest
@@ -85,10 +86,38 @@ def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
     assert cut.token_ids[0] != end_of(template)
 
 
-def test_a_turn_that_ended_in_another_token_is_not_continued(template):
+def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    with pytest.raises(UnprovenContinuationError, match="endoftext.*im_end"):
-        template.continuation([5, other], other, [], [{"role": "user", "content": "x"}], None)
+    new = [{"role": "user", "content": "x"}]
+    ended = template.continuation([5, end_of(template)], end_of(template), [], new, None)
+    odd = template.continuation([5, other], other, [], new, None)
+    assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
+    assert odd.note == "the model stopped with '<|endoftext|>' where the chat template puts '<|im_end|>'"
+    assert ended.kept is None
+
+
+def test_another_stop_that_was_sampled_at_the_very_limit_is_replaced_too(template):
+    other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert template.continuation([5, other], None, [], [{"role": "user", "content": "x"}], None).kept == 1
+
+
+def test_reasoning_that_was_cut_off_is_closed_as_the_template_closes_it(template):
+    new = [{"role": "user", "content": "go on"}]
+    cut = template.continuation(template.encode("<think>\nI was"), None, [], new, None, ends_in_reasoning=True)
+    assert template.decode(cut.token_ids).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
+
+
+def test_what_a_cut_turn_already_has_of_its_end_is_not_written_twice(template):
+    new = [{"role": "user", "content": "go on"}]
+    cut = template.continuation(template.encode("<think>\nI was\n"), None, [], new, None, ends_in_reasoning=True)
+    assert template.decode(cut.token_ids).startswith("</think>\n\n<|im_end|>")
+
+
+def test_cut_reasoning_that_nothing_is_known_to_close_is_not_continued(chatml_tokenizer):
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    with pytest.raises(UnprovenContinuationError, match="cut off in its reasoning"):
+        template.continuation([5], None, [], [{"role": "user", "content": "x"}], None, ends_in_reasoning=True)
 
 
 def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
@@ -268,12 +297,12 @@ def test_a_stop_token_that_is_the_next_role_is_neither_doubled_nor_lost(glm_toke
     assert cut.token_ids == [observation, *sampled.token_ids]
 
 
-def test_another_role_than_the_one_that_follows_is_not_continued(glm_tokenizer):
+def test_another_role_than_the_one_that_follows_is_replaced(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
-    user = glm_tokenizer.convert_tokens_to_ids("<|user|>")
+    user, observation = glm_tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
-    with pytest.raises(UnprovenContinuationError, match="stopped with '<|user|>'"):
-        template.continuation([5, user], user, CALLS, new, None, has_system=False)
+    prompt = template.continuation([5, user], user, CALLS, new, None, has_system=False)
+    assert (prompt.kept, prompt.token_ids[0]) == (1, observation)
 
 
 def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
@@ -286,5 +315,78 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=text)
     assert template.family is None
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
-    with pytest.raises(UnprovenContinuationError, match="control token stands between"):
+    with pytest.raises(UnprovenContinuationError, match="does not end the turn"):
         template.continuation([5], None, CALLS, new, None, has_system=False)
+
+
+def test_a_sentinel_that_the_template_changes_is_replaced_by_another(chatml_tokenizer):
+    text = chatml_tokenizer.chat_template.replace("message.content", "message.content | upper")
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    end = end_of(template)
+    prompt = template.continuation([5, end], end, [], [{"role": "user", "content": "shout"}], None)
+    assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nSHOUT<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them_as_text(chatml_tokenizer):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.arguments + '</tool_call>' }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    assert set(template.self_check().values()) == {None}
+    opening = template.opening([{"role": "user", "content": "q"}, call_message(*CALLS)], None)
+    assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
+
+
+LAST_ONLY = (  # numbers the results of the whole conversation
+    "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
+    "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_depends_on_everything_before_it_is_unproven_and_says_so(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=LAST_ONLY)
+    check = template.self_check()
+    assert (check["user turn"], check["cut turn"]) == (None, None)
+    assert "depends on what came before it" in check["tool result"]
+    end = end_of(template)
+    with pytest.raises(UnprovenContinuationError, match="depends on what came before it"):
+        template.continuation([5, end], end, CALLS, [{"role": "tool", "content": "4", "tool_call_id": "t0"}], TOOLS)
+
+
+def test_the_family_can_be_named(glm_tokenizer):
+    text = "{% for m in messages %}<|user|>{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}<|user|>"
+    assert ChatTemplate(glm_tokenizer, chat_template=text).family is None
+    named = ChatTemplate(glm_tokenizer, chat_template=text, family="glm")
+    assert (named.family.name, named.stops) == ("glm", ("<|endoftext|>", "<|user|>", "<|observation|>"))
+
+
+def test_a_named_family_that_cannot_be_is_refused(chatml_tokenizer):
+    with pytest.raises(ValueError, match="no model family named 'gml'; the families are: .*glm"):
+        ChatTemplate(chatml_tokenizer, family="gml")
+    with pytest.raises(ChatTemplateError, match="family='mistral': none of its stop tokens"):
+        ChatTemplate(chatml_tokenizer, family="mistral")
+
+
+def test_a_template_that_strips_reasoning_behind_a_user_message_is_known_to_rewrite_history(chatml_tokenizer):
+    assert ChatTemplate(chatml_tokenizer).rewrites_history
+    keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>"
+    keeping += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history
+
+
+def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):
+    ChatTemplate(chatml_tokenizer)  # compiles the template
+    gc.collect()
+    gc.disable()
+    try:
+        costs = []
+        for _ in range(3):
+            start = time.process_time()
+            ChatTemplate(chatml_tokenizer)
+            costs.append(time.process_time() - start)
+    finally:
+        gc.enable()
+    assert min(costs) < 0.050

@@ -9,6 +9,7 @@ from strands_sglang.messages import (
     canonical_content,
     fingerprint,
     message_digest,
+    pictures_of,
     system_text,
     to_chat_messages,
     to_chat_tools,
@@ -29,6 +30,14 @@ def tool_use(use_id, name="calculator", **tool_input):
 
 def tool_result(use_id, *content, status="success"):
     return {"toolResult": {"toolUseId": use_id, "status": status, "content": list(content)}}
+
+
+def image(data, image_format="png"):
+    return {"image": {"format": image_format, "source": {"bytes": data}}}
+
+
+def document(source, **fields):
+    return {"document": {"name": "d", **fields, "source": source}}
 
 
 class TestChatMessages:
@@ -56,7 +65,7 @@ class TestChatMessages:
     def test_results_are_ordered_by_calls_of_a_message_that_is_not_among_them(self):
         chat = to_chat_messages(
             [user(tool_result("b", {"text": "2"}), tool_result("a", {"text": "1"}))],
-            known_calls=[{"toolUseId": "a", "name": "x"}, {"toolUseId": "b", "name": "y"}],
+            known_calls=[{"toolUseId": "a", "name": "x", "id": "a"}, {"toolUseId": "b", "name": "y", "id": "b"}],
         )
         assert [message["content"] for message in chat] == ["1", "2"]
 
@@ -70,6 +79,13 @@ class TestChatMessages:
         )
         assert [message["content"] for message in chat] == ['{"ü": [1]}\nt', ""]
 
+    def test_an_error_is_rendered_as_its_text(self):
+        history = [user(tool_result("a", {"text": "Error: no such file"}, status="error"))]
+        assert to_chat_messages(history) == [{"role": "tool", "content": "Error: no such file", "tool_call_id": "a"}]
+
+    def test_an_empty_message_is_an_empty_user_message(self):
+        assert to_chat_messages([user()]) == [{"role": "user", "content": ""}]
+
     def test_a_notice_replaces_the_result_of_a_call_that_did_not_parse(self):
         notices = {"a": "your call was not valid JSON"}
         (chat,) = to_chat_messages([user(tool_result("a", {"text": "Unknown tool"}))], result_notice=notices.get)
@@ -78,10 +94,16 @@ class TestChatMessages:
     @pytest.mark.parametrize(
         ("message", "path"),
         [
-            (user({"image": {"format": "png", "source": {"bytes": b""}}}), r"messages\[0\].content\[0\]: .*image"),
-            (user("x", {"document": {"name": "d"}}), r"messages\[0\].content\[1\]: .*document"),
-            (user(tool_result("a", {"image": {}})), r"messages\[0\].content\[0\].toolResult.content\[0\]: .*image"),
+            (
+                user({"image": {"format": "png", "source": {"bytes": b"x"}}}),
+                r"messages\[0\].content\[0\]: .*processor=",
+            ),
+            (user(tool_result("a", {"image": {}})), r"\.content\[0\].toolResult.content\[0\]: .*processor="),
+            (user("x", {"video": {}}), r"messages\[0\].content\[1\]: .*video"),
+            (user(tool_result("a", {"video": {}})), r"messages\[0\].content\[0\].toolResult.content\[0\]: .*video"),
+            (user({}), r"messages\[0\].content\[0\]: .*empty"),
             (assistant({"reasoningContent": {"redactedContent": b"x"}}), r"messages\[0\].content\[0\]"),
+            (assistant({"image": {}}), r"messages\[0\].content\[0\]: .*image"),
         ],
     )
     def test_what_cannot_be_rendered_raises_with_its_path(self, message, path):
@@ -119,6 +141,101 @@ class TestChatMessages:
             system_text(None, [{"image": {}}])
 
 
+class TestImages:
+    def test_a_message_with_images_is_a_list_of_parts_in_order(self):
+        message = user("one", "two", image(b"x"), image(b"y", "jpeg"), "three")
+        (chat,) = to_chat_messages([message], images=True)
+        assert chat["content"] == [
+            {"type": "text", "text": "one\ntwo"},
+            {"type": "image"},
+            {"type": "image"},
+            {"type": "text", "text": "three"},
+        ]
+        assert [(one.data, one.format) for one in pictures_of([chat])] == [(b"x", "png"), (b"y", "jpeg")]
+
+    def test_all_other_messages_stay_text(self):
+        chat = to_chat_messages([user("a", "b"), user(image(b"x"))], images=True)
+        assert [message["content"] for message in chat] == ["a\nb", [{"type": "image"}]]
+
+    def test_images_of_results_come_in_the_order_of_the_calls_with_their_paths(self):
+        history = [
+            assistant(tool_use("a"), tool_use("b")),
+            user(image(b"3"), tool_result("b", image(b"2")), tool_result("a", {"json": 1}, image(b"1"))),
+        ]
+        chat = to_chat_messages(history, images=True, first=2)
+        assert chat[1]["content"] == [{"type": "text", "text": "1"}, {"type": "image"}]
+        assert [(one.data, one.where) for one in pictures_of(chat)] == [
+            (b"1", "messages[3].content[2].toolResult.content[1]"),
+            (b"2", "messages[3].content[1].toolResult.content[0]"),
+            (b"3", "messages[3].content[0]"),
+        ]
+
+    def test_the_bytes_are_not_copied(self):
+        data = b"x" * 100
+        assert pictures_of(to_chat_messages([user(image(data))], images=True))[0].data is data
+
+    @pytest.mark.parametrize(
+        ("source", "complaint"),
+        [
+            ({"location": {"type": "s3", "uri": "s3://b/k"}}, "not as location"),
+            ({"bytes": b""}, "not as an empty bytes"),
+            ({"bytes": "aGk="}, r"not as bytes \(str\)"),
+            ({}, "not as nothing"),
+        ],
+    )
+    def test_an_image_that_is_not_bytes_raises_with_its_path(self, source, complaint):
+        with pytest.raises(UnsupportedContentError, match=rf"messages\[0\].content\[0\]: .*{complaint}"):
+            to_chat_messages([user({"image": {"format": "png", "source": source}})], images=True)
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("file_format", ["txt", "md", "csv", "html"])
+    def test_a_text_document_is_rendered_with_its_name_and_format(self, file_format):
+        block = document({"bytes": b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0"}, format=file_format)
+        assert to_chat_messages([user("see", block)]) == [
+            {"role": "user", "content": f'see\n<document name="d" format="{file_format}">\ndéjà\n</document>'}
+        ]
+
+    @pytest.mark.parametrize(
+        "source", [{"text": "a\nb"}, {"content": [{"text": "a"}, {"text": "b"}]}, {"bytes": b"a\nb"}]
+    )
+    def test_text_may_come_in_three_forms(self, source):
+        (chat,) = to_chat_messages([user(document(source, format="txt"))])
+        assert chat["content"] == '<document name="d" format="txt">\na\nb\n</document>'
+
+    def test_a_document_in_a_result_is_rendered(self):
+        (chat,) = to_chat_messages([user(tool_result("a", {"text": "found"}, document({"text": "x"})))])
+        assert chat["content"] == 'found\n<document name="d">\nx\n</document>'
+
+    def test_its_context_is_rendered_and_names_cannot_break_out(self):
+        block = document({"text": "x"}, name='a" <b>', context="from 2024")
+        (chat,) = to_chat_messages([user(block)])
+        assert chat["content"] == ('<document name="a&quot; &lt;b&gt;" context="from 2024">\nx\n</document>')
+
+    def test_text_of_a_binary_format_is_rendered(self):
+        (chat,) = to_chat_messages([user(document({"text": "x"}, format="pdf"))])
+        assert chat["content"] == '<document name="d" format="pdf">\nx\n</document>'
+
+    @pytest.mark.parametrize(
+        ("block", "complaint"),
+        [
+            (
+                {"source": {"bytes": b"%PDF"}, "format": "pdf"},
+                r"content\[0\]: .*pdf document.*extract its text",
+            ),
+            ({"source": {"bytes": b"PK"}, "format": "docx"}, r"content\[0\]: .*docx document block"),
+            ({"source": {"bytes": b"x"}}, r"content\[0\]: .*only bytes of txt"),
+            ({"source": {"bytes": b"\xff"}, "format": "txt"}, r"content\[0\]: .*not UTF-8"),
+            ({"source": {"location": {"type": "s3"}}, "format": "txt"}, r"content\[0\]: .*not as location"),
+            ({}, r"content\[0\]: .*not as nothing"),
+            ({"source": {"content": [{"image": {}}]}}, r"content\[0\].document.source.content\[0\]: .*image"),
+        ],
+    )
+    def test_what_is_not_text_raises_with_its_path(self, block, complaint):
+        with pytest.raises(UnsupportedContentError, match=rf"messages\[0\].{complaint}"):
+            to_chat_messages([user({"document": {"name": "d", **block}})])
+
+
 class TestFingerprints:
     def test_an_answer_is_recognised_in_the_form_in_which_strands_gives_it_back(self):
         for emitted, returned in [
@@ -141,6 +258,8 @@ class TestFingerprints:
             (assistant(tool_use("a", x=1)), assistant(tool_use("b", x=1))),
             (assistant(tool_use("a", x=1)), assistant(tool_use("a", x="1"))),
             (user({"image": {"source": {"bytes": b"1"}}}), user({"image": {"source": {"bytes": b"2"}}})),
+            (user(tool_result("a", image(b"x" * 9 + b"1"))), user(tool_result("a", image(b"x" * 9 + b"2")))),
+            (user(image(b"x")), user(image(b"x", "jpeg"))),
             (user("10000000000000000000000"), user(tool_result("a", {"json": 10**22}))),
         ],
     )

@@ -423,17 +423,103 @@ class TestEnds:
         await agent.invoke_async("b")
         assert_exact(server, model)
 
-    async def test_a_turn_that_stopped_at_another_token_opens_a_new_sequence(self, rollout, chatml_tokenizer):
-        other = chatml_tokenizer.convert_tokens_to_ids("<|endoftext|>")
-        _, model = rollout(
-            [ScriptedAnswer("Hm.", stop_token_id=other), "ok"],
-            server={"stop_token_ids": [other, chatml_tokenizer.eos_token_id]},
+    async def test_a_turn_that_stopped_at_another_token_forks_one_token_before_it(self, rollout, chatml_tokenizer):
+        other, end = chatml_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+        server, model = rollout(
+            [ScriptedAnswer("Hm.", stop_token_id=other), "ok", "fine"],
+            server={"stop_token_ids": [chatml_tokenizer.eos_token_id, other]},
         )
+        agent = make_agent(model)
+        for text in ("a", "b", "c"):
+            await agent.invoke_async(text)
+        reasons = [turn.reason for turn in model.trajectory.turns]
+        assert "forks inside call 0: the model stopped with '<|endoftext|>'" in reasons[1]
+        assert reasons[2] == "extends call 1 with 1 new message(s)"
+
+        opening = server.requests[0].input_ids
+        outputs = [response.body["output_ids"] for response in server.responses]
+        assert outputs[0][-1] == other
+        assert server.requests[1].input_ids[: len(opening) + len(outputs[0])] == [*opening, *outputs[0][:-1], end]
+        first, second = model.trajectory.sequences()
+        assert first.token_ids == opening + outputs[0]
+        assert first.loss_mask == [0] * len(opening) + [1] * len(outputs[0])
+        assert second.token_ids == server.requests[2].input_ids + outputs[2]
+        assert sum(second.loss_mask) == len(outputs[1]) + len(outputs[2])
+        assert sum(model.token_manager.loss_mask) == sum(map(len, outputs)) - 1
+
+    async def test_reasoning_that_was_cut_off_is_closed_before_the_next_message(self, rollout):
+        server, model = rollout(
+            [ScriptedAnswer("<think>\nLet me see", finish_reason="length"), "ok"], sampling_params=None
+        )
+        agent = make_agent(model)
+        with pytest.raises(MaxTokensReachedException):
+            await agent.invoke_async("a")
+        await agent.invoke_async("go on")
+        assert "<think>\nLet me see\n</think>\n\n<|im_end|>\n<|im_start|>user\ngo on" in server.requests[1].text
+        assert len(model.trajectory.sequences()) == 1
+        assert_exact(server, model)
+
+
+class TestHistoryPolicy:
+    REASONING = "<think>\nHidden thought.\n</think>\n\nAnswer"
+
+    async def test_sampled_reasoning_stays_in_context_by_default(self, rollout):
+        server, model = rollout([self.REASONING, self.REASONING])
         agent = make_agent(model)
         await agent.invoke_async("a")
         await agent.invoke_async("b")
-        assert "the model stopped with '<|endoftext|>'" in model.trajectory.turns[1].reason
-        assert len(model.trajectory.sequences()) == 2
+        assert "Hidden thought" in server.requests[1].text
+        assert len(model.trajectory.sequences()) == 1
+
+    async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(self, rollout):
+        server, model = rollout(
+            [self.REASONING, self.REASONING + call(expression="2 * 3"), self.REASONING], history_policy="template"
+        )
+        agent = make_agent(model, make_tools()[0])
+        await agent.invoke_async("a")
+        await agent.invoke_async("b")
+        assert "Hidden thought" not in server.requests[1].text
+        assert "Hidden thought" in server.requests[2].text  # the tool result comes inside the turn
+        assert "writes earlier turns anew behind a user message" in model.trajectory.turns[1].reason
+        first, second = model.trajectory.sequences()
+        assert second.token_ids == server.requests[2].input_ids + server.responses[2].body["output_ids"]
+        assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
+            len(response.body["output_ids"]) for response in server.responses
+        )
+
+    async def test_a_template_that_keeps_history_goes_on_in_one_sequence(self, rollout, chatml_tokenizer):
+        keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        _, model = rollout(["a", "b"], history_policy="template", chat_template=keeping)
+        agent = make_agent(model)
+        await agent.invoke_async("a")
+        await agent.invoke_async("b")
+        assert len(model.trajectory.sequences()) == 1
+
+    def test_another_policy_is_refused(self, rollout):
+        with pytest.raises(ValueError, match="history_policy must be 'append' or 'template', not 'strip'"):
+            rollout([], history_policy="strip")
+
+
+class TestNativeCallIds:
+    IDS = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.id }}={% endfor %}"
+        "{% if m.tool_call_id %}{{ m.tool_call_id }}:{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <|tool_calls_section_begin|> #}"
+    )
+
+    async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history(self, rollout):
+        server, model = rollout(
+            [call(expression="1") + call(expression="2"), "ok", "ok"], chat_template=self.IDS, tool_parser="hermes"
+        )
+        agent = make_agent(model, make_tools()[0])
+        await agent.invoke_async("a")
+        assert "functions.calculator:0:" in server.requests[1].text
+        assert "functions.calculator:1:" in server.requests[1].text
+        agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered anew
+        await agent.invoke_async("b")
+        assert "functions.calculator:0=functions.calculator:1=" in server.requests[2].text
+        assert "call_" not in server.requests[2].text
 
 
 class TestKeptAnswers:

@@ -169,7 +169,7 @@ _TABLE = (
         for name, template, tool_format, stand_in in (
             ("deepseek_v3_1", "llama_cpp/deepseek-ai-DeepSeek-V3.1", "deepseek_v3_1", True),
             ("deepseek_v3_2", "llama_cpp/deepseek-ai-DeepSeek-V3.2", "deepseek_v3_2", True),
-            ("deepseek_v4", "llama_cpp/deepseek-ai-DeepSeek-V4", "deepseek_v3_2", False),
+            ("deepseek_v4", "llama_cpp/deepseek-ai-DeepSeek-V4", "deepseek_v4", False),
         )
     ),
     Family(

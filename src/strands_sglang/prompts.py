@@ -1,0 +1,83 @@
+"""From the place where a call belongs to the prompt tokens that it adds.
+
+A call that extends a recorded turn adds what the chat template puts behind that turn. Where that cannot be proven, or
+the user wants the template's own form of history, the call opens a new sequence from a full render instead, and its
+place says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strands.types.content import Messages
+from strands.types.tools import ToolSpec
+
+from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError
+from .messages import ChatMessage, to_chat_messages, to_chat_tools
+from .trajectory import Place, Trajectory
+
+
+def next_prompt(
+    template: ChatTemplate,
+    trajectory: Trajectory,
+    place: Place,
+    messages: Messages,
+    tool_specs: list[ToolSpec] | None,
+    system: str | None,
+    *,
+    keep_history: bool = True,
+) -> tuple[Place, Prompt]:
+    """The prompt tokens of a call, and the place where it belongs after all.
+
+    Args:
+        template: Renders and encodes.
+        trajectory: Knows what became of tool calls.
+        place: Where the call was attached.
+        messages: The whole conversation.
+        tool_specs: Its tools.
+        system: Its system prompt.
+        keep_history: Whether the sampled tokens stay in context where the template would write them anew.
+
+    Raises:
+        UnsupportedContentError: A message holds content that cannot be rendered.
+        ChatTemplateError: The template refuses the whole conversation.
+    """
+    tools = to_chat_tools(tool_specs)
+    turn = place.turn
+    if turn is not None:
+        known = len(messages) - len(place.new_messages)
+        new = to_chat_messages(
+            place.new_messages, known_calls=turn.tool_calls, result_notice=trajectory.result_notice, first=known
+        )
+        try:
+            if not keep_history:
+                _refuse_rewritten_history(template, new)
+            prompt = template.continuation(
+                turn.output_ids,
+                turn.generation.stop_token_id if turn.generation is not None else None,
+                turn.tool_calls,
+                new,
+                tools,
+                has_system=system is not None,
+                had_tool_results=any("toolResult" in block for old in messages[:known] for block in old["content"]),
+                ends_in_reasoning=turn.ends_in_reasoning,
+            )
+        except UnprovenContinuationError as error:
+            place = Place(None, messages, f"opens a sequence: {error}")
+        else:
+            if prompt.kept is not None:
+                place = replace(place, kept=prompt.kept, reason=f"forks inside call {turn.index}: {prompt.note}")
+            return place, prompt
+
+    def call_id(tool_use_id: str, name: str, number: int) -> str:
+        return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
+
+    chat = to_chat_messages(messages, result_notice=trajectory.result_notice, call_id=call_id)
+    if system is not None:
+        chat.insert(0, {"role": "system", "content": system})
+    return place, template.opening(chat, tools)
+
+
+def _refuse_rewritten_history(template: ChatTemplate, new: list[ChatMessage]) -> None:
+    if template.rewrites_history and any(message["role"] == "user" for message in new):
+        raise UnprovenContinuationError("the chat template writes earlier turns anew behind a user message")

@@ -1,0 +1,182 @@
+"""A tokenizer and its chat template as one object: conversations into text, text into tokens and back.
+
+Everything that is known about a template is found out by rendering with it; this module is the only one that calls
+Hugging Face's `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .messages import ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""Tools in OpenAI form."""
+
+# Texts that no conversation holds and that most templates leave as they are; one that changes letters or drops digits
+# lets another one through.
+_SENTINELS: tuple[Callable[[], str], ...] = (
+    lambda: f"sentinel{uuid.uuid4().hex}",
+    lambda: f"SENTINEL{uuid.uuid4().hex.upper()}",
+    lambda: "sentinel" + uuid.uuid4().hex.translate(str.maketrans("0123456789", "ghijklmnop")),
+    lambda: str(uuid.uuid4().int),
+)
+
+
+class ChatTemplateError(ValueError):
+    """The chat template is missing, or refused a conversation. The message holds the template's own words."""
+
+
+class TemplateRenderer:
+    """Renders, encodes and decodes. Immutable once built; safe to share between threads.
+
+    Attributes:
+        tokenizer: The Hugging Face tokenizer.
+        chat_template: The template's text, or its named texts; None while the tokenizer has one of its own per call.
+        arguments: Passed to the template with every render.
+        text_arguments: Whether the template takes the arguments of tool calls as JSON text, not as objects.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, arguments: Mapping[str, Any]
+    ) -> None:
+        """Pin the template: a tokenizer is shared, and may get another one.
+
+        Raises:
+            ChatTemplateError: The tokenizer has no chat template and none was given.
+        """
+        own = getattr(tokenizer, "chat_template", None)
+        if chat_template is None and not own:
+            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
+                "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
+            )
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments)
+        self.text_arguments = False
+        self.chat_template = chat_template or own
+        # Of several named templates the tokenizer chooses at each render, by whether there are tools.
+        self._pinned = self.chat_template if isinstance(self.chat_template, str) else None
+        self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
+        self._new_sentinel = _SENTINELS[0]
+        self._new_sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
+        self.text_arguments = self._refuses_objects()
+
+    @property
+    def template_text(self) -> str:
+        """The template's text; of several named ones all of them."""
+        template = self.chat_template
+        return template if isinstance(template, str) else "\n".join(map(str, dict(template or {}).values()))
+
+    def sentinel(self) -> str:
+        """A new text that stands nowhere else and that the template leaves as it is."""
+        return self._new_sentinel()
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text for a conversation.
+
+        Args:
+            messages: Chat messages.
+            tools: Tools in OpenAI form.
+            add_generation_prompt: Whether the model's turn is opened behind them.
+            arguments: In place of the renderer's own.
+
+        Raises:
+            ChatTemplateError: The template refused it.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                [_with_text_arguments(message) for message in messages] if self.text_arguments else list(messages),
+                tools=None if tools is None else list(tools),
+                chat_template=self._pinned,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(self.arguments if arguments is None else arguments),
+            )
+        except Exception as error:  # templates raise whatever their expressions raise
+            roles = [message["role"] for message in messages]
+            raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text; no special tokens are added, the template wrote them."""
+        with self._lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        with self._lock:
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def is_special(self, token_id: int | None) -> bool:
+        """Whether a token is a control token, which never belongs to the text of an answer."""
+        token = self.tokenizer.added_tokens_decoder.get(token_id)
+        return token_id in self.tokenizer.all_special_ids or (token is not None and token.special)
+
+    def added_tokens(self, *, special_only: bool) -> set[str]:
+        """The tokens that were added to the vocabulary, or those among them that are control tokens."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = {token.content for token in added if token.special or not special_only}
+        return (texts | set(self.tokenizer.all_special_tokens)) - {""}
+
+    def _survives(self, sentinel: str) -> bool:
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
+        try:
+            return sentinel in self.render(exchange, add_generation_prompt=False)
+        except ChatTemplateError:
+            return False
+
+    def _refuses_objects(self) -> bool:
+        """Whether a tool call gets through with its arguments as JSON text only."""
+
+        def rendered(arguments: Callable[[str], Any]) -> bool:
+            sentinel = self.sentinel()
+            function = {"name": "f", "arguments": arguments(sentinel)}
+            call = {"type": "function", "id": "call00001", "function": function}
+            exchange: list[ChatMessage] = [
+                {"role": "user", "content": "u"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "r", "name": "f", "tool_call_id": "call00001"},
+            ]
+            tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+            try:
+                return sentinel in self.render(
+                    exchange, [{"type": "function", "function": tool}], add_generation_prompt=False
+                )
+            except ChatTemplateError:
+                return False
+
+        return not rendered(lambda text: {"k": text}) and rendered(lambda text: json.dumps({"k": text}))
+
+
+def _with_text_arguments(message: ChatMessage) -> ChatMessage:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        if not isinstance(call["function"]["arguments"], str)
+        else call
+        for call in calls
+    ]
+    return {**message, "tool_calls": texts}

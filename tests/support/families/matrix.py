@@ -1,0 +1,261 @@
+"""What follows a sampled turn, for every family and every case, against the full render of the same conversation.
+
+The reference is what the template writes behind the end of the sampled turn when it renders everything; the ends of
+turns come from the table of families, not from the library. `python tests/support/families/matrix.py` writes
+docs/families.md from the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from strands_sglang.chat_template import ChatTemplate, ChatTemplateError, Prompt, UnprovenContinuationError
+from strands_sglang.messages import to_chat_messages, to_chat_tools
+from support.families import FAMILIES, load_tokenizer
+
+CASES = (
+    "tool result",
+    "several tool results",
+    "user turn",
+    "cut turn",
+    "cut reasoning",
+    "odd stop",
+    "thinking on",
+    "thinking off",
+)
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "families.md"
+
+ANSWER = "The-unique-answer-is-42"
+TOOLS = [
+    {
+        "name": "look_up",
+        "description": "Looks something up.",
+        "inputSchema": {"json": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}},
+    }
+]
+USE_IDS = ("call00001", "call00002", "call00003")  # nine letters and digits, which the strictest templates want
+
+_TOOL_CASES = ("tool result", "several tool results")
+REFUSED: dict[tuple[str, str], str] = {
+    **{
+        (family, case): reason
+        for family, reason in {
+            "deepseek_v3_original": "the template drops tool calls",
+            "gemma_3": "the template refuses tool results",
+            "smollm3": "the template drops tool calls",
+        }.items()
+        for case in _TOOL_CASES
+    },
+    **{(f"llama_3_{n}", "several tool results"): "the template refuses two calls in one turn" for n in (1, 2, 3)},
+    ("mistral_nemo", "user turn"): "the template moves system prompt and tools to the last user message",
+    ("mistral_small_3_2", "user turn"): "the template moves the tools to the last user message",
+}
+"""What the template itself makes impossible, by family and case. Nothing else may be unproven."""
+
+# The argument that switches reasoning, by the name that the family gave it.
+_THINKING = {
+    "thinking on": {"enable_thinking": True, "thinking": True, "reasoning_effort": "medium"},
+    "thinking off": {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"},
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out of a case: proven, refused with a reason, or (a bug) wrong."""
+
+    proven: bool
+    reason: str = ""
+
+
+class WrongContinuationError(AssertionError):
+    """A continuation is not what the full render has."""
+
+
+@functools.cache
+def judge(family: str, case: str) -> Verdict:
+    """Run one case.
+
+    Raises:
+        WrongContinuationError: The continuation is another one than that of the full render.
+    """
+    try:
+        for check in _checks(family, case):
+            check.run()
+    except UnprovenContinuationError as error:
+        return Verdict(False, str(error))
+    return Verdict(True)
+
+
+def _checks(family: str, case: str) -> Iterator[_Check]:
+    if case in _TOOL_CASES:
+        for earlier_steps in (0, 1, 2):
+            yield _Check(family, calls=1 + (case != "tool result"), earlier_steps=earlier_steps)
+    elif case == "user turn":
+        for earlier_steps in (0, 1, 2):
+            yield _Check(family, earlier_steps=earlier_steps)
+    else:
+        arguments = _THINKING.get(case, {})
+        # Where a user turn needs a conversation without tools, or a tool result cannot be, the other one is looked at.
+        plain = (family, "user turn") in REFUSED
+        yield _Check(family, ending=case, arguments=arguments, plain=plain)
+        if case in _THINKING and (family, "tool result") not in REFUSED:
+            yield _Check(family, calls=1, arguments=arguments)
+
+
+@dataclass
+class _Check:
+    """One conversation: a sampled turn with `calls` tool calls (a text if 0), and what follows it."""
+
+    family: str
+    calls: int = 0
+    earlier_steps: int = 0
+    ending: str = ""
+    arguments: Mapping[str, Any] = ()  # type: ignore[assignment]
+    plain: bool = False
+
+    def run(self) -> None:
+        tokenizer = load_tokenizer(self.family)
+        facts = FAMILIES[self.family]
+        template = ChatTemplate(tokenizer, arguments=dict(self.arguments))
+        tools = None if self.plain else to_chat_tools(TOOLS)
+        before = self._before()
+        answer = _calls(*USE_IDS[: self.calls]) if self.calls else _text("assistant", ANSWER)
+        new = [_results(*USE_IDS[: self.calls]) if self.calls else _text("user", "And what is the next one?")]
+        system = [] if self.plain else [{"role": "system", "content": "Be brief."}]
+        known = [{"toolUseId": use_id, "name": "look_up", "id": use_id} for use_id in USE_IDS[: self.calls]]
+        chat = to_chat_messages(new, known_calls=known)
+
+        def continuation(output_ids: list[int], stop: int | None, **options: Any) -> Prompt:
+            had = self.earlier_steps > 0 and self.calls > 0
+            return template.continuation(
+                output_ids, stop, known, chat, tools, has_system=not self.plain, had_tool_results=had, **options
+            )
+
+        try:
+            whole = template.render(
+                [*system, *to_chat_messages([*before, answer, *new])], tools, add_generation_prompt=True
+            )
+        except ChatTemplateError as error:
+            continuation([7], None)  # must raise: there is nothing to compare it with
+            raise WrongContinuationError(f"a continuation where the template refuses: {error}") from error
+        behind = whole.rpartition(ANSWER)[2] if ANSWER in whole else ""
+        stops = [(behind.index(stop), stop) for stop in facts.end_of_turn if stop in behind]
+        if not stops:
+            continuation([7], None)
+            raise WrongContinuationError(f"a continuation where the template has none: {whole[-300:]!r}")
+        position, stop = min(stops)
+        end_id = tokenizer.convert_tokens_to_ids(stop)
+        expected = template.encode(behind[position:])
+        if expected[0] != end_id:
+            raise WrongContinuationError(f"{stop!r} is not one token")
+
+        def same(got: list[int], wanted: list[int]) -> None:
+            if got != wanted:
+                raise WrongContinuationError(f"{template.decode(got)!r} where {template.decode(wanted)!r} was due")
+
+        if self.ending == "cut turn":
+            same(continuation([7], None).token_ids, template.encode(behind[:position]) + expected)
+            same(continuation([7, end_id], None).token_ids, expected[1:])
+        elif self.ending == "cut reasoning":
+            start, close = facts.reasoning or ("", "")
+            cut = template.encode(start + "Let me see")
+            got = continuation(cut, None, ends_in_reasoning=facts.reasoning is not None).token_ids
+            same(got[-len(expected) :], expected)
+            if close.strip() and not template.decode(got).lstrip().startswith(close.strip()):
+                raise WrongContinuationError(f"reasoning is not closed with {close!r}: {template.decode(got)!r}")
+        elif self.ending == "odd stop":
+            others = {tokenizer.convert_tokens_to_ids(other) for other in facts.end_of_turn if other != stop}
+            for other in others or {_another_control_token(tokenizer, end_id)}:
+                prompt = continuation([7, other], other)
+                same(prompt.token_ids, expected)
+                if prompt.kept != 1:
+                    raise WrongContinuationError(f"token {other} stays in front of {stop!r}")
+        else:
+            same(continuation([7, end_id], end_id).token_ids, expected[1:])
+
+    def _before(self) -> list[Any]:
+        messages = [_text("user", "What is it? Look it up.")]
+        for step in range(self.earlier_steps):
+            if self.calls:
+                use_id = f"step0000{step}"
+                messages += [_calls(use_id, key="earlier"), _results(use_id)]
+            else:
+                messages += [_text("assistant", f"It is {step}."), _text("user", "Really?")]
+        return messages
+
+
+def _another_control_token(tokenizer: Any, end_id: int) -> int:
+    return next(i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i != end_id)
+
+
+def _text(role: str, content: str) -> Any:
+    return {"role": role, "content": [{"text": content}]}
+
+
+def _calls(*use_ids: str, key: str = ANSWER) -> Any:
+    uses = [{"toolUse": {"toolUseId": use_id, "name": "look_up", "input": {"key": key}}} for use_id in use_ids]
+    return {"role": "assistant", "content": uses}
+
+
+def _results(*use_ids: str) -> Any:
+    results = [
+        {"toolResult": {"toolUseId": use_id, "status": "success", "content": [{"text": f"value {i}"}]}}
+        for i, use_id in enumerate(use_ids)
+    ]
+    return {"role": "user", "content": results}
+
+
+# --- docs/families.md ---
+
+
+def document() -> str:
+    """The text of docs/families.md."""
+    verdicts = {family: {case: judge(family, case) for case in CASES} for family in FAMILIES}
+    real = sum(not facts.stand_in for facts in FAMILIES.values())
+    complete = sum(all(verdict.proven for verdict in row.values()) for row in verdicts.values())
+    lines = [
+        "# Model families",
+        "",
+        "What follows a sampled turn, for every family and case, compared token by token with a full render by the",
+        "family's own chat template. Written by `python tests/support/families/matrix.py`; `make test-families` fails",
+        "if it is out of date. *Stand-in*: the family's own tokenizer is not to be had from a package registry, so its",
+        "control tokens were added to a related one; the template is the real one.",
+        "",
+        f"{len(FAMILIES)} families, {real} with their real tokenizer; {complete} prove all cases.",
+        "",
+        "| family | chat template | tokenizer | tool parser | " + " | ".join(CASES) + " |",
+        "|---|---|---|---|" + "---|" * len(CASES),
+    ]
+    for family, facts in FAMILIES.items():
+        tokenizer = f"{facts.tokenizer} (stand-in)" if facts.stand_in else facts.tokenizer
+        marks = ["proven" if verdicts[family][case].proven else "refused" for case in CASES]
+        parser = f"`{facts.tool_format}`" if facts.tool_format else "none"
+        lines.append(f"| {family} | {facts.template} | {tokenizer} | {parser} | " + " | ".join(marks) + " |")
+    lines += [
+        "",
+        "A refused case is never guessed: the call opens a new sequence from a full render, with the reason, or raises",
+        "with the template's own message where it refuses that too.",
+        "",
+        "| family | case | why |",
+        "|---|---|---|",
+        *(f"| {family} | {case} | {reason} |" for (family, case), reason in REFUSED.items()),
+        "",
+        "The cases: a *cut turn* was ended by `max_new_tokens` and gets the end that it lacks as prompt tokens; *cut",
+        "reasoning* is closed the way the family closes it; an *odd stop* is another control token than the template",
+        "puts there, and is left out of what follows; *thinking on/off* are a user turn and a tool result under the",
+        "template's own switch. Tool results and user turns are looked at in conversations of three lengths.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")
