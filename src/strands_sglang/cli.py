@@ -1,7 +1,7 @@
 """The command `strands-sglang`.
 
-Exit codes: 0 it did what was asked, being stopped with Ctrl-C or SIGTERM included; 1 it failed; 2 the
-command line or something named on it is wrong; 3 this machine cannot do it. One function per
+Exit codes: 0 it did what was asked, being stopped with Ctrl-C or SIGTERM included; 1 it failed, or `check` found
+something unproven; 2 the command line or something named on it is wrong; 3 this machine cannot do it. One function per
 subcommand, each importing what it needs.
 """
 
@@ -59,6 +59,21 @@ def build_parser() -> argparse.ArgumentParser:
         help="port, 0 for a free one (default: %(default)s)",
     )
     command.set_defaults(run=serve)
+
+    command = commands.add_parser(
+        "check",
+        help="what is known and proven of a model's chat template",
+        description="Say which family a model's chat template belongs to, which tool parser and which ends of a turn "
+        "it has, what can be proven of its continuations, and show a small conversation token by token. Exits with 1 "
+        "if something is unproven.",
+    )
+    command.add_argument("model", metavar="MODEL_OR_PATH", help="a Hugging Face model folder, or a name on the Hub")
+    command.add_argument("--server", metavar="URL", help="compare with this SGLang server, and sample a round trip")
+    command.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file in place of the model's own")
+    command.add_argument("--family", metavar="NAME", help="the model family, where the chat template does not tell it")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
+    command.set_defaults(run=check)
     return parser
 
 
@@ -68,6 +83,44 @@ def port_number(text: str) -> int:
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{number} is not between 0 and 65535")
     return number
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print what is proven of a model; return the exit code."""
+    import asyncio
+    import json
+
+    from .model_check import check_model, report_lines
+    from .shared import get_tokenizer
+
+    try:
+        tokenizer = get_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    except (OSError, ValueError) as error:
+        tell(f"{arguments.model}: no tokenizer could be loaded from there: {error}")
+        return WRONG_USAGE
+    try:
+        template = None if arguments.chat_template is None else arguments.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        tell(f"--chat-template {arguments.chat_template}: {error}")
+        return WRONG_USAGE
+    try:
+        report = asyncio.run(
+            check_model(
+                tokenizer,
+                arguments.model,
+                server=arguments.server,
+                chat_template=template,
+                family=arguments.family,
+            )
+        )
+    except ValueError as error:  # ChatTemplateError is one
+        tell(f"{arguments.model}: {error}")
+        return WRONG_USAGE
+    if arguments.json:
+        print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2))
+    else:
+        print(*report_lines(report), sep="\n")
+    return 0 if report.is_proven else FAILED
 
 
 def serve(arguments: argparse.Namespace) -> int:
