@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -25,13 +26,14 @@ from typing_extensions import Unpack, override
 from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
 from .chat_template import get_chat_template
 from .client import SGLangClient
+from .episodes import Episodes, agent_of
 from .exceptions import (
     SGLangAbortedError,
     SGLangContextLengthError,
     SGLangThrottledError,
 )
 from .generation import Generation, read_generation
-from .messages import fingerprint, system_text
+from .messages import Conversation, fingerprint, system_text
 from .prompts import next_prompt
 from .request import check_answer, check_config, plan_request, wants_logprobs
 from .server_check import check_server
@@ -127,7 +129,7 @@ class SGLangModel(Model):
         self.config: dict[str, Any] = {}
         self.update_config(**config)
         self.tool_parser = tool_parser if isinstance(tool_parser, ToolParser) else self._find_tool_parser(tool_parser)
-        self.reset()
+        self._episodes = Episodes()
 
     def _find_tool_parser(self, name: str | None) -> ToolParser:
         family = self.chat_template.family
@@ -173,8 +175,31 @@ class SGLangModel(Model):
     # --- what was recorded ---
 
     def reset(self) -> None:
-        """Start a new episode: an empty trajectory. What was read from the old one stays valid."""
+        """Start a new episode: an empty trajectory. What was read from the old one stays valid.
+
+        Raises:
+            RuntimeError: The code is inside `with model.episode()`, which has a trajectory of its own.
+        """
         self.trajectory = Trajectory()
+
+    def episode(self) -> AbstractContextManager[Trajectory]:
+        """Give an episode a trajectory of its own: `with model.episode() as trajectory:`.
+
+        Several episodes can run on one model at once, in tasks or threads of their own; inside, `trajectory`,
+        `token_manager` and the rest are the episode's.
+        """
+        return self._episodes.episode()
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """All calls of the episode that the running code belongs to."""
+        return self._episodes.current
+
+    @trajectory.setter
+    def trajectory(self, trajectory: Trajectory) -> None:
+        if self._episodes.is_inside:
+            raise RuntimeError("inside `with model.episode()` the trajectory is the episode's: open another one")
+        self._episodes.outside = trajectory
 
     @property
     def tool_parse_errors(self) -> dict[str, int]:
@@ -183,8 +208,11 @@ class SGLangModel(Model):
 
     @property
     def token_manager(self) -> TokenManager:
-        """The latest sequence of the main conversation, as a snapshot; all sequences are in `trajectory`."""
-        return self.trajectory.latest_main_sequence()
+        """The latest sequence of the main conversation, as a snapshot; all sequences are in `trajectory`.
+
+        A warning says once per trajectory if there is more than that one to train.
+        """
+        return self.trajectory.latest_main_sequence(warn=True)
 
     @property
     def rollout(self) -> TokenManager:
@@ -235,8 +263,11 @@ class SGLangModel(Model):
                 "would run it; give the tool another name"
             )
         system = system_text(system_prompt, cast(Any, system_prompt_content))
-        trajectory = self.trajectory  # a reset while the request is on its way must not split the call
-        turn, generation = await self._generate(trajectory, messages, tool_specs, system)
+        agent = agent_of(kwargs.get("model_state"))
+        conversation = self._fingerprint(messages, tool_specs, system)
+        # Kept: a reset while the request is on its way must not split the call.
+        trajectory = self._episodes.of_call(agent, conversation.digests)
+        turn, generation = await self._generate(trajectory, conversation, messages, tool_specs, system, agent=agent)
         parsed, blocks = self._parse(trajectory, turn, generation, tool_specs)
         trajectory.answer(
             turn,
@@ -282,8 +313,11 @@ class SGLangModel(Model):
             SGLangClientError: As for `stream`.
         """
         schema = json.dumps(output_model.model_json_schema())
-        trajectory = self.trajectory
-        turn, generation = await self._generate(trajectory, prompt, None, system_prompt, {"json_schema": schema})
+        conversation = self._fingerprint(prompt, None, system_prompt)
+        trajectory = self._episodes.of_call(None, conversation.digests)
+        turn, generation = await self._generate(
+            trajectory, conversation, prompt, None, system_prompt, grammar={"json_schema": schema}, auxiliary=True
+        )
         # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
         text = sampled_text(self.chat_template, turn, generation)
         trajectory.answer(turn, generation, Message(role="assistant", content=[{"text": text}] if text else []))
@@ -295,19 +329,25 @@ class SGLangModel(Model):
             ) from error
         yield {"output": output}
 
+    def _fingerprint(self, messages: Messages, tool_specs: list[ToolSpec] | None, system: str | None) -> Conversation:
+        parts = {"system prompt": system, "tools": tool_specs or None, **self.chat_template.identity}
+        return fingerprint(parts, messages)
+
     async def _generate(
         self,
         trajectory: Trajectory,
+        conversation: Conversation,
         messages: Messages,
         tool_specs: list[ToolSpec] | None,
         system: str | None,
+        *,
         grammar: Mapping[str, Any] | None = None,
+        agent: str | None = None,
+        auxiliary: bool = False,
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded."""
         template, config = self.chat_template, self.config
-        parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
-        conversation = fingerprint(parts, messages)
-        place = trajectory.attach(conversation, messages)
+        place = trajectory.attach(conversation, messages, agent=agent)
         place, prompt = next_prompt(
             template,
             trajectory,
@@ -324,6 +364,8 @@ class SGLangModel(Model):
             prompt.token_ids,
             reasoning_open=prompt.ends_with(self.tool_parser.think_start_token),
             constrained=grammar is not None,
+            agent=agent,
+            auxiliary=auxiliary,
         )
         logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
         try:

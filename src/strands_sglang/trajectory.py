@@ -14,20 +14,29 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from strands.types.content import Message, Messages
 
+from .drift import Drift, measure_drift
+from .explanations import explain, why_here, why_new
 from .generation import Generation
 from .messages import Conversation, message_digest, next_link
-from .tokens import Segment, TokenManager
+from .sequences import export_sequences, sequence_of
+from .tokens import TokenManager
+from .turn_files import read_turns, write_turns
 from .turns import Turn, TurnStatus
 
-_COMPARED_TURNS = 64  # how many recorded turns an explanation looks at; more would make forests of thousands slow
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,24 +73,73 @@ class Trajectory:
     def __init__(self) -> None:
         """Start empty."""
         self._turns: list[Turn] = []
-        self._answers: dict[bytes, Turn] = {}
+        self._answers: dict[bytes, list[Turn]] = {}
         self._failures: dict[tuple[int, bytes], Turn] = {}
         self._notices: dict[str, str] = {}
         self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
+        self._latest: dict[str, Turn | None] = {}  # by agent, the latest turn that was answered
         self._lock = threading.RLock()
         self._calls = 0
+        self._warned = False
+
+    # --- files ---
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything to one safetensors file; see `turn_files` for its layout. `load` gives it back bit by bit.
+
+        Raises:
+            OSError: The file cannot be written; what was there stays as it was.
+        """
+        with self._lock:
+            facts = {
+                "result_notices": self._notices,
+                "call_ids": self._call_ids,
+                "tool_parse_errors": self.tool_parse_errors,
+            }
+            write_turns(path, self._turns, facts)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trajectory:
+        """Read a trajectory that was saved. It can be extended like any other.
+
+        Raises:
+            OSError: The file cannot be read.
+            TrajectoryFileError: It is no trajectory, or one of another version.
+        """
+        turns, facts = read_turns(path)
+        trajectory = cls()
+        trajectory._notices = facts["result_notices"]
+        trajectory._call_ids = facts["call_ids"]
+        trajectory.tool_parse_errors = facts["tool_parse_errors"]
+        trajectory._turns = turns
+        trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
+        for turn in turns:
+            if turn.agent is not None and turn.answer_key is not None:
+                trajectory._latest[turn.agent] = turn
+            if turn.answer_key is not None:
+                trajectory._answers.setdefault(turn.answer_key, []).append(turn)
+            if turn.status is TurnStatus.FAILED:
+                trajectory._failures[id(turn.parent), turn.key] = turn
+        return trajectory
 
     # --- recording ---
 
-    def attach(self, conversation: Conversation, messages: Messages) -> Place:
-        """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived."""
+    def attach(self, conversation: Conversation, messages: Messages, *, agent: str | None = None) -> Place:
+        """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived.
+
+        Args:
+            conversation: What arrived, as fingerprints.
+            messages: The same as messages.
+            agent: Who asks. Of two turns that said the same after the same, the agent's own one is extended.
+        """
         with self._lock:
             for known in range(len(messages), 0, -1):
-                turn = self._answers.get(conversation.chain[known])
-                if turn is not None:
-                    return Place(turn, messages[known:], self._why_here(turn, known, conversation))
-            return Place(None, messages, self._why_new(conversation))
+                same = self._answers.get(conversation.chain[known])
+                if same:
+                    turn = next((turn for turn in reversed(same) if turn.agent == agent), same[-1])
+                    return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation))
+            return Place(None, messages, why_new(self._turns, conversation))
 
     def ask(
         self,
@@ -91,8 +149,8 @@ class Trajectory:
         *,
         reasoning_open: bool = False,
         constrained: bool = False,
-        sampling_params: Mapping[str, Any] | None = None,
-        clamped: bool = False,
+        agent: str | None = None,
+        auxiliary: bool = False,
     ) -> Turn:
         """Record that a call is about to be made: its prompt is known from here on.
 
@@ -104,11 +162,12 @@ class Trajectory:
             prompt_ids: The prompt tokens that it adds, shape (P,).
             reasoning_open: Whether the prompt ends inside reasoning.
             constrained: Whether a grammar constrains the sampling.
-            sampling_params: As they will be sent.
-            clamped: Whether `max_new_tokens` was lowered to the room that the context has left.
+            agent: Who asks; None for a call from outside an agent's loop.
+            auxiliary: Whether the call is none of a rollout's own (a summary, a judge).
         """
         known = len(conversation.digests) - len(place.new_messages)
         with self._lock:
+            self._find_thrown_away(agent, conversation, place)
             replaced = self._failures.pop((id(place.turn), conversation.key), None)
             if replaced is not None:
                 self._turns.remove(replaced)
@@ -123,14 +182,35 @@ class Trajectory:
                 prompt_ids=array("i", prompt_ids),
                 reasoning_open=reasoning_open,
                 constrained=constrained,
-                sampling_params=dict(sampling_params or {}),
-                clamped=clamped,
+                agent=agent,
+                is_auxiliary=auxiliary or (agent is None and bool(self._latest)),
                 parent_kept=place.kept,
-                _root=None if place.turn is None else place.turn.root,
             )
             self._calls += 1
             self._turns.append(turn)
+            if agent is not None and not self._latest:
+                for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
+                    earlier.is_auxiliary = True
+            if agent is not None:
+                self._latest.setdefault(agent, None)
             return turn
+
+    def _find_thrown_away(self, agent: str | None, conversation: Conversation, place: Place) -> None:
+        """Mark the agent's latest answer as discarded if the agent goes on from its question without it.
+
+        A hook that retries, a guide, a cancel: the same messages arrive, and then something else or nothing. An answer
+        that was cut at `max_new_tokens` is rewritten by Strands, not thrown away.
+        """
+        latest = self._latest.get(agent) if agent is not None else None
+        if latest is None or latest.status is not TurnStatus.ANSWERED or latest.generation is None:
+            return
+        if place.turn is latest or latest.key not in conversation.chain:
+            return
+        behind = conversation.digests[conversation.chain.index(latest.key) :][:1]
+        if behind == (latest.answer_digest,):
+            latest.status = TurnStatus.COMMITTED  # the call builds on it, in a sequence of its own
+        elif latest.generation.finish_type != "length":
+            latest.status = TurnStatus.DISCARDED
 
     def answer(
         self,
@@ -164,7 +244,9 @@ class Trajectory:
             turn.answer_digest = message_digest(message)
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
-            self._answers[turn.answer_key] = turn
+            if turn.agent is not None:
+                self._latest[turn.agent] = turn
+            self._answers.setdefault(turn.answer_key, []).append(turn)
 
     def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
         """Record what a turn had sampled when it was aborted or found unreadable. Nothing extends a cut turn."""
@@ -187,10 +269,39 @@ class Trajectory:
         turn.status = status
         logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
         if len(logprobs) == len(turn.prompt_ids):
-            turn._prompt_logprobs = logprobs
+            turn.prompt_logprobs = logprobs
         parent = turn.parent
-        if parent is not None and parent.status is TurnStatus.ANSWERED and not turn.constrained:
+        if parent is not None and not turn.is_auxiliary and parent.status is not TurnStatus.CUT:
             parent.status = TurnStatus.COMMITTED
+
+    def settle(self, messages: Messages) -> None:
+        """Fix the status of what no later call can tell, from the messages that an agent ended with.
+
+        The latest answer in them is final. Answers of the same agent to a question that stands in them, which are not
+        the answer that stands there, were thrown away. Call it once per agent, when its episode is over; what the
+        messages do not tell (they were shortened, or are another agent's) stays as it is.
+
+        Args:
+            messages: The agent's messages.
+        """
+        digests = tuple(message_digest(message) for message in messages)
+        with self._lock:
+            open_turns = []
+            for turn in self._turns:
+                asked = turn.asked()
+                if turn.answer_digest and not turn.is_auxiliary and digests[: len(asked)] == asked:
+                    open_turns.append((turn, len(asked)))
+            kept = [turn for turn, known in open_turns if digests[known : known + 1] == (turn.answer_digest,)]
+            if not kept:
+                return
+            agent = kept[-1].agent
+            for turn, _ in open_turns:
+                if turn in kept:
+                    if turn.status in (TurnStatus.ANSWERED, TurnStatus.DISCARDED):
+                        turn.status = TurnStatus.FINAL
+                elif turn.agent == agent and turn.status is TurnStatus.ANSWERED:
+                    was_cut = turn.generation is not None and turn.generation.finish_type == "length"
+                    turn.status = TurnStatus.FINAL if was_cut else TurnStatus.DISCARDED
 
     # --- reading ---
 
@@ -204,42 +315,66 @@ class Trajectory:
         """Number of turns."""
         return len(self._turns)
 
-    def sequences(self) -> list[TokenManager]:
-        """The sequences from each root to each leaf, in the order of their last call, cut and constrained ones last.
+    def sequences(self, *, discarded: bool = False, auxiliary: bool = False) -> list[TokenManager]:
+        """The sequences from each root to each leaf, in the order of their last call, cut ones last.
 
         Turns without an answer are left out. Every sampled token has loss mask 1 in exactly one of the sequences, the
-        first that contains it.
+        first that contains it, unless a grammar constrained it.
+
+        Args:
+            discarded: Whether answers that the agent threw away are given out, too.
+            auxiliary: Whether calls from outside the agents' loops are given out, too.
         """
         with self._lock:
-            answered = [turn for turn in self._turns if turn.is_answered]
-            # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
-            inner = {id(turn.parent) for turn in answered if turn.parent_kept is None and not turn.constrained}
-            leaves = [turn for turn in answered if id(turn) not in inner]
-            leaves.sort(key=lambda leaf: (leaf.constrained or leaf.status is TurnStatus.CUT, leaf.index))
-            trained: set[int] = set()
-            sequences = []
-            for leaf in leaves:
-                sequences.append(_sequence(leaf, already_trained=trained))
-                trained.update(id(turn) for turn in leaf.path())
-            return sequences
+            return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary)
 
-    def latest_main_sequence(self) -> TokenManager:
+    def latest_main_sequence(self, *, warn: bool = False) -> TokenManager:
         """The latest sequence of the main conversation, with its own full mask.
 
         The main conversation is the first one since the start that was answered, every attempt at its first call
-        included, structured-output calls left aside; before any answer it is the latest one that was asked, so that its
-        opening prompt can be seen.
+        included, calls from outside the agents' loops left aside; before any answer it is the latest one that was
+        asked, so that its opening prompt can be seen.
+
+        Args:
+            warn: Whether to log, once, that other sequences hold tokens to train, too.
         """
         with self._lock:
-            roots = [turn for turn in self._turns if turn.parent is None and not turn.constrained]
+            if warn and not self._warned and self._has_several():
+                self._warned = True
+                logger.warning(
+                    "turns=<%d> | token_manager is one of several sequences of this episode: train on "
+                    "trajectory.sequences(), or see trajectory.explain()",
+                    len(self._turns),
+                )
+            roots = [turn for turn in self._turns if turn.parent is None and not turn.is_auxiliary]
             first = next((turn for turn in roots if turn.is_answered), None)
             if first is None:
-                return _sequence(roots[-1], already_trained=()) if roots else TokenManager()
+                return sequence_of(roots[-1]) if roots else TokenManager()
             leaf = first
             for turn in self._turns:
-                if turn.is_answered and not turn.constrained and turn.root.key == first.key:
+                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key:
                     leaf = turn
-            return _sequence(leaf, already_trained=())
+            return sequence_of(leaf)
+
+    def _has_several(self) -> bool:
+        """Whether there is more than one sequence to train."""
+        return sum(any(sequence.loss_mask) for sequence in self.sequences()) > 1
+
+    def knows(self, agent: str) -> bool:
+        """Whether an agent has made a call that is recorded here."""
+        return agent in self._latest
+
+    def agreement(self, digests: Sequence[bytes]) -> int:
+        """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""
+        with self._lock:
+            best = 0
+            for turn in self._turns:
+                if not turn.digests[:1] == tuple(digests[:1]) and turn.parent is None:
+                    continue
+                recorded = (*turn.asked(), turn.answer_digest)
+                same = next((i for i, (a, b) in enumerate(zip(recorded, digests, strict=False)) if a != b), None)
+                best = max(best, min(len(recorded), len(digests)) if same is None else same)
+            return best
 
     def result_notice(self, tool_use_id: str) -> str | None:
         """What the model is told instead of the result of a tool call, if that call did not parse."""
@@ -249,78 +384,18 @@ class Trajectory:
         """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
         return self._call_ids.get(tool_use_id)
 
-    # --- explaining ---
+    def drift(self, tokenizer: PreTrainedTokenizerBase) -> Drift:
+        """How far the sequences are from what decoding and encoding them again would give.
 
-    def _why_here(self, turn: Turn, known: int, conversation: Conversation) -> str:
-        """Why a conversation extends a turn, and if another call extended it before, what differs from that one."""
-        if turn.status is TurnStatus.COMMITTED:
-            later = [leaf for leaf in self._leaves() if turn in leaf.path()[:-1]]
-            differences = [_first_difference(leaf, conversation) for leaf in later]
-            if differences:
-                return f"forks after call {turn.index}: {max(reversed(differences), key=_agreement)[1]}"
-        return f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)"
+        Args:
+            tokenizer: The tokenizer of the served model.
+        """
+        return measure_drift(self.sequences(), tokenizer)
 
-    def _leaves(self) -> list[Turn]:
-        """The latest answered turns that no other turn extends, structured-output calls left aside."""
-        recent = self._turns[-_COMPARED_TURNS:]
-        inner = {id(turn.parent) for turn in recent}
-        return [turn for turn in recent if turn.answer_digest and id(turn) not in inner and not turn.constrained]
-
-    def _why_new(self, conversation: Conversation) -> str:
-        """Why nothing recorded is a prefix of this conversation: the first thing that differs from the closest one."""
-        leaves = self._leaves()
-        if not leaves:
-            return "opens the first sequence"
-        differences = [_first_difference(leaf, conversation) for leaf in leaves]
-        return "opens a sequence: " + max(reversed(differences), key=_agreement)[1]
-
-
-def _first_difference(leaf: Turn, conversation: Conversation) -> tuple[int, str]:
-    """How far a conversation agrees with a recorded one, and what differs first."""
-    compared = f"(compared with call {leaf.index})"
-    for name, digest in leaf.parts.items():
-        if conversation.parts.get(name) != digest:
-            return 0, f"the {name} changed {compared}"
-    i = 0
-    for turn in leaf.path():
-        for known, role in (*zip(turn.digests, turn.roles, strict=True), (turn.answer_digest, "assistant")):
-            if i == len(conversation.digests):
-                return i + 1, f"it stops after message {i - 1}, before the recorded answer {compared}"
-            if known != conversation.digests[i]:
-                return i + 1, f"message {i} ({conversation.roles[i]}) is not the recorded one ({role}) {compared}"
-            i += 1
-    return i + 1, f"it goes on after message {i - 1} {compared}"
-
-
-def _agreement(difference: tuple[int, str]) -> int:
-    return difference[0]
-
-
-def _sequence(leaf: Turn, already_trained: Iterable[int]) -> TokenManager:
-    """The tokens from the root to a turn."""
-    trained = set(already_trained)
-    return TokenManager(
-        segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, train=id(turn) not in trained)
-    )
-
-
-def _segments(turn: Turn, kept: int, *, train: bool) -> Iterator[Segment]:
-    """A turn's prompt, and the first `kept` of its sampled tokens."""
-    logprobs: array[float] | None = turn._prompt_logprobs
-    if logprobs is None and turn.parent is not None:
-        # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
-        logprobs = array("d", bytes(8 * len(turn.prompt_ids)))
-    yield Segment(turn.prompt_ids, logprobs, is_response=False)
-    generation = turn.generation
-    if generation is not None:
-        yield Segment(
-            generation.output_ids[:kept],
-            None if generation.logprobs is None else generation.logprobs[:kept],
-            is_response=True,
-            loss_mask=int(train and not turn.constrained),
-            finish_reason=generation.finish_type,
-            weight_version=generation.weight_version,
-        )
+    def explain(self) -> str:
+        """What became of every call, for people: what it extends, where it forked and why, how it ended."""
+        with self._lock:
+            return explain(self._turns)
 
 
 __all__ = ["Place", "Trajectory", "Turn", "TurnStatus"]

@@ -20,6 +20,10 @@ class TurnStatus(str, Enum):
     """The answer is recorded; no later call has built on it yet."""
     COMMITTED = "committed"
     """A later call has built on the answer."""
+    FINAL = "final"
+    """The agent's messages end with the answer, or kept it in another form; see `Trajectory.settle`."""
+    DISCARDED = "discarded"
+    """The agent threw the answer away: a hook retried the call, a guide or a cancel took its place."""
     CUT = "cut"
     """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
     FAILED = "failed"
@@ -41,6 +45,8 @@ class Turn:
         prompt_ids: The prompt tokens that it added, shape (P,).
         reasoning_open: Whether the prompt ends inside reasoning.
         constrained: Whether the tokens are sampled under a grammar.
+        agent: Who asked; None for a call from outside an agent's loop.
+        is_auxiliary: Whether the call is none of a rollout's own: a summary, a judge, structured output outside a loop.
         sampling_params: As they were sent.
         status: How far it has come.
         generation: The server's answer, None until it came.
@@ -49,6 +55,10 @@ class Turn:
             less than all where the parent stopped with another token than the chat template puts there.
         ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
         cause: The error that failed the turn.
+        tool_calls: The answer's tool calls, `{"toolUseId", "name", "id"}` in order; the model knows them by `id`.
+        answer_key: Identifies the conversation with the answer; None until it came.
+        answer_digest: Digest of the answer as the agent hands it back.
+        prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
     """
 
     index: int
@@ -61,6 +71,8 @@ class Turn:
     prompt_ids: array[int]
     reasoning_open: bool = False
     constrained: bool = False
+    agent: str | None = None
+    is_auxiliary: bool = False
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     status: TurnStatus = TurnStatus.ASKED
     generation: Generation | None = None
@@ -71,8 +83,12 @@ class Turn:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     answer_key: bytes | None = None
     answer_digest: bytes | None = None
-    _prompt_logprobs: array[float] | None = None
-    _root: Turn | None = None
+    prompt_logprobs: array[float] | None = None
+    _root: Turn | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Find the root once: walking up from every turn would be quadratic."""
+        self._root = None if self.parent is None else self.parent.root
 
     @property
     def output_ids(self) -> array[int]:
@@ -120,6 +136,12 @@ class Turn:
     def calls_before(self) -> int:
         """How many tool calls the recorded turns before this one have made."""
         return sum(len(turn.tool_calls) for turn in self.path()[:-1])
+
+    def asked(self) -> tuple[bytes, ...]:
+        """Digests of the messages that it was asked with."""
+        path = self.path()
+        earlier = [(*turn.digests, turn.answer_digest or b"") for turn in path[:-1]]
+        return tuple(digest for digests in (*earlier, self.digests) for digest in digests)
 
     def steps(self) -> list[tuple[Turn, int]]:
         """The turns from the root to this one, each with how many of its sampled ids stand in this sequence."""

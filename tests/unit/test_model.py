@@ -588,6 +588,16 @@ class TestKeptAnswers:
 
 
 class TestRewrittenHistories:
+    async def test_more_than_one_sequence_to_train_is_said_once(self, rollout, caplog):
+        _, model = rollout(["One.", "Two."])
+        await make_agent(model).invoke_async("a")
+        assert model.token_manager
+        assert caplog.records == []
+        await make_agent(model, system_prompt="another").invoke_async("b")
+        assert model.token_manager and model.token_manager
+        (record,) = caplog.records
+        assert "trajectory.sequences()" in record.getMessage()
+
     async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(self, rollout):
         server, model = rollout(["One.", "Two."])
         agent = make_agent(model)
@@ -670,7 +680,8 @@ class TestStructuredOutput:
         ]
         assert events[-1] == {"output": self.Sum(total=4)}
         assert json.loads(server.requests[0].sampling_params["json_schema"])["properties"]["total"]["type"] == "integer"
-        assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences()] == [0]
+        assert model.trajectory.sequences() == []
+        assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
         # It is not the main conversation either.
         await make_agent(model).invoke_async("a")
         assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)

@@ -199,7 +199,7 @@ async def test_the_table_of_masks_and_logprobs_is_what_is_recorded(chatml_tokeni
     messages = [{"role": "user", "content": [{"text": "What is 25 * 17?"}]}]
     assert [event async for event in model.structured_output(answer, messages)] == [{"output": answer(product=425)}]
 
-    conversation, constrained = model.trajectory.sequences()
+    conversation, constrained = model.trajectory.sequences(auxiliary=True)
     opening, first, observation, second = conversation.segments
     recorded = [(opening, 0), (observation, None), (first, 0), (constrained.segments[1], 2)]
     for row, (segment, response) in zip(rows, recorded, strict=True):

@@ -1,4 +1,5 @@
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -32,14 +33,16 @@ class Recorder:
         self.next_id += count
         return list(range(self.next_id - count, self.next_id))
 
-    def ask(self, messages, *, constrained=False, **parts):
+    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=False, **parts):
         conversation = fingerprint({"system prompt": None, **parts}, messages)
-        place = self.trajectory.attach(conversation, messages)
-        return self.trajectory.ask(place, conversation, self.ids(), constrained=constrained)
+        place = replace(self.trajectory.attach(conversation, messages, agent=agent), kept=kept)
+        return self.trajectory.ask(
+            place, conversation, self.ids(), agent=agent, constrained=constrained, auxiliary=auxiliary
+        )
 
-    def call(self, messages, answer="ok", *, constrained=False, **parts):
-        turn = self.ask(messages, constrained=constrained, **parts)
-        self.trajectory.answer(turn, generation(*self.ids()), assistant(answer))
+    def call(self, messages, answer="ok", *, finish="stop", **options):
+        turn = self.ask(messages, **options)
+        self.trajectory.answer(turn, generation(*self.ids(), finish=finish), assistant(answer))
         return turn
 
 
@@ -156,22 +159,150 @@ def test_failures_of_two_calls_are_kept_apart():
     assert recorder.trajectory.turns == [two, again]
 
 
-def test_tokens_sampled_under_a_grammar_are_never_trained_and_never_the_main_sequence():
+def test_tokens_sampled_under_a_grammar_are_never_trained():
     recorder = Recorder()
-    recorder.call([user("judge")], constrained=True)
-    assert [sum(sequence.loss_mask) for sequence in recorder.trajectory.sequences()] == [0]
-    recorder.call([user("q")])
-    assert recorder.trajectory.latest_main_sequence().token_ids == [4, 5, 6, 7]
+    recorder.call([user("q")], "a", constrained=True)
+    after = recorder.call([user("q"), assistant("a"), user("r")])
+    (sequence,) = recorder.trajectory.sequences()
+    assert sequence.token_ids == after.token_ids()
+    assert sequence.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_a_structured_output_call_inside_a_conversation_is_left_aside():
+def test_a_call_from_outside_the_loop_is_left_aside():
     recorder = Recorder()
     first = recorder.call([user("q")], "a")
-    recorder.call([user("q"), assistant("a"), user("judge it")], constrained=True)
+    recorder.call([user("q"), assistant("a"), user("judge it")], auxiliary=True)
     assert recorder.trajectory.latest_main_sequence().token_ids == first.token_ids()
     assert first.status is TurnStatus.ANSWERED
-    main, judge = recorder.trajectory.sequences()
-    assert (main.loss_mask, sum(judge.loss_mask)) == ([0, 0, 1, 1], 0)
+    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [first.token_ids()]
+    main, judge = recorder.trajectory.sequences(auxiliary=True)
+    assert (main.loss_mask, judge.loss_mask) == ([0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1])
+
+
+def test_where_agents_have_a_loop_calls_without_an_agent_are_left_aside():
+    recorder = Recorder()
+    before = recorder.call([user("summarise this")])
+    main = recorder.call([user("q")], agent="A")
+    after = recorder.call([user("summarise that")])
+    assert [turn.is_auxiliary for turn in (before, main, after)] == [True, False, True]
+    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [main.token_ids()]
+    assert recorder.trajectory.latest_main_sequence().token_ids == main.token_ids()
+
+
+def test_two_agents_that_said_the_same_are_told_apart():
+    recorder = Recorder()
+    turns = {agent: recorder.call([user("q")], "a", agent=agent) for agent in "AB"}
+    assert turns["A"].answer_key == turns["B"].answer_key
+    for agent in "AB":
+        after = recorder.call([user("q"), assistant("a"), user("r")], agent=agent)
+        assert after.parent is turns[agent]
+
+
+def test_an_agent_without_a_turn_of_its_own_extends_the_one_that_is_there():
+    recorder = Recorder()
+    turn = recorder.call([user("q")], "a", agent="A")
+    assert recorder.call([user("q"), assistant("a"), user("r")], agent="restored").parent is turn
+
+
+THROWN_AWAY = {
+    "the call is retried": [user("q")],
+    "a guide follows instead": [user("q"), user("Think again.")],
+    "another answer stands there": [user("q"), assistant("Cancelled by user"), user("r")],
+}
+
+
+@pytest.mark.parametrize("what", THROWN_AWAY)
+def test_an_answer_that_its_agent_goes_on_without_is_discarded(what):
+    recorder = Recorder()
+    thrown = recorder.call([user("q")], "a", agent="A")
+    kept = recorder.call(THROWN_AWAY[what], "b", agent="A")
+    assert thrown.status is TurnStatus.DISCARDED
+    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [kept.token_ids()]
+    everything = recorder.trajectory.sequences(discarded=True)
+    assert [sequence.token_ids for sequence in everything] == [thrown.token_ids(), kept.token_ids()]
+
+
+def test_the_answer_of_another_agent_to_the_same_question_is_not_discarded():
+    recorder = Recorder()
+    turns = [recorder.call([user("q")], "a", agent=agent) for agent in "AB"]
+    assert [turn.status for turn in turns] == [TurnStatus.ANSWERED] * 2
+
+
+def test_a_cut_answer_that_is_rewritten_is_not_discarded():
+    recorder = Recorder()
+    cut = recorder.call([user("q")], "half a call", finish="length", agent="A")
+    recorder.call([user("q"), assistant("it was incomplete"), user("r")], agent="A")
+    assert cut.status is TurnStatus.ANSWERED
+    assert len(recorder.trajectory.sequences()) == 2
+
+
+def test_an_answer_in_a_history_that_was_shortened_before_it_is_not_discarded():
+    recorder = Recorder()
+    turn = recorder.call([user("long ago"), assistant("old"), user("q")], "a", agent="A")
+    recorder.call([user("q"), assistant("a"), user("r")], agent="A")
+    assert turn.status is TurnStatus.ANSWERED
+
+
+class TestSettle:
+    def test_the_answer_that_the_messages_end_with_is_final(self):
+        recorder = Recorder()
+        first = recorder.call([user("q")], "a", agent="A")
+        last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
+        recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("b")])
+        assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.FINAL)
+
+    def test_of_several_answers_to_one_question_the_others_are_discarded(self):
+        recorder = Recorder()
+        tries = []
+        for answer in "abc":  # best of three: the middleware asks with one state
+            tries.append(recorder.call([user("q")], answer, agent="A"))
+        recorder.trajectory.settle([user("q"), assistant("b")])
+        assert [turn.status.value for turn in tries] == ["discarded", "final", "discarded"]
+        assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [tries[1].token_ids()]
+
+    def test_another_agents_answers_stay_as_they_are(self):
+        recorder = Recorder()
+        turns = {agent: recorder.call([user("q")], agent, agent=agent) for agent in "AB"}
+        recorder.trajectory.settle([user("q"), assistant("A")])
+        assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+        recorder.trajectory.settle([user("q"), assistant("B")])
+        assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
+
+    def test_messages_that_were_shortened_tell_nothing(self):
+        recorder = Recorder()
+        turn = recorder.call([user("q")], "a", agent="A")
+        recorder.trajectory.settle([user("another"), assistant("a")])
+        assert turn.status is TurnStatus.ANSWERED
+
+    def test_the_last_answer_that_was_cancelled_is_discarded(self):
+        recorder = Recorder()
+        first = recorder.call([user("q")], "a", agent="A")
+        last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
+        recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("Cancelled by user")])
+        assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.DISCARDED)
+
+
+def test_a_turn_whose_last_token_was_not_kept_ends_a_sequence_of_its_own():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a")
+    after = recorder.call([user("q"), assistant("a"), user("r")], "b", kept=1)
+    one, other = recorder.trajectory.sequences()
+    assert (one.token_ids, one.loss_mask) == (first.token_ids(), [0, 0, 1, 1])
+    assert (other.token_ids, other.loss_mask) == ([0, 1, 2, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1, 1])
+    assert after.token_ids() == other.token_ids
+
+
+def test_the_explanation_says_what_became_of_every_call():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("q"), assistant("a"), user("r")])
+    recorder.call([user("edited")])
+    recorder.trajectory.fail(recorder.ask([user("never answered")]), RuntimeError("server gone"))
+    lines = recorder.trajectory.explain().splitlines()
+    assert lines[0] == "call 0 opens the first sequence (2 prompt and 2 sampled tokens, stop) [committed]"
+    assert lines[1].startswith("  call 1 extends call 0 with 1 new message(s)")
+    assert "message 0 (user) is not the recorded one" in lines[2]
+    assert lines[3].endswith("[failed]: RuntimeError: server gone")
 
 
 @pytest.mark.parametrize("first_end", ["cut", "discarded"])

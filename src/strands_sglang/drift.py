@@ -1,0 +1,134 @@
+"""Retokenisation drift: how far a sequence is from what decoding and encoding it again would give.
+
+Whoever keeps text and makes tokens of it later gets other ids than the model saw and sampled. This counts them. A
+differing stretch is found by its text: the shortest run of recorded tokens and of new ones that say the same and after
+which both go on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .tokens import TokenManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CAUSES = ("sampled", "boundary", "template")
+"""Where drifted tokens stand: inside a sampled turn, across the edge of one, or inside a prompt."""
+
+_WINDOW = 32  # longest differing stretch that is looked for, in tokens on both sides together
+
+
+@dataclass(frozen=True)
+class SequenceDrift:
+    """The drift of one sequence.
+
+    Attributes:
+        tokens: Length of the sequence in tokens.
+        drifted: Number of recorded tokens that encoding the text again does not give, by cause.
+        first: Position of the first of them; None if there is none.
+    """
+
+    tokens: int
+    drifted: dict[str, int]
+    first: int | None
+
+    @property
+    def is_affected(self) -> bool:
+        """Whether any token drifted."""
+        return self.first is not None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The drift of all sequences of an episode, or of many.
+
+    Attributes:
+        sequences: One entry per sequence.
+    """
+
+    sequences: tuple[SequenceDrift, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(sequence.tokens for sequence in self.sequences)
+
+    @property
+    def drifted(self) -> dict[str, int]:
+        """Number of drifted tokens by cause."""
+        return {cause: sum(sequence.drifted[cause] for sequence in self.sequences) for cause in CAUSES}
+
+    @property
+    def share_affected(self) -> float:
+        """Share of the sequences that drifted at all, 0.0 to 1.0."""
+        return sum(sequence.is_affected for sequence in self.sequences) / max(len(self.sequences), 1)
+
+    def __add__(self, other: Drift) -> Drift:
+        """The drift of both."""
+        return Drift(self.sequences + other.sequences)
+
+
+def measure_drift(sequences: Iterable[TokenManager], tokenizer: PreTrainedTokenizerBase) -> Drift:
+    """Decode sequences, encode them again, and count what differs.
+
+    Args:
+        sequences: Recorded sequences.
+        tokenizer: The tokenizer of the served model.
+    """
+    return Drift(tuple(_sequence_drift(sequence, tokenizer) for sequence in sequences))
+
+
+def _sequence_drift(sequence: TokenManager, tokenizer: PreTrainedTokenizerBase) -> SequenceDrift:
+    recorded = sequence.token_ids
+    sampled, position = [], 0
+    again = tokenizer.encode(_decode(tokenizer, recorded), add_special_tokens=False, verbose=False)
+    for is_response, length in sequence.segment_info:
+        sampled.append((position, position + length, is_response))
+        position += length
+    drifted = dict.fromkeys(CAUSES, 0)
+    first = None
+    for start, end in _differences(recorded, again, tokenizer):
+        first = start if first is None else first
+        inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
+        drifted["boundary" if inside is None else "sampled" if inside else "template"] += end - start
+    return SequenceDrift(len(recorded), drifted, first)
+
+
+def _differences(
+    recorded: Sequence[int], again: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, int]]:
+    """The stretches of `recorded` that `again` has otherwise, as half-open ranges."""
+    i = j = 0
+    while i < len(recorded) and j < len(again):
+        if recorded[i] == again[j]:
+            i, j = i + 1, j + 1
+            continue
+        width = _same_text(recorded[i : i + _WINDOW], again[j : j + _WINDOW], tokenizer)
+        if width is None:  # no end in sight: everything from here on counts
+            break
+        yield i, i + width[0]
+        i, j = i + width[0], j + width[1]
+    if i < len(recorded):
+        yield i, len(recorded)
+
+
+def _same_text(
+    recorded: Sequence[int], again: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int] | None:
+    """The lengths of the shortest beginnings of two runs that have one text."""
+    texts = {_decode(tokenizer, again[:length]): length for length in range(len(again), 0, -1)}
+    for length in range(1, len(recorded) + 1):
+        text = _decode(tokenizer, recorded[:length])
+        # A text that ends inside a character says nothing about where it ends.
+        if text in texts and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return length, texts[text]
+    return None
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

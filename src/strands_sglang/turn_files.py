@@ -1,0 +1,192 @@
+"""Trajectories as files: one safetensors file, bit-equal when read back, readable without this library.
+
+Layout (format version 1). Tensors hold the tokens of all turns, one after the other: `prompt_ids` and `output_ids`
+(int32), `logprobs` (float64, of the sampled tokens), `prompt_logprobs` (float64, of the turns that recorded them), and
+`routed_experts.<n>` (int32, rows x columns, of turn n) where there are any. The file's metadata has `format`, `version`
+and `trajectory`: JSON with the turns in the order of their calls (`parent` is a position in that list; `prompt_tokens`,
+`sampled_tokens` say how many entries of the tensors are theirs), and what the trajectory knows of tool calls. Digests
+are hexadecimal.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .generation import Generation
+from .turns import Turn, TurnStatus
+
+FORMAT = "strands-sglang trajectory"
+VERSION = "1"
+
+_TURN_FIELDS: tuple[str, ...] = (
+    *("index", "reason", "reasoning_open", "constrained", "agent", "is_auxiliary", "clamped", "parent_kept"),
+    *("ends_in_reasoning", "sampling_params", "tool_calls", "roles"),
+)
+_GENERATION_FIELDS: tuple[str, ...] = (
+    *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
+    *("weight_version", "request_id", "latency_s", "meta_info"),
+)
+
+
+class TrajectoryFileError(ValueError):
+    """A file is no trajectory, or one of a version that this library does not know."""
+
+
+class RecordedError(Exception):
+    """The error that failed a turn, as far as a file tells: its kind and its message."""
+
+
+def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping[str, Any]) -> None:
+    """Write turns to one file, in place of what is there; an error leaves the old file as it was.
+
+    Args:
+        path: The file.
+        turns: In the order of their calls, parents first.
+        facts: What is known beside them; JSON-like.
+
+    Raises:
+        OSError: The file cannot be written.
+        TypeError: A sampling parameter is not JSON-like.
+    """
+    import numpy as np
+    from safetensors.numpy import save
+
+    positions = {id(turn): position for position, turn in enumerate(turns)}
+    answers = [turn.generation for turn in turns if turn.generation is not None]
+
+    def joined(arrays: Sequence[Any], kind: str) -> Any:
+        return np.concatenate([np.zeros(0, kind), *(np.asarray(values, dtype=kind) for values in arrays)])
+
+    tensors = {
+        "prompt_ids": joined([turn.prompt_ids for turn in turns], "<i4"),
+        "output_ids": joined([answer.output_ids for answer in answers], "<i4"),
+        "logprobs": joined([answer.logprobs for answer in answers if answer.logprobs is not None], "<f8"),
+        "prompt_logprobs": joined([turn.prompt_logprobs for turn in turns if turn.prompt_logprobs is not None], "<f8"),
+    }
+    for position, turn in enumerate(turns):
+        experts = turn.generation.expert_ids() if turn.generation is not None else None
+        if experts is not None:
+            tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
+    content = {"turns": [_described(turn, positions) for turn in turns], **facts}
+    metadata = {"format": FORMAT, "version": VERSION, "trajectory": json.dumps(content)}
+    _write(Path(path), save(tensors, metadata=metadata))
+
+
+def read_turns(path: str | PathLike[str]) -> tuple[list[Turn], dict[str, Any]]:
+    """Read turns that were written, and what was known beside them.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: The file cannot be read.
+        TrajectoryFileError: It is no trajectory, or one of another version.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with open(path, "rb"):  # safetensors' own errors do not name the file
+        pass
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise TrajectoryFileError(f"{path}: not a safetensors file, or cut off: {error}") from error
+    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
+        raise TrajectoryFileError(f"{path}: holds {found}, and not {FORMAT!r}, version {VERSION!r}")
+    content = json.loads(metadata["trajectory"])
+    reader = _Reader(tensors)
+    turns: list[Turn] = []
+    for position, described in enumerate(content.pop("turns")):
+        turns.append(reader.turn(described, position, turns))
+    return turns, content
+
+
+def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
+    """A turn without its tokens."""
+    generation = turn.generation
+    return {
+        **{name: getattr(turn, name) for name in _TURN_FIELDS},
+        "parent": None if turn.parent is None else positions[id(turn.parent)],
+        "status": turn.status.value,
+        "key": turn.key.hex(),
+        "parts": {name: digest.hex() for name, digest in turn.parts.items()},
+        "digests": [digest.hex() for digest in turn.digests],
+        "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
+        "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
+        "cause": None if turn.cause is None else f"{type(turn.cause).__name__}: {turn.cause}",
+        "prompt_tokens": len(turn.prompt_ids),
+        "has_prompt_logprobs": turn.prompt_logprobs is not None,
+        "answer": None
+        if generation is None
+        else {
+            **{name: getattr(generation, name) for name in _GENERATION_FIELDS},
+            "sampled_tokens": len(generation.output_ids),
+            "has_logprobs": generation.logprobs is not None,
+        },
+    }
+
+
+class _Reader:
+    """Hands out the tokens of one turn after the other."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        self._read = dict.fromkeys(tensors, 0)
+
+    def _next(self, name: str, kind: str, count: int) -> array[Any]:
+        start = self._read[name]
+        self._read[name] = start + count
+        return array(kind, self._tensors[name][start : start + count].tobytes())
+
+    def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
+        parent = None if described["parent"] is None else turns[described["parent"]]
+        turn = Turn(
+            **{name: described[name] for name in _TURN_FIELDS if name not in ("tool_calls", "roles")},
+            roles=tuple(described["roles"]),
+            tool_calls=tuple(described["tool_calls"]),
+            parent=parent,
+            key=bytes.fromhex(described["key"]),
+            parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
+            digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),
+            prompt_ids=self._next("prompt_ids", "i", described["prompt_tokens"]),
+            status=TurnStatus(described["status"]),
+            cause=None if described["cause"] is None else RecordedError(described["cause"]),
+            answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
+            answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
+        )
+        if described["has_prompt_logprobs"]:
+            turn.prompt_logprobs = self._next("prompt_logprobs", "d", described["prompt_tokens"])
+        answer = described["answer"]
+        if answer is not None:
+            experts = self._tensors.get(f"routed_experts.{position}")
+            turn.generation = Generation(
+                **{name: answer[name] for name in _GENERATION_FIELDS},
+                output_ids=self._next("output_ids", "i", answer["sampled_tokens"]),
+                logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
+                routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
+            )
+        return turn
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a whole file in place at once: a full disk or a kill leaves what was there."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

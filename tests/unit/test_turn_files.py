@@ -1,0 +1,121 @@
+"""Trajectories on disk: bit-equal, readable by others, never half written."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from strands_sglang import Trajectory
+from strands_sglang.turn_files import TrajectoryFileError
+from support.agents import call, make_agent, make_tools
+
+
+@pytest.fixture
+async def recorded(rollout):
+    """An episode with a tool call, a call that did not parse, a fork, a failure, and prompt logprobs."""
+    _, model = rollout(
+        [call(expression="2 * 3"), "<tool_call>oops</tool_call>", "Six.", "Edited."], return_prompt_logprobs=True
+    )
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("2 times 3?")
+    agent.messages[0]["content"][0]["text"] = "edited"
+    await agent.invoke_async("again")
+    with pytest.raises(Exception, match="501"):
+        await agent.invoke_async("the script has run out")
+    return model.trajectory
+
+
+def same(one, other):
+    """NaN is equal to itself here."""
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
+
+
+async def test_what_is_loaded_is_what_was_saved(recorded, tmp_path):
+    recorded.save(tmp_path / "episode.safetensors")
+    loaded = Trajectory.load(tmp_path / "episode.safetensors")
+    assert loaded.explain().splitlines()[:-1] == recorded.explain().splitlines()[:-1]
+    assert loaded.tool_parse_errors == recorded.tool_parse_errors == {"unknown_tool": 1}
+    assert len(loaded.sequences()) == 2
+    for ours, theirs in zip(loaded.sequences(), recorded.sequences(), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.segment_info == theirs.segment_info
+        assert [s.weight_version for s in ours.segments] == [s.weight_version for s in theirs.segments]
+    for ours, theirs in zip(loaded.turns, recorded.turns, strict=True):
+        assert (ours.status, ours.reason, ours.key) == (theirs.status, theirs.reason, theirs.key)
+        assert (ours.tool_calls, ours.sampling_params) == (theirs.tool_calls, theirs.sampling_params)
+        if theirs.generation is not None:
+            assert ours.generation.meta_info == theirs.generation.meta_info
+            assert same(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
+async def test_a_loaded_trajectory_is_extended_like_the_one_that_was_saved(rollout, tmp_path):
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    model.trajectory.save(tmp_path / "t")
+    model.trajectory = Trajectory.load(tmp_path / "t")
+    await agent.invoke_async("b")
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
+    assert sum(sequence.loss_mask) == sum(len(response.body["output_ids"]) for response in server.responses)
+
+
+async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
+    recorded.save(tmp_path / "t.safetensors")
+    tensors = load_file(tmp_path / "t.safetensors")
+    with safe_open(tmp_path / "t.safetensors", framework="numpy") as file:
+        turns = json.loads(file.metadata()["trajectory"])["turns"]
+    assert {name: str(tensor.dtype) for name, tensor in tensors.items()} == {
+        "prompt_ids": "int32",
+        "output_ids": "int32",
+        "logprobs": "float64",
+        "prompt_logprobs": "float64",
+    }
+    sampled = [turn["answer"]["sampled_tokens"] for turn in turns if turn["answer"]]
+    assert tensors["output_ids"].tolist() == [i for turn in recorded.turns for i in turn.output_ids]
+    assert sum(sampled) == len(tensors["output_ids"]) == len(tensors["logprobs"])
+    assert [turn["parent"] for turn in turns][:3] == [None, 0, 1]
+
+
+async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
+    generation = recorded.turns[0].generation
+    experts = np.arange(generation.routed_rows * 6, dtype="<i4")
+    import base64
+
+    object.__setattr__(generation, "routed_experts", base64.b64encode(experts.tobytes()).decode())
+    recorded.save(tmp_path / "t")
+    assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
+
+
+async def test_an_error_while_writing_leaves_the_old_file(recorded, tmp_path, monkeypatch):
+    path = tmp_path / "t"
+    path.write_bytes(b"old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorded.save(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_other_files_are_refused_by_name(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(TrajectoryFileError, match="text: not a safetensors file"):
+        Trajectory.load(tmp_path / "text")
+    save_file({"x": np.zeros(1)}, tmp_path / "weights")
+    with pytest.raises(TrajectoryFileError, match="weights: holds None"):
+        Trajectory.load(tmp_path / "weights")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Trajectory.load(tmp_path / "nowhere")
+
+
+def test_an_empty_trajectory_is_saved_and_loaded(tmp_path):
+    Trajectory().save(tmp_path / "t")
+    assert Trajectory.load(tmp_path / "t").sequences() == []
