@@ -52,6 +52,7 @@ class Family:
 _THINK = ("<think>", "</think>")
 _CHATML_STOPS = ("<|im_end|>", "<|endoftext|>")
 _DEEPSEEK, _DEEPSEEK_STOPS = "<｜Assistant｜>", ("<｜end▁of▁sentence｜>",)
+_LLAMA3_STOPS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _LLAMA4_STOPS = ("<|eot|>", "<|eom|>", "<|end_of_text|>")
 
 FAMILIES: tuple[Family, ...] = (
@@ -95,7 +96,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("minimax_m2", ("[e~[",), ("[e~[",), "minimax_m2", _THINK),
     Family("llama4_json", ("<|header_start|>", '"parameters": dictionary'), _LLAMA4_STOPS, "llama3_json"),
     Family("llama4", ("<|header_start|>",), _LLAMA4_STOPS, "llama4_pythonic"),
-    Family("llama3", ("<|start_header_id|>",), ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), "llama3_json"),
+    Family("llama3_pythonic", ("<|start_header_id|>", "func_name1("), _LLAMA3_STOPS, "llama4_pythonic"),
+    Family("functionary", ("<|start_header_id|>", "<function="), _LLAMA3_STOPS),
+    Family("llama3", ("<|start_header_id|>", '"parameters": '), _LLAMA3_STOPS, "llama3_json"),
+    Family("llama3_other", ("<|start_header_id|>",), _LLAMA3_STOPS),
     Family("mistral", ("[INST]",), ("</s>",), "mistral", ("[THINK]", "[/THINK]"), nine_characters),
     Family("granite4", ("<|start_of_role|>", "<tool_call>"), ("<|end_of_text|>",), "hermes", _THINK),
     Family("granite", ("<|start_of_role|>",), ("<|end_of_text|>",), "granite", _THINK),

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus, ToolParseResult
+from support.hostile import MEGABYTE, assert_cheap, hostile_texts
 from support.parser_checks import (
-    MEGABYTE,
     Call,
     ParserChecks,
-    assert_cheap,
-    hostile_texts,
     imitated,
     sampled,
     summary,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang.tool_parsers import ToolCallStatus, ToolParser, ToolParseResult
+from support.hostile import MEGABYTE, assert_cheap, hostile_texts
 from support.tokenizers import build_chatml_tokenizer
 
-MEGABYTE = 1 << 20
 MAX_CALLS = 1000
 JSON_TYPE = {
     str: "string",
@@ -341,6 +340,16 @@ class ParserChecks:
         for before, unit, behind in hostile_texts(self.format):
             assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
 
+    def test_a_megabyte_of_hostile_lists_is_cheap_where_a_list_ends_by_itself(self) -> None:
+        if not self.format.delimits:
+            pytest.skip("the format writes the strings of a list as it writes all others")
+        calls: list[Call] = [("f", {"a": [7], "b": [8]})]
+        head, rest = self.format.write(calls).split("[7]")
+        between, tail = rest.split("[8]")
+        for piece in ("[", '["', "['", '["\\"', '{"', "[" * 30):
+            for unit in (between + piece, piece + between):
+                assert_cheap(self.format.parser, unit, MEGABYTE // 4, head + "[7]", tail, tools=tools_for(calls))
+
     def test_a_call_of_real_tokens_is_a_call(self) -> None:
         calls = [("f", {"a": "x", "n": 3}), ("g", {})]
         tokenizer = tokenizer_with(self.format.tokens)
@@ -367,32 +376,3 @@ class ParserChecks:
         head = text.removesuffix(self.format.end)
         (call,) = self.format.parser.parse(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
         assert (call.status, call.attempted_name) == (ToolCallStatus.UNTERMINATED, "f")
-
-
-def hostile_texts(form: Format) -> Iterator[tuple[str, str, str]]:
-    """What to repeat, and what to put before and behind it."""
-    text = form.write([("f", {"a": "x"})])
-    inner = text[text.index(form.start) + len(form.start) : text.rindex(form.end)]
-    pieces = [*form.tokens, *form.tags, form.end, *form.think, inner, "[", "{", '{"', " \n", "<", "1", "\\"]
-    parts = [inner[: len(inner) * part // 6] for part in range(1, 6)]
-    for unit in [*pieces, *(form.start + piece for piece in (*pieces, *parts))]:
-        yield "", unit, ""
-    for unit in pieces:
-        yield form.start + inner[: inner.index("x")], unit, inner[inner.index("x") :] + form.end
-    for part in parts:
-        yield "", form.start + part + form.end, ""
-        yield "", form.start + part + form.think[1], form.end
-
-
-def assert_cheap(parser: ToolParser, unit: str, length: int, before: str = "", behind: str = "") -> None:
-    """Fail if a turn of this length costs more CPU time than a second per megabyte."""
-    text = before + unit * (length // len(unit)) + behind
-
-    def seconds(reasoning_open: bool) -> float:
-        begin = time.process_time()
-        parser.parse_turn(text, reasoning_open=reasoning_open)
-        return time.process_time() - begin
-
-    # A busy machine makes a run slower, never faster: one fast run shows that the work is small.
-    for reasoning_open in (False, True):
-        assert any(seconds(reasoning_open) < length / MEGABYTE for _ in range(5)), (before, unit, behind)

@@ -21,6 +21,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
+from ._texts import reasoning_text, visible_text
 from .structure import (
     CallSpan,
     Mark,
@@ -29,9 +30,7 @@ from .structure import (
     Span,
     SpanKind,
     locate_marks,
-    reasoning_text,
     take_apart,
-    visible_text,
 )
 
 MAX_CALLS = 1000

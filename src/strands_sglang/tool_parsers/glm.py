@@ -59,7 +59,10 @@ class GLMToolParser(NestedToolParser):
         position = skip_space(text, named.end())
         while (argument := turn.match(_ARGUMENT, position)) is not None:
             key = argument["key"]
-            nested = nested_value_end(text, argument.end(), parameter_schema(schema, key), schema)
+            # A call with a key twice is refused anyway.
+            nested = (
+                None if key in values else nested_value_end(text, argument.end(), parameter_schema(schema, key), schema)
+            )
             value_end, _ = find_value_end(turn, argument.end(), nested, (_VALUE_END, _goes_on), (_ARGUMENT, _is_real))
             if value_end is None:
                 return broken(argument.end(), f"the value of {shorten(key)} is not closed by </arg_value>")

@@ -3,11 +3,14 @@
 No mark announces it. A turn that begins with a JSON object of a name and parameters is a call, any other object is
 text. Behind `<|python_tag|>`, which the template writes for built-in tools, there must be a call, either such an
 object or `name.call(argument="value")`. The template writes one call per turn; models write several with `;` between.
+Llama 4 with a template that asks for this form writes the same, with `<|python_start|>` and `<|python_end|>` around it
+or without.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ._json_calls import call_from_json
@@ -17,7 +20,7 @@ from .base import MAX_CALLS, ToolParser, ToolParseResult
 from .listed import ListedToolParser, is_cut, name_of
 from .marked import ToolSchemas
 from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText
+from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 _BROKEN_CALL = re.compile(
     r'\{\s{0,8}(?:"type"\s{0,8}:\s{0,8}"function"\s{0,8},\s{0,8})?"name"\s{0,8}:\s{0,8}"([^"]{0,64})'
@@ -29,6 +32,10 @@ _BUILT_IN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\.call\(")
 class Llama3JSONToolParser(ListedToolParser):
     """Reads Llama 3's calls: a turn of JSON objects of `name` and `parameters`."""
 
+    MORE_MARKS: ClassVar[Mapping[str, MarkKind | None]] = {
+        "<|python_start|>": MarkKind.CALL_START,
+        "<|python_end|>": MarkKind.CALL_END,
+    }
     OPENER: ClassVar[re.Pattern[str] | None] = re.compile(r"\s{0,8}(?=\{)")
 
     def __init__(
@@ -71,7 +78,7 @@ class Llama3JSONToolParser(ListedToolParser):
                     call_from_json(decoded.value, decoded.problem, raw, tools, arguments="parameters", others=others)
                 )
                 position = skip_space(text, decoded.end)
-                if position == len(text):
+                if position == len(text) or turn.mark_at(MarkKind.CALL_END, position) is not None:
                     break
                 position = skip_space(text, position + text.startswith(";", position))
                 if position < len(text) and not text.startswith("{", position):
@@ -86,6 +93,8 @@ class Llama3JSONToolParser(ListedToolParser):
                 truncated=truncated,
                 name=name.group(1) if name is not None else None,
             )
+        close = turn.mark_at(MarkKind.CALL_END, position)
+        position = skip_space(text, position if close is None else close.end)
         if position != len(text):
             return self.broken_list(text, start, "nothing may follow the call", cut=False, name=name_of(calls))
         return CallSpan(position, True, tuple(calls))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ._texts import reasoning_text, visible_text
 from ._values import shorten
 from .base import (
     MAX_CALLS,
@@ -24,9 +25,7 @@ from .structure import (
     MarkKind,
     Span,
     doubtful_calls,
-    reasoning_text,
     take_apart,
-    visible_text,
 )
 
 ToolSchemas = Mapping[str, Any]

@@ -66,7 +66,12 @@ class QwenXMLToolParser(MarkedToolParser):
         position = skip_space(text, function.end())
         while (parameter := _PARAMETER.match(text, position)) is not None:
             key = parameter.group(1)
-            nested = nested_value_end(text, parameter.end(), parameter_schema(schema, key), schema)
+            # A call with a key twice is refused anyway.
+            nested = (
+                None
+                if key in values
+                else nested_value_end(text, parameter.end(), parameter_schema(schema, key), schema)
+            )
             value_end, failed_at = find_value_end(
                 turn, parameter.end(), nested, (_VALUE_END, _goes_on), (_UNCLOSED, _goes_on)
             )

@@ -107,7 +107,8 @@ class TaggedToolParser(SectionToolParser):
         at = skip_space(text, call.end())
         while (parameter := turn.match(tags.parameter, at)) is not None:
             key = parameter["key"]
-            nested = self.nested_end(text, parameter, schema)
+            # A call with a key twice is refused anyway.
+            nested = None if key in values else self.nested_end(text, parameter, schema)
             closes, unclosed = (tags.value_end, self._goes_on), (tags.unclosed, self._goes_on)
             end, _ = find_value_end(turn, parameter.end(), nested, closes, unclosed)
             if end is None:

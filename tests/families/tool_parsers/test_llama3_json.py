@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands_sglang.tool_parsers import ToolCallStatus
+from strands_sglang.tool_parsers import ToolCallStatus, get_tool_parser
 from strands_sglang.tool_parsers.llama3_json import Llama3JSONToolParser
+from support.families import load_template, load_tokenizer, require_families
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, same, summary, tools_for
 
@@ -107,3 +109,33 @@ def test_built_in_tools_are_called_with_keyword_arguments() -> None:
 
 def test_the_type_of_a_function_may_be_there() -> None:
     assert summary(PARSER.parse('{"type": "function", "name": "f", "parameters": {}}')) == [("f", {})]
+
+
+@pytest.mark.parametrize("around", ["<|python_start|>{}<|python_end|>", "<|python_start|>{}", "{}\n", "{}"])
+def test_llama_4s_marks_may_stand_around_the_calls(around: str) -> None:
+    calls = written("f", {"x": "<|python_end|>"}) + written("g", {})
+    turn = PARSER.parse_turn(around.replace("{}", calls))
+    assert summary(turn.tool_calls) == [("f", {"x": "<|python_end|>"}), ("g", {})]
+    assert turn.text == ""
+
+
+def test_text_behind_llama_4s_marks_keeps_the_call_from_running() -> None:
+    turn = PARSER.parse_turn(f"<|python_start|>{written('f', {})}<|python_end|> Done.")
+    assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
+
+
+def test_calls_come_back_from_the_template_that_has_llama_4_write_json() -> None:
+    require_families()
+    tokenizer = copy.copy(load_tokenizer("llama_4"))
+    tokenizer.chat_template = load_template("vllm/tool_chat_template_llama4_json")
+    calls: list[Call] = [("f", {"x": 'a"b\n', "n": None, "l": [1, {"k": "<|eot|>é"}]}), ("g", {})]
+    uses = [{"type": "function", "function": {"name": name, "arguments": values}} for name, values in calls]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": uses}]
+    prompt, whole = (
+        tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=count == 1)
+        for count in (1, 2)
+    )
+    ids = tokenizer.encode(whole.removeprefix(prompt).removesuffix("<|eot|>"), add_special_tokens=False)
+    parser = get_tool_parser("auto", tokenizer=tokenizer)
+    turn = parser.parse_turn(tokenizer.decode(ids), token_ids=ids, tokenizer=tokenizer, tools=tools_for(calls))
+    assert same(summary(turn.tool_calls), calls)

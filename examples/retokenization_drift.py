@@ -1,0 +1,128 @@
+"""How many rollouts would have other tokens if they were rebuilt from text: measured on a real SGLang server.
+
+    python examples/retokenization_drift.py [--rollouts 200] [--write docs/drift.md]
+
+Rolls out the calculator agent of `make demo`, decodes every recorded sequence, encodes the text again, and counts the
+tokens that differ. Uses the server that SGLANG_BASE_URL names, or starts one on this machine's CPU (with 200 rollouts
+about five minutes on two cores).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from calculator_demo import EXPRESSIONS, SAMPLING, DemoError, interrupt, roll_out, server, template_for
+
+from strands_sglang import SGLangClient, SGLangClientError, SGLangModel, Trajectory, get_tokenizer, local
+from strands_sglang.drift import Drift
+
+CONCURRENT = 32
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=200, help="how many (default: %(default)s)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there as Markdown")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("strands").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with server() as (base_url, tokenizer_path):
+            report = asyncio.run(measure(base_url, tokenizer_path, arguments.rollouts))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (local.LocalServerError, SGLangClientError, DemoError) as error:
+        print(f"the measurement failed: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    if arguments.write is not None:
+        arguments.write.write_text(report, encoding="utf-8")
+    return 0
+
+
+async def measure(base_url: str, tokenizer_path: str, count: int) -> str:
+    """Roll out, and return the report."""
+    tokenizer = get_tokenizer(tokenizer_path)
+    chat_template = template_for(tokenizer)
+    slots = asyncio.Semaphore(CONCURRENT)
+    trajectories: list[Trajectory] = []
+
+    async def one(number: int) -> None:
+        async with slots:
+            model = SGLangModel(
+                tokenizer=tokenizer, client=client, sampling_params=SAMPLING, chat_template=chat_template
+            )
+            await roll_out(model, EXPRESSIONS[number % len(EXPRESSIONS)])
+            trajectories.append(model.trajectory)
+            print(f"\r{len(trajectories)} of {count} rollouts", end="", file=sys.stderr, flush=True)
+
+    async with SGLangClient(base_url, max_retries=5) as client:
+        info = await client.model_info()
+        await one(0)
+        await asyncio.gather(*(one(number) for number in range(1, count)))
+    print(file=sys.stderr)
+    name = Path(str(info.get("model_path", "the model"))).name
+    return describe(name, trajectories, tokenizer)
+
+
+def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
+    """The report as Markdown."""
+    drifts = [trajectory.drift(tokenizer) for trajectory in trajectories]
+    total = sum(drifts, start=Drift(()))
+    affected = sum(any(sequence.is_affected for sequence in drift.sequences) for drift in drifts)
+    sampled = sum(sum(sequence.loss_mask) for trajectory in trajectories for sequence in trajectory.sequences())
+    lines = [
+        "# Retokenisation drift, measured",
+        "",
+        f"Written by `examples/retokenization_drift.py`: {len(trajectories)} rollouts of the calculator agent of "
+        f"`make demo` with {name} on a real SGLang server, temperature {SAMPLING['temperature']}. Each recorded "
+        "sequence was decoded, and its text encoded again with the same tokenizer.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| rollouts with other tokens | {affected} of {len(trajectories)} ({affected / len(trajectories):.1%}) |",
+        f"| sequences with other tokens | {total.share_affected:.1%} of {len(total.sequences)} |",
+        f"| tokens, sampled ones among them | {total.tokens}, {sampled} |",
+        *(f"| tokens that drifted, cause: {cause} | {drifted} |" for cause, drifted in total.drifted.items()),
+        "",
+        "*Sampled*: inside what the model sampled, which need not be how the tokenizer would write it. *Boundary*:",
+        "across the edge of a sampled turn. *Template*: inside a prompt.",
+        "",
+    ]
+    if examples := examples_of(trajectories, drifts, tokenizer):
+        lines += ["The most frequent ones:", "", "| sampled as | encoded again as | times |", "|---|---|---|"]
+        lines += [f"| `{old}` | `{new}` | {times} |" for (old, new), times in examples]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def examples_of(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: Any) -> list[tuple[Any, int]]:
+    """What the first drifted tokens of the sequences are, before and after, with how often that is so."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for trajectory, drift in zip(trajectories, drifts, strict=True):
+        for sequence, found in zip(trajectory.sequences(), drift.sequences, strict=True):
+            if found.first is not None:
+                old = sequence.token_ids[found.first : found.first + 2]
+                new = tokenizer.encode(tokenizer.decode(old), add_special_tokens=False)
+                seen[shown(old, tokenizer), shown(new, tokenizer)] += 1
+    return seen.most_common(8)
+
+
+def shown(ids: list[int], tokenizer: Any) -> str:
+    """Token by token, as a table takes it."""
+    return " ".join(repr(tokenizer.decode([token_id])).replace("|", "\\|").replace("`", "'") for token_id in ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
