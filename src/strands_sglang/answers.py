@@ -42,7 +42,8 @@ def parse_answer(
     """The sampled tokens taken apart into reasoning, text and tool calls."""
     return parser.parse_turn(
         sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
-        token_ids=_answer_ids(template, generation),
+        # A grammar forces the characters of a mark, and not its token.
+        token_ids=None if turn.constrained else _answer_ids(template, generation),
         tokenizer=template.tokenizer,
         tools=tool_specs,
         reasoning_open=turn.reasoning_open,

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from .content import Picture
 from .families import find_family, get_family
-from .messages import ChatMessage
+from .messages import ChatMessage, pictures_of
 from .template_probes import (
     CASES,
     Proof,
@@ -46,19 +47,21 @@ class Prompt:
 
     Attributes:
         token_ids: Ids, shape (T,).
-        tail: The last characters of its text.
+        text: The rendered text that they end with, from the end of the turn before it on.
         kept: How many of the sampled ids before it stay in the sequence; None for all of them.
         note: Why not all of them stay.
+        pictures: The images of the text, in its order; the ids hold one placeholder for each.
     """
 
     token_ids: list[int]
-    tail: str
+    text: str
     kept: int | None = None
     note: str = ""
+    pictures: tuple[Picture, ...] = ()
 
     def ends_with(self, mark: str) -> bool:
         """Whether a mark such as `<think>` is the last thing in the prompt, white space aside."""
-        return bool(mark.strip()) and self.tail.rstrip().endswith(mark.rstrip())
+        return bool(mark.strip()) and self.text[-_TAIL_CHARACTERS:].rstrip().endswith(mark.rstrip())
 
 
 class ChatTemplate:
@@ -148,7 +151,7 @@ class ChatTemplate:
             ChatTemplateError: The template refused the conversation.
         """
         text = self.render(messages, tools, add_generation_prompt=True)
-        return Prompt(self.encode(text), text[-_TAIL_CHARACTERS:])
+        return Prompt(self.encode(text), text, pictures=tuple(pictures_of(messages)))
 
     def continuation(
         self,
@@ -212,15 +215,15 @@ class ChatTemplate:
             raise UnprovenContinuationError(
                 f"{after.end!r} does not stay one token in front of {after.following[:40]!r}"
             )
-        tail = (after.end + after.following)[-_TAIL_CHARACTERS:]
+        text, pictures = after.end + after.following, tuple(pictures_of(messages))
         if last == end_id:
-            return Prompt(token_ids[1:], tail)
+            return Prompt(token_ids[1:], text, pictures=pictures)
         if last is not None and (last in self.stop_ids or (last == stop_token_id and self.is_special(last))):
             stop = self.tokenizer.convert_ids_to_tokens(last)
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
-            return Prompt(token_ids, tail, len(output_ids) - 1, note)
+            return Prompt(token_ids, text, len(output_ids) - 1, note, pictures)
         missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
-        return Prompt([*self.encode(missing), *token_ids], tail)
+        return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures)
 
     def _missing(self, output_ids: Sequence[int], rest: str, ends_in_reasoning: bool) -> str:
         """What the template still writes of a turn whose text ends here, without what the turn has of it already."""
@@ -239,6 +242,10 @@ class ChatTemplate:
     def is_special(self, token_id: int | None) -> bool:
         """Whether a token is a control token, which never belongs to the text of an answer."""
         return self._renderer.is_special(token_id) or token_id in self.stop_ids
+
+    def mentions(self, mark: str) -> bool:
+        """Whether the template's text holds a mark."""
+        return mark in self._renderer.template_text
 
     @cached_property
     def stop_ids(self) -> list[int]:

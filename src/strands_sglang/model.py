@@ -15,35 +15,30 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
-from strands.models._validation import validate_config_keys, warn_on_tool_choice_not_supported
+from strands.models._validation import validate_config_keys
 from strands.models.model import Model
 from strands.types.content import ContentBlock, Message, Messages, SystemContentBlock
-from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
 from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
-from .chat_template import get_chat_template
+from .calls import Caller
+from .chat_template import Prompt, get_chat_template
 from .client import SGLangClient
 from .episodes import Episodes, agent_of
-from .exceptions import (
-    SGLangAbortedError,
-    SGLangContextLengthError,
-    SGLangThrottledError,
-)
-from .generation import Generation, read_generation
+from .generation import Generation
+from .images import ImageProcessor
 from .messages import Conversation, fingerprint, system_text
-from .prompts import next_prompt
-from .request import check_answer, check_config, plan_request, wants_logprobs
-from .server_check import check_server
+from .request import check_config
 from .shared import get_client
 from .tokens import TokenManager
+from .tool_choice import force_call
 from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult, get_tool_parser
 from .trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +100,7 @@ class SGLangModel(Model):
         client: SGLangClient | None = None,
         base_url: str | None = None,
         tool_parser: ToolParser | str | None = None,
+        processor: ProcessorMixin | None = None,
         **config: Unpack[SGLangConfig],
     ) -> None:
         """Set up the model. Nothing is sent until the first call.
@@ -115,17 +111,21 @@ class SGLangModel(Model):
             base_url: URL of an SGLang server; models with the same URL share one pooled client.
             tool_parser: How the model writes tool calls: a parser, or the name of one. By default the one of the model
                 family that the chat template belongs to, and "hermes" for a family that has none or is not known.
+            processor: The Hugging Face processor of a served model that takes images; its tokenizer must be
+                `tokenizer`. Without it, images are an error.
             **config: See `SGLangConfig`.
 
         Raises:
             ValueError: Neither or both of `client` and `base_url`; a tokenizer without a chat template; an unknown tool
-                parser; both `sampling_params` and `params`.
+                parser; both `sampling_params` and `params`; a processor for a chat template without images.
         """
         if (client is None) == (base_url is None):
             given = "neither was" if client is None else "both were"
             raise ValueError(f"pass exactly one of client= and base_url=; {given} given")
         self.client: SGLangClient = client if client is not None else get_client(cast(str, base_url))
         self.tokenizer = tokenizer
+        self.processor = processor
+        self.images: ImageProcessor | None = None
         self.config: dict[str, Any] = {}
         self.update_config(**config)
         self.tool_parser = tool_parser if isinstance(tool_parser, ToolParser) else self._find_tool_parser(tool_parser)
@@ -165,6 +165,7 @@ class SGLangModel(Model):
         self.chat_template = get_chat_template(
             self.tokenizer, config.get("chat_template"), arguments, config.get("family")
         )
+        self.images = None if self.processor is None else ImageProcessor(self.processor, self.chat_template)
         self.config = config
 
     @override
@@ -241,7 +242,8 @@ class SGLangModel(Model):
             messages: The whole conversation.
             tool_specs: The tools that the model may call.
             system_prompt: The system prompt.
-            tool_choice: Not supported yet; a warning says so.
+            tool_choice: `{"any": {}}` or `{"tool": {"name": ...}}` forces a call by constrained decoding; its tokens
+                are off-policy and have loss mask 0. Where the format has no grammar, a warning says so.
             system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
             **kwargs: Whatever else Strands passes.
 
@@ -254,9 +256,9 @@ class SGLangModel(Model):
             SGLangClientError: The server or the network failed after all retries.
             ModelThrottledException: The server is too busy and the client was told not to retry (`max_retries=0`).
             UnsupportedContentError: A message holds content that cannot be rendered.
-            ValueError: A tool has the name that stands for calls that do not parse.
+            ValueError: A tool has the name that stands for calls that do not parse; the tool choice names a tool that
+                is not there, or `sampling_params` hold a grammar already.
         """
-        warn_on_tool_choice_not_supported(tool_choice)
         if any(spec["name"] == ToolParseResult.UNKNOWN_NAME for spec in tool_specs or ()):
             raise ValueError(
                 f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, as calls that do not parse are, so every such call "
@@ -267,7 +269,20 @@ class SGLangModel(Model):
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
         trajectory = self._episodes.of_call(agent, conversation.digests)
-        turn, generation = await self._generate(trajectory, conversation, messages, tool_specs, system, agent=agent)
+
+        def grammar(prompt: Prompt, sampling_params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            return force_call(
+                self.tool_parser,
+                tool_specs,
+                cast(Any, tool_choice),
+                self.chat_template,
+                prompt,
+                sampling_params=sampling_params,
+            )
+
+        turn, generation = await self._caller().generate(
+            trajectory, conversation, messages, tool_specs, system, grammar=grammar, agent=agent
+        )
         parsed, blocks = self._parse(trajectory, turn, generation, tool_specs)
         trajectory.answer(
             turn,
@@ -315,8 +330,14 @@ class SGLangModel(Model):
         schema = json.dumps(output_model.model_json_schema())
         conversation = self._fingerprint(prompt, None, system_prompt)
         trajectory = self._episodes.of_call(None, conversation.digests)
-        turn, generation = await self._generate(
-            trajectory, conversation, prompt, None, system_prompt, grammar={"json_schema": schema}, auxiliary=True
+        turn, generation = await self._caller().generate(
+            trajectory,
+            conversation,
+            prompt,
+            None,
+            system_prompt,
+            grammar=lambda prompt, sampling_params: {"json_schema": schema},
+            auxiliary=True,
         )
         # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
         text = sampled_text(self.chat_template, turn, generation)
@@ -333,89 +354,9 @@ class SGLangModel(Model):
         parts = {"system prompt": system, "tools": tool_specs or None, **self.chat_template.identity}
         return fingerprint(parts, messages)
 
-    async def _generate(
-        self,
-        trajectory: Trajectory,
-        conversation: Conversation,
-        messages: Messages,
-        tool_specs: list[ToolSpec] | None,
-        system: str | None,
-        *,
-        grammar: Mapping[str, Any] | None = None,
-        agent: str | None = None,
-        auxiliary: bool = False,
-    ) -> tuple[Turn, Generation]:
-        """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded."""
-        template, config = self.chat_template, self.config
-        place = trajectory.attach(conversation, messages, agent=agent)
-        place, prompt = next_prompt(
-            template,
-            trajectory,
-            place,
-            messages,
-            tool_specs,
-            system,
-            keep_history=config.get("history_policy") != "template",
-        )
-        known_ids = place.token_ids()
-        turn = trajectory.ask(
-            place,
-            conversation,
-            prompt.token_ids,
-            reasoning_open=prompt.ends_with(self.tool_parser.think_start_token),
-            constrained=grammar is not None,
-            agent=agent,
-            auxiliary=auxiliary,
-        )
-        logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
-        try:
-            response = await self._request(turn, [*known_ids, *prompt.token_ids], len(known_ids), config, grammar)
-            generation = read_generation(
-                response, logprobs_expected=wants_logprobs(config), end_token_ids=template.stop_ids
-            )
-            check_answer(
-                generation,
-                config,
-                len(known_ids) + len(prompt.token_ids),
-                len(prompt.token_ids),
-                parent=place.turn.generation if place.turn is not None else None,
-            )
-        except BaseException as error:  # also CancelledError: the turn must not stay "asked"
-            trajectory.fail(turn, error)
-            raise
-        if generation.finish_type == "abort":
-            abort = SGLangAbortedError(
-                f"the server aborted the request after {generation.completion_tokens} tokens: "
-                f"{generation.abort_message}; this happens at weight updates and pauses",
-                response=response,
-            )
-            trajectory.cut(turn, generation, abort)
-            raise abort
-        return turn, generation
-
-    async def _request(
-        self,
-        turn: Turn,
-        input_ids: list[int],
-        known: int,
-        config: Mapping[str, Any],
-        grammar: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Send one request and return the server's response."""
-        server = await check_server(self.client, self.chat_template)
-        request = plan_request(config, len(input_ids), known, context_length=server.context_length, grammar=grammar)
-        turn.sampling_params, turn.clamped = request.sampling_params, request.clamped
-        vocab_size = max(len(self.tokenizer), max(input_ids[:known], default=0) + 1)  # sampled ids may be padding ids
-        try:
-            return await self.client.generate(
-                input_ids, request.sampling_params, vocab_size=vocab_size, **request.fields
-            )
-        except SGLangContextLengthError as error:
-            raise ContextWindowOverflowException(str(error)) from error
-        except SGLangThrottledError as error:
-            if self.client.max_retries == 0:
-                raise ModelThrottledException(str(error)) from error
-            raise
+    def _caller(self) -> Caller:
+        """What a call works with, as it is now: `update_config` takes effect at the next call."""
+        return Caller(self.client, self.chat_template, self.tool_parser, self.images, self.config)
 
     def _parse(
         self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None

@@ -13,7 +13,8 @@ from strands.types.content import Messages
 from strands.types.tools import ToolSpec
 
 from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError
-from .messages import ChatMessage, to_chat_messages, to_chat_tools
+from .images import ImageProcessor
+from .messages import ChatMessage, pictures_of, to_chat_messages, to_chat_tools
 from .trajectory import Place, Trajectory
 
 
@@ -26,6 +27,7 @@ def next_prompt(
     system: str | None,
     *,
     keep_history: bool = True,
+    images: ImageProcessor | None = None,
 ) -> tuple[Place, Prompt]:
     """The prompt tokens of a call, and the place where it belongs after all.
 
@@ -37,6 +39,7 @@ def next_prompt(
         tool_specs: Its tools.
         system: Its system prompt.
         keep_history: Whether the sampled tokens stay in context where the template would write them anew.
+        images: What expands placeholders of images; None where images are refused.
 
     Raises:
         UnsupportedContentError: A message holds content that cannot be rendered.
@@ -47,9 +50,15 @@ def next_prompt(
     if turn is not None:
         known = len(messages) - len(place.new_messages)
         new = to_chat_messages(
-            place.new_messages, known_calls=turn.tool_calls, result_notice=trajectory.result_notice, first=known
+            place.new_messages,
+            known_calls=turn.tool_calls,
+            result_notice=trajectory.result_notice,
+            first=known,
+            images=images is not None,
         )
         try:
+            if images is not None and images.numbered and pictures_of(new):
+                raise UnprovenContinuationError("the chat template numbers the images of a conversation")
             if not keep_history:
                 _refuse_rewritten_history(template, new)
             prompt = template.continuation(
@@ -72,7 +81,9 @@ def next_prompt(
     def call_id(tool_use_id: str, name: str, number: int) -> str:
         return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
 
-    chat = to_chat_messages(messages, result_notice=trajectory.result_notice, call_id=call_id)
+    chat = to_chat_messages(
+        messages, result_notice=trajectory.result_notice, call_id=call_id, images=images is not None
+    )
     if system is not None:
         chat.insert(0, {"role": "system", "content": system})
     return place, template.opening(chat, tools)

@@ -18,7 +18,9 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
+
+from .images import ImageInputs, multimodal_train_inputs
 
 _MISSING = math.nan  # how "no logprob" is stored in an array of floats
 
@@ -150,13 +152,18 @@ class TokenManager:
         [None, None, None, -0.1, -0.2]
     """
 
-    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+    def __init__(self, segments: Iterable[Segment] = (), image_inputs: Iterable[ImageInputs] = ()) -> None:
         """Start with the given segments, by default none.
+
+        Args:
+            segments: The segments.
+            image_inputs: The images of their prompts, in order.
 
         Raises:
             RuntimeError: The first segment is a response.
         """
         self._segments: list[Segment] = []
+        self._image_inputs = tuple(image_inputs)
         for segment in segments:
             self.add(segment)
 
@@ -200,6 +207,7 @@ class TokenManager:
     def reset(self) -> None:
         """Forget all segments."""
         self._segments = []
+        self._image_inputs = ()
 
     @property
     def segments(self) -> list[Segment]:
@@ -230,6 +238,14 @@ class TokenManager:
     def logprobs(self) -> list[float | None]:
         """All logprobs, shape (T,); None where unknown."""
         return list(chain.from_iterable(segment.logprobs for segment in self._segments))
+
+    @property
+    def multimodal_train_inputs(self) -> dict[str, Any] | None:
+        """What the model's processor made of the images, e.g. `pixel_values` and `image_grid_thw`; None without any.
+
+        Joined anew at every reading, along the first dimension: the tensors of images are large.
+        """
+        return multimodal_train_inputs(self._image_inputs)
 
     @property
     def initial_prompt(self) -> list[Token]:

@@ -27,6 +27,7 @@ from strands.types.content import Message, Messages
 from .drift import Drift, measure_drift
 from .explanations import explain, why_here, why_new
 from .generation import Generation
+from .images import ImageInputs
 from .messages import Conversation, message_digest, next_link
 from .sequences import export_sequences, sequence_of
 from .tokens import TokenManager
@@ -96,6 +97,7 @@ class Trajectory:
                 "result_notices": self._notices,
                 "call_ids": self._call_ids,
                 "tool_parse_errors": self.tool_parse_errors,
+                "agents": list(self._latest),
             }
             write_turns(path, self._turns, facts)
 
@@ -112,6 +114,7 @@ class Trajectory:
         trajectory._notices = facts["result_notices"]
         trajectory._call_ids = facts["call_ids"]
         trajectory.tool_parse_errors = facts["tool_parse_errors"]
+        trajectory._latest = dict.fromkeys(facts["agents"])
         trajectory._turns = turns
         trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
@@ -151,6 +154,7 @@ class Trajectory:
         constrained: bool = False,
         agent: str | None = None,
         auxiliary: bool = False,
+        images: ImageInputs | None = None,
     ) -> Turn:
         """Record that a call is about to be made: its prompt is known from here on.
 
@@ -164,6 +168,7 @@ class Trajectory:
             constrained: Whether a grammar constrains the sampling.
             agent: Who asks; None for a call from outside an agent's loop.
             auxiliary: Whether the call is none of a rollout's own (a summary, a judge).
+            images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
         with self._lock:
@@ -185,6 +190,7 @@ class Trajectory:
                 agent=agent,
                 is_auxiliary=auxiliary or (agent is None and bool(self._latest)),
                 parent_kept=place.kept,
+                images=images,
             )
             self._calls += 1
             self._turns.append(turn)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from .generation import Generation
+from .images import ImageInputs
 
 
 class TurnStatus(str, Enum):
@@ -55,6 +56,7 @@ class Turn:
             less than all where the parent stopped with another token than the chat template puts there.
         ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
         cause: The error that failed the turn.
+        images: The images of its prompt; None where it has none.
         tool_calls: The answer's tool calls, `{"toolUseId", "name", "id"}` in order; the model knows them by `id`.
         answer_key: Identifies the conversation with the answer; None until it came.
         answer_digest: Digest of the answer as the agent hands it back.
@@ -80,6 +82,7 @@ class Turn:
     parent_kept: int | None = None
     ends_in_reasoning: bool = False
     cause: BaseException | None = None
+    images: ImageInputs | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     answer_key: bytes | None = None
     answer_digest: bytes | None = None
@@ -157,5 +160,17 @@ class Turn:
         ids: list[int] = []
         for turn, kept in self.steps():
             ids.extend(turn.prompt_ids)
+            ids.extend(turn.output_ids[:kept])
+        return ids
+
+    def image_inputs(self) -> list[ImageInputs]:
+        """The images of the sequence up to this turn, by the turns that have any."""
+        return [turn.images for turn in self.path() if turn.images is not None]
+
+    def sent_ids(self) -> list[int]:
+        """The ids of `token_ids` with every image's placeholder once, as the server takes them."""
+        ids: list[int] = []
+        for turn, kept in self.steps():
+            ids.extend(turn.prompt_ids if turn.images is None else turn.images.sent_ids)
             ids.extend(turn.output_ids[:kept])
         return ids

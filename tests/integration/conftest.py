@@ -1,9 +1,9 @@
 """Real SGLang servers for the tests, started when the first test asks, stopped when the session ends, however it ends.
 
 `tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` its sibling with experts,
-`smollm_server` SmolLM2-135M-Instruct (a language model). With `--sglang-base-url=URL` the first and the last are the
-server at that URL, and tests that use `tiny_moe_server` or the fixture `own_server` are skipped: they need a certain
-model, or do what nobody should do to someone else's server.
+`tiny_vl_server` a tiny random Qwen2.5-VL, `smollm_server` SmolLM2-135M-Instruct (a language model). With
+`--sglang-base-url=URL` the first and the last are the server at that URL, and tests that use one of the others or the
+fixture `own_server` are skipped: they need a certain model, or do what nobody should do to someone else's server.
 """
 
 from __future__ import annotations
@@ -92,6 +92,21 @@ def tiny_moe_server(
     log_path = tmp_path_factory.mktemp("tiny_moe_server") / "server.log"
     model_path = local.ensure_tiny_qwen3_moe(python)
     settings = replace(ONE_THREAD, extra_arguments=("--enable-return-routed-experts",))
+    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
+        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_vl_server(
+    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with a tiny random Qwen2.5-VL, which takes images."""
+    if external_server is not None:
+        pytest.skip("needs a certain model that takes images, and --sglang-base-url names another server")
+    python = request.getfixturevalue("sglang_python")
+    log_path = tmp_path_factory.mktemp("tiny_vl_server") / "server.log"
+    model_path = local.ensure_tiny_qwen2_5_vl(python)
+    settings = replace(ONE_THREAD, extra_arguments=("--mm-attention-backend", "sdpa"))
     with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
         yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
 

@@ -11,7 +11,13 @@ Example:
 from .cache import home
 from .errors import LocalServerError, UnsupportedPlatformError
 from .install import ensure_sglang, require_platform
-from .models import CHATML_TOOLS_TEMPLATE, ensure_smollm2, ensure_tiny_qwen3, ensure_tiny_qwen3_moe
+from .models import (
+    CHATML_TOOLS_TEMPLATE,
+    ensure_smollm2,
+    ensure_tiny_qwen2_5_vl,
+    ensure_tiny_qwen3,
+    ensure_tiny_qwen3_moe,
+)
 from .server import LocalServer, ServerSettings, launch_server, start_server
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "UnsupportedPlatformError",
     "ensure_sglang",
     "ensure_smollm2",
+    "ensure_tiny_qwen2_5_vl",
     "ensure_tiny_qwen3",
     "ensure_tiny_qwen3_moe",
     "home",

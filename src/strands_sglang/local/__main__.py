@@ -9,7 +9,7 @@ import sys
 
 from .errors import LocalServerError, UnsupportedPlatformError
 from .install import ensure_sglang
-from .models import ensure_smollm2, ensure_tiny_qwen3, ensure_tiny_qwen3_moe
+from .models import ensure_smollm2, ensure_tiny_qwen2_5_vl, ensure_tiny_qwen3, ensure_tiny_qwen3_moe
 
 
 def main() -> int:
@@ -18,6 +18,7 @@ def main() -> int:
         python = ensure_sglang()
         ensure_tiny_qwen3(python)
         ensure_tiny_qwen3_moe(python)
+        ensure_tiny_qwen2_5_vl(python)
         ensure_smollm2(python)
     except LocalServerError as error:
         print(error, file=sys.stderr)

@@ -97,6 +97,25 @@ def ensure_tiny_qwen3_moe(python: Path, progress: Progress = say) -> Path:
     )
 
 
+def ensure_tiny_qwen2_5_vl(python: Path, progress: Progress = say) -> Path:
+    """Return a folder with a tiny random Qwen2.5-VL, making it first if need be.
+
+    Like the tiny Qwen3, with four more tokens for images and a small vision part. Its server needs
+    `ServerSettings(extra_arguments=("--mm-attention-backend", "sdpa"))` on a CPU.
+
+    Args:
+        python: The interpreter of the SGLang environment.
+        progress: Takes the lines that tell how it goes on.
+
+    Raises:
+        LocalServerError: It could not be made.
+    """
+    # The second script is imported by the first.
+    return _make_random(
+        "tiny-qwen2.5-vl", "make_tiny_qwen2_5_vl.py", "make_tiny_qwen3.py", python=python, progress=progress
+    )
+
+
 def _make_random(name: str, *scripts: str, python: Path, progress: Progress) -> Path:
     """The folder of a tiny random model that the first of the scripts makes."""
     sources = [SCRIPTS / script for script in scripts]

@@ -1,4 +1,4 @@
-"""Two adjustments that let the published `sglang` wheel run beside a CPU build of torch.
+"""Three adjustments that let the published `sglang` wheel run beside a CPU build of torch.
 
 Python imports a module of this name at start-up when it finds one, so this directory on
 `PYTHONPATH` is all it takes, also in the processes that the server spawns. Nothing is imported here
@@ -9,6 +9,8 @@ until the module that needs the adjustment is.
 - The host buffers in which a mixture-of-experts model collects its routing
   (`--enable-return-routed-experts`) are allocated through the CUDA runtime even with `--device cpu`.
   The allocator for "cpu" is replaced by a plain one.
+- The module of Qwen3.5's models names compiled CPU operators while it loads, and with it goes all that takes images
+  for any of Qwen's models. The operators are declared first; nothing of the models that are served here calls them.
 """
 
 import importlib.abc
@@ -34,6 +36,21 @@ def declare_torchvision_operators() -> None:
     KEPT_ALIVE.append(library)
 
 
+def declare_qwen_operators() -> None:
+    """Declare the compiled operators that Qwen3.5's models look up when they are imported."""
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for operator in (
+        "fused_sigmoid_mul_cpu",
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ):
+        library.define(f"{operator}(Tensor x) -> Tensor")
+    KEPT_ALIVE.append(library)
+
+
 def use_plain_host_memory(pools: ModuleType) -> None:
     """Replace the allocator for "cpu" in SGLang's table of host memory allocators."""
     import torch
@@ -44,7 +61,10 @@ def use_plain_host_memory(pools: ModuleType) -> None:
     pools.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
-BEFORE_IMPORT: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
+BEFORE_IMPORT: dict[str, Callable[[], None]] = {
+    "torchvision": declare_torchvision_operators,
+    "sglang.srt.models.qwen3_5": declare_qwen_operators,
+}
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {"sglang.srt.mem_cache.pool_host.common": use_plain_host_memory}
 
 

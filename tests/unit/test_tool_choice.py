@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from strands_sglang.tool_choice import CALL_FORMATS, forced_call
+from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, HermesToolParser, ToolParser, get_tool_parser
+from support.grammar_samples import texts_of
+from support.tool_choice_cases import ARGUMENTS, TOOLS, assert_one_call
+
+FORMATS = sorted(TOOL_PARSER_REGISTRY)
+ANY = {"any": {}}
+# Formats that hand the schema of a tool to the server as it is, if it bounds no string.
+AS_JSON = [
+    *("deepseek_v3", "deepseek_v3_1", "granite", "harmony", "hermes", "kimi_k2", "llama3_json", "mistral", "phi4"),
+    "smollm3",
+]
+
+
+def element(parser: ToolParser | str, tools: list[dict[str, Any]], choice: Any = ANY, **flags: Any) -> dict[str, Any]:
+    """The grammar of a forced call."""
+    parser = get_tool_parser(parser) if isinstance(parser, str) else parser
+    params = forced_call(parser, tools, choice, **flags)
+    assert params is not None and list(params) == ["structural_tag"]
+    tag = json.loads(params["structural_tag"])
+    assert tag["type"] == "structural_tag"
+    return tag["format"]
+
+
+def tool(schema: Any, name: str = "f") -> dict[str, Any]:
+    return {"name": name, "description": "d", "inputSchema": {"json": schema}}
+
+
+def parameter(schema: Any, required: bool = True, **others: Any) -> dict[str, Any]:
+    """A tool with one parameter."""
+    return tool({"type": "object", "properties": {"a": schema}, "required": ["a"] if required else [], **others})
+
+
+def drawn_call(data: st.DataObject, format_name: str, tools: list[dict[str, Any]], choice: Any = ANY) -> Any:
+    """The one call of a text that the grammar lets through."""
+    parser = get_tool_parser(format_name)
+    text = data.draw(texts_of(element(parser, tools, choice)))
+    turn = parser.parse_turn(text, tools=tools)
+    names = tuple(found["name"] for found in tools)
+    assert_one_call(turn, names, tools)
+    return turn.tool_calls[0]
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_the_grammar_lets_through_is_one_call_that_fits_the_schema(format_name, data) -> None:
+    drawn_call(data, format_name, TOOLS)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data) -> None:
+    parser = get_tool_parser(format_name)
+    grammar = element(parser, TOOLS, {"tool": {"name": "now"}})
+    assert "look_up" not in json.dumps(grammar)
+    assert_one_call(parser.parse_turn(data.draw(texts_of(grammar)), tools=TOOLS), ("now",))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data) -> None:
+    parser = get_tool_parser(format_name)
+    text = data.draw(texts_of(element(parser, TOOLS, reasoning_open=True)))
+    assert parser.think_end_token in text
+    assert_one_call(parser.parse_turn(text, tools=TOOLS, reasoning_open=True), ("look_up", "now"))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, data) -> None:
+    parser = get_tool_parser(format_name)
+    text = data.draw(texts_of(element(parser, TOOLS, may_reason=True)))
+    assert_one_call(parser.parse_turn(text, tools=TOOLS), ("look_up", "now"))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        {"enum": ["x", 'a "b"', 3, None, True]},
+        {"const": "only"},
+        {"type": ["string", "null"]},
+        {"type": ["integer", "null"], "maximum": 9},
+        {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 1, "maxItems": 2},
+        {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 1},
+        {"type": "object", "properties": {"b": {"type": "string", "maxLength": 2}, "c": {"type": "boolean"}}},
+        {"allOf": [{"type": "integer"}, {"maximum": 9}]},
+        {},
+    ],
+    ids=str,
+)
+@settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schema, data) -> None:
+    call = drawn_call(data, format_name, [parameter(schema)])
+    jsonschema.validate(call.input["a"], schema)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_parameters_that_are_not_required_may_be_left_out(format_name, data) -> None:
+    names = ("a", "b", "c")
+    properties = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in names}
+    for required in ([], ["b"], ["a", "c"]):
+        drawn_call(data, format_name, [tool({"type": "object", "properties": properties, "required": required})])
+
+
+@pytest.mark.parametrize("format_name", AS_JSON)
+def test_a_schema_goes_to_the_server_as_it_is_where_arguments_are_json(format_name) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/Tree"}},
+        "$defs": {"Tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}}},
+    }
+    grammar = json.dumps(element(format_name, [tool(schema)]))
+    assert json.dumps(schema) in grammar
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 9},
+        {"allOf": [{"type": "integer"}, {"maximum": 9}]},
+        {"type": "integer", "anyOf": [{"maximum": 3}, {"minimum": 100}]},
+        {"$ref": "#/$defs/N", "maximum": 9},
+    ],
+    ids=str,
+)
+def test_what_the_server_would_read_in_part_is_spelled_out_for_it(schema) -> None:
+    grammar = json.dumps(element("hermes", [parameter(schema, **{"$defs": {"N": {"type": "integer"}}})]))
+    assert not any(word in grammar for word in ("maxLength", "allOf", "anyOf", "$ref"))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_same_choice_gives_the_same_grammar_so_that_the_server_compiles_it_once(format_name) -> None:
+    parser = get_tool_parser(format_name)
+    assert forced_call(parser, TOOLS, ANY) == forced_call(get_tool_parser(format_name), TOOLS, ANY)
+
+
+@pytest.mark.parametrize("choice", [None, {"auto": {}}])
+def test_without_a_choice_nothing_is_forced(choice) -> None:
+    assert forced_call(HermesToolParser(), TOOLS, choice) is None
+    assert forced_call(HermesToolParser(), None, choice, sampling_params={"regex": "a"}) is None
+
+
+def test_marks_that_a_parser_was_given_are_those_of_the_call() -> None:
+    grammar = json.dumps(element(HermesToolParser("<call>", "</call>"), TOOLS))
+    assert "<call>" in grammar and "</call>" in grammar and "tool_call" not in grammar
+
+
+def test_a_tool_that_is_not_there_is_an_error_that_lists_the_tools() -> None:
+    with pytest.raises(ValueError, match="asks for 'rm', and the tools are: look_up, now"):
+        forced_call(HermesToolParser(), TOOLS, {"tool": {"name": "rm"}})
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", [ANY, {"tool": {"name": "now"}}])
+def test_a_choice_without_tools_is_an_error(tools, choice) -> None:
+    with pytest.raises(ValueError, match="needs tools, and there are none"):
+        forced_call(HermesToolParser(), tools, choice)
+
+
+def test_what_is_no_choice_is_an_error() -> None:
+    with pytest.raises(ValueError, match="one of 'auto', 'any' and 'tool', not {'none': {}}"):
+        forced_call(HermesToolParser(), TOOLS, {"none": {}})
+
+
+@pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_a_grammar_of_the_users_own_is_an_error_beside_a_choice(name) -> None:
+    with pytest.raises(ValueError, match=f"has one already, '{name}'"):
+        forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: "x", "temperature": 1.0})
+    assert forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: None, "temperature": 1.0})
+
+
+def test_a_format_without_a_known_grammar_is_an_error_and_never_guessed() -> None:
+    class Custom(HermesToolParser):
+        pass
+
+    with pytest.raises(NotImplementedError, match="the format of Custom: no grammar of it is known; .* hermes"):
+        forced_call(Custom(), TOOLS, ANY)
+    assert Custom not in CALL_FORMATS
+
+
+def test_a_name_that_no_call_can_have_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'f\.g' is not a name that a call can have"):
+        forced_call(HermesToolParser(), [tool({"type": "object"}, "f.g")], ANY)
+
+
+def test_a_parser_without_a_mark_that_ends_reasoning_cannot_have_it_open() -> None:
+    with pytest.raises(ValueError, match="no mark that ends reasoning"):
+        forced_call(HermesToolParser(think_end_token=""), TOOLS, ANY, reasoning_open=True)
+
+
+@pytest.mark.parametrize("keyword", ["uniqueItems", "multipleOf", "not", "if", "contains", "dependentRequired"])
+def test_what_the_server_would_ignore_of_a_schema_is_an_error_that_says_where(keyword) -> None:
+    schema = {"type": "array", "items": {keyword: True}}
+    with pytest.raises(NotImplementedError, match=f"'f'/properties/a/items: .* keyword '{keyword}'"):
+        forced_call(HermesToolParser(), [parameter(schema)], ANY)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "schema", "said"),
+    [
+        ("gemma4", {"$ref": "#/$defs/T"}, "refers to itself"),
+        ("minimax_m3", {"$ref": "#/$defs/T"}, "refers to itself"),
+        ("gemma4", {"type": "object", "additionalProperties": True}, "needs the properties of an object"),
+        ("qwen_xml", {"enum": ["</parameter>"]}, "cannot write the value '</parameter>'"),
+        ("glm", {"$ref": "#/properties/b"}, "leads nowhere"),
+        ("llama4_pythonic", {"type": "string", "pattern": "a+"}, "to a pattern"),
+        ("hermes", {"type": "string", "pattern": "a+", "maxLength": 3}, "to a pattern and to a length"),
+    ],
+)
+def test_a_schema_that_a_format_has_no_grammar_for_is_an_error_that_names_both(format_name, schema, said) -> None:
+    tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}, "s": {"type": "string"}}}}
+    with pytest.raises(NotImplementedError, match=f"{type(get_tool_parser(format_name)).__name__}.*{said}"):
+        forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
+
+
+@pytest.mark.parametrize("format_name", ["qwen_xml", "seed_oss", "minimax_m3", "gemma4"])
+def test_a_parameter_whose_name_the_format_cannot_write_is_an_error(format_name) -> None:
+    with pytest.raises(NotImplementedError, match="cannot write the"):
+        forced_call(get_tool_parser(format_name), [tool({"type": "object", "properties": {"a>b": {}}})], ANY)
+
+
+def test_arguments_as_templates_write_them_fit_the_schemas_that_these_tests_use() -> None:
+    jsonschema.validate(ARGUMENTS, TOOLS[0]["inputSchema"]["json"])
