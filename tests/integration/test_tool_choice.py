@@ -23,11 +23,11 @@ from support.tool_choice_cases import ARGUMENTS, TOOLS, assert_one_call
 
 WALKS = Path(support.__path__[0]) / "grammar_walks.py"
 
-# A family for every format, several where templates write it differently.
+# A family for every format.
 NAMES = (
-    *("qwen3", "qwen3_coder", "nemotron_3", "glm_4_5", "glm_4_7", "kimi_k2", "kimi_k3", "deepseek_v3", "deepseek_v3_1"),
-    *("deepseek_v3_2", "deepseek_v4", "gpt_oss", "llama_3_1", "llama_4", "mistral_nemo", "mistral_small_3_2"),
-    *("ministral_3", "minimax_m2", "minimax_m3", "gemma_4", "granite_3", "seed_oss", "phi_4_mini", "smollm3"),
+    *("qwen3", "qwen3_coder", "glm_4_5", "kimi_k2", "kimi_k3", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2"),
+    *("deepseek_v4", "gpt_oss", "llama_3_1", "llama_4", "mistral_nemo", "minimax_m2", "minimax_m3", "gemma_4"),
+    *("granite_3", "seed_oss", "phi_4_mini", "smollm3"),
 )
 _JSON = json.dumps(ARGUMENTS)
 _NAMED = '{"name": "look_up", "arguments": ' + _JSON + "}"
@@ -48,8 +48,8 @@ THOUGHT = "Hmm. <b>So</b>.\n"
 
 
 def parser_of(family: Family) -> Any:
-    """The parser of a family; V4's section has another name than V3.2's."""
-    return get_tool_parser("deepseek_v4" if family.name == "deepseek_v4" else str(family.tool_format))
+    """The parser of a family."""
+    return get_tool_parser(str(family.tool_format))
 
 
 def stops_of(family: Family) -> tuple[str, ...]:

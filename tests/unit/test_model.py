@@ -705,6 +705,58 @@ class TestStructuredOutput:
                 pass
 
 
+class TestToolChoice:
+    SPECS = [
+        {
+            "name": "calculator",
+            "description": "Computes.",
+            "inputSchema": {
+                "json": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+            },
+        }
+    ]
+
+    async def ask(self, model, history, **options):
+        return [event async for event in model.stream(history, self.SPECS, **options)]
+
+    async def test_a_forced_call_is_constrained_and_never_trained_and_the_conversation_goes_on(self, rollout):
+        server, model = rollout([call(expression="2 * 3"), "Six."])
+        history = [{"role": "user", "content": [{"text": "2 times 3?"}]}]
+        events = await self.ask(model, history, tool_choice={"any": {}})
+        assert "calculator" in server.requests[0].sampling_params["structural_tag"]
+        (start,) = [event["contentBlockStart"]["start"]["toolUse"] for event in events if "contentBlockStart" in event]
+        use = {"toolUseId": start["toolUseId"], "name": "calculator", "input": {"expression": "2 * 3"}}
+        result = {"toolUseId": start["toolUseId"], "status": "success", "content": [{"text": "6"}]}
+        history += [
+            {"role": "assistant", "content": [{"toolUse": use}]},
+            {"role": "user", "content": [{"toolResult": result}]},
+        ]
+        await self.ask(model, history)
+        assert "structural_tag" not in server.requests[1].sampling_params
+        (sequence,) = model.trajectory.sequences()
+        assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
+        assert sum(sequence.loss_mask) == len(server.responses[1].body["output_ids"])
+        assert model.token_manager.token_ids == sequence.token_ids
+
+    async def test_a_tool_that_is_not_there_cannot_be_forced(self, rollout):
+        server, model = rollout([])
+        with pytest.raises(ValueError, match="asks for 'search', and the tools are: calculator"):
+            question = [{"role": "user", "content": [{"text": "q"}]}]
+            await self.ask(model, question, tool_choice={"tool": {"name": "search"}})
+        assert len(model.trajectory) == 0
+
+    async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(self, rollout):
+        class Lines(ToolParser):
+            def parse(self, text, **context):
+                return []
+
+        server, model = rollout(["no call"], tool_parser=Lines())
+        with pytest.warns(UserWarning, match="the tool choice is not forced, the model may ignore it"):
+            await self.ask(model, [{"role": "user", "content": [{"text": "q"}]}], tool_choice={"any": {}})
+        assert "structural_tag" not in server.requests[0].sampling_params
+        assert sum(model.token_manager.loss_mask) > 0
+
+
 class TestSamplingParameters:
     async def test_left_out_max_new_tokens_means_what_still_fits(self, rollout):
         server, model = rollout(["ok"], server={"context_length": 1000})
