@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .tokens import Segment, TokenManager
 from .turns import Turn, TurnStatus
+
+_NONE: Mapping[int, int] = {}
 
 
 def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[TokenManager]:
@@ -28,42 +30,52 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
         and (auxiliary or not turn.is_auxiliary)
     ]
     # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
-    inner = {id(turn.parent) for turn in shown if turn.parent_kept is None and not turn.is_auxiliary}
+    # An auxiliary call goes on in a sequence of its own, which the main one must not need.
+    inner = {
+        id(turn.parent)
+        for turn in shown
+        if turn.parent is not None and turn.parent_kept is None and (turn.parent.is_auxiliary or not turn.is_auxiliary)
+    }
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
-    trained: set[int] = set()
+    trained: dict[int, int] = {}
     sequences = []
     for leaf in leaves:
         sequences.append(sequence_of(leaf, trained))
-        trained.update(id(turn) for turn in leaf.path())
+        for turn, kept in leaf.steps():
+            trained[id(turn)] = max(kept, trained.get(id(turn), 0))
     return sequences
 
 
-def sequence_of(leaf: Turn, already_trained: Iterable[int] = ()) -> TokenManager:
+def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> TokenManager:
     """The tokens from the root to a turn.
 
     Args:
         leaf: The turn that the sequence ends with.
-        already_trained: `id`s of the turns that another sequence trains; they have loss mask 0 here.
+        already_trained: By `id` of a turn, how many of its sampled tokens other sequences train: they have loss mask 0
+            here.
     """
-    trained = set(already_trained)
     return TokenManager(
-        segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, train=id(turn) not in trained)
+        (segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, already_trained.get(id(turn), 0))),
+        leaf.image_inputs(),
     )
 
 
-def _segments(turn: Turn, kept: int, *, train: bool) -> Iterator[Segment]:
-    """A turn's prompt, and the first `kept` of its sampled tokens."""
+def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
+    """A turn's prompt, and the first `kept` of its sampled tokens; other sequences train the first `trained` of them."""
     logprobs: array[float] | None = turn.prompt_logprobs
     if logprobs is None and turn.parent is not None:
         # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
         logprobs = array("d", bytes(8 * len(turn.prompt_ids)))
     yield Segment(turn.prompt_ids, logprobs, is_response=False)
     generation = turn.generation
-    if generation is not None:
+    if generation is None:
+        return
+    trained = min(trained, kept)
+    for start, stop, train in ((0, trained, False), (trained, kept, True)):
         yield Segment(
-            generation.output_ids[:kept],
-            None if generation.logprobs is None else generation.logprobs[:kept],
+            generation.output_ids[start:stop],
+            None if generation.logprobs is None else generation.logprobs[start:stop],
             is_response=True,
             loss_mask=int(train and not turn.constrained),
             finish_reason=generation.finish_type,
