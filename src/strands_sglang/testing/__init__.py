@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from .routing import ScriptedExperts
 from .sampling import scripted_logprob
-from .script import Answer, AnswerFunction, ScriptedAnswer, ScriptedRefusal, ScriptedRequest, ScriptedResponse
+from .script import (
+    Answer,
+    AnswerFunction,
+    ScriptedAnswer,
+    ScriptedFault,
+    ScriptedRefusal,
+    ScriptedRequest,
+    ScriptedResponse,
+)
 from .server import ScriptedSGLang
 from .serving import ServedOnPort
 
@@ -22,6 +30,7 @@ __all__ = [
     "AnswerFunction",
     "ScriptedAnswer",
     "ScriptedExperts",
+    "ScriptedFault",
     "ScriptedRefusal",
     "ScriptedRequest",
     "ScriptedResponse",

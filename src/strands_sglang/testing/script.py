@@ -31,6 +31,7 @@ class ScriptedAnswer:
             `max_new_tokens` were reached. "abort": ends here as if the request had been aborted.
         logprobs: Logprob of each token, that of an appended stop token optional; default: the server's `logprob`.
         stop_token_id: The stop token to append; default: the server's first one.
+        latency_s: Seconds until the answer is there; an abort ends the wait with an empty answer.
     """
 
     text: str = ""
@@ -38,6 +39,7 @@ class ScriptedAnswer:
     finish_reason: FinishReason = "stop"
     logprobs: Sequence[float] | None = None
     stop_token_id: int | None = None
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning.
@@ -118,7 +120,39 @@ class ScriptedRefusal:
     request: bytes = field(repr=False)
 
 
-Answer = str | ScriptedAnswer
+@dataclass(frozen=True)
+class ScriptedFault:
+    """What goes wrong with one request, in place of an answer: nothing is sampled, and the request counts as accepted.
+
+    Attributes:
+        kind: "status": an HTTP error with `status` and `message`. "drop": the connection breaks before an answer.
+            "half": it breaks in the middle of the body of a complete answer. "garbage": status 200 with `message` as
+            the body, which need not be JSON.
+        status: HTTP status of "status".
+        message: Text of the error, or the body of "garbage".
+        headers: HTTP headers of "status", such as `Retry-After`.
+        latency_s: Seconds until it happens.
+    """
+
+    kind: Literal["status", "drop", "half", "garbage"] = "status"
+    status: int = 503
+    message: str = "scripted fault"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning.
+
+        Raises:
+            ValueError: An unknown kind, or a status that is no error.
+        """
+        if self.kind not in ("status", "drop", "half", "garbage"):
+            raise ValueError(f"kind={self.kind!r} is none of 'status', 'drop', 'half', 'garbage'")
+        if not 400 <= self.status <= 599:
+            raise ValueError(f"status={self.status!r} is no HTTP error")
+
+
+Answer = str | ScriptedAnswer | ScriptedFault
 AnswerFunction = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
 
 
@@ -131,7 +165,7 @@ class Script:
 
     def __init__(self, answers: AnswerFunction | Iterable[Answer | AnswerFunction]) -> None:
         """Take a function, or the entries one by one (an iterable is read lazily)."""
-        if isinstance(answers, (str, ScriptedAnswer)):
+        if isinstance(answers, (str, ScriptedAnswer, ScriptedFault)):
             raise TypeError("answers is one answer; give a list of answers or a function")
         self._function: AnswerFunction | None = answers if callable(answers) else None
         self._entries: Iterator[Answer | AnswerFunction] = iter(()) if callable(answers) else iter(answers)

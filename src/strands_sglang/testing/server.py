@@ -7,6 +7,7 @@ event loops and threads at once. Every request is logged.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 import time
@@ -27,6 +28,7 @@ from .script import (
     Answer,
     AnswerFunction,
     Script,
+    ScriptedFault,
     ScriptedRefusal,
     ScriptedRequest,
     ScriptedResponse,
@@ -50,11 +52,14 @@ class HTTPAnswer:
         status: HTTP status code.
         content: Body.
         headers: Headers; the length of the body is left to the transport.
+        broken_after: How many bytes of the body get through before the connection breaks; None for all, without a
+            break. 0 breaks it before the headers.
     """
 
     status: int = 200
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    broken_after: int | None = None
 
 
 _Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]
@@ -88,9 +93,9 @@ class ScriptedSGLang:
 
         Args:
             tokenizer: The model's tokenizer (`encode`, `decode`, `eos_token_id`, `len`).
-            answers: Answers in order: texts, `ScriptedAnswer`s, or functions that compute one from the request, sync or
-                async; or one such function for all requests. An async function is cancelled when its request is
-                aborted, and may then return the part of the answer that was sampled until then.
+            answers: Answers in order: texts, `ScriptedAnswer`s, `ScriptedFault`s, or functions that compute one from
+                the request, sync or async; or one such function for all requests. An async function is cancelled when
+                its request is aborted, and may then return the part of the answer that was sampled until then.
             context_length: Context of the model, in tokens.
             vocab_size: Number of token ids, default `len(tokenizer)`.
             stop_token_ids: Stop tokens of the model, default the tokenizer's eos; answers end with the first.
@@ -222,6 +227,12 @@ class ScriptedSGLang:
             answer = entry(request) if callable(entry) else entry
             if inspect.isawaitable(answer):
                 answer = await flight.wait(answer)
+            if not isinstance(answer, str) and answer.latency_s:
+                answer = await flight.wait(_late(answer))
+            if isinstance(answer, ScriptedFault):
+                if answer.kind != "half":
+                    return self._close(request, flight, _fault(answer))
+                return self._close(request, flight, self._half_an_answer(checked, request))
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
         except Exception as error:
             message = f"scripted server, request {request.index}: {type(error).__name__}: {error}"
@@ -244,6 +255,28 @@ class ScriptedSGLang:
             routed_experts=routed_experts,
         )
         return self._close(request, flight, _json(response))
+
+    def _half_an_answer(self, checked: CheckedRequest, request: ScriptedRequest) -> HTTPAnswer:
+        body = _json({"output_ids": checked.input_ids, "meta_info": {"id": request.rid}})
+        return HTTPAnswer(body.status, body.content, body.headers, broken_after=max(len(body.content) // 2, 1))
+
+    def update_weights(self, version: str) -> list[str]:
+        """Do what a weight update does to requests: abort those in flight, and name the new version from then on.
+
+        Args:
+            version: Of the new weights.
+
+        Returns:
+            The ids of the requests that were aborted.
+        """
+        with self._lock:
+            flights = list(self._flights.values())
+            self._flights.clear()
+            self.aborted += [flight.rid for flight in flights]
+            self.weight_version = version
+        for flight in flights:
+            flight.abort()
+        return [flight.rid for flight in flights]
 
     def _accept(
         self, checked: CheckedRequest, body: dict[str, Any], headers: Mapping[str, str]
@@ -337,3 +370,17 @@ class ScriptedSGLang:
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> HTTPAnswer:
     return HTTPAnswer(status, orjson.dumps(body), {"content-type": "application/json", **headers})
+
+
+async def _late(answer: Answer) -> Answer:
+    await asyncio.sleep(getattr(answer, "latency_s", 0.0))
+    return answer
+
+
+def _fault(fault: ScriptedFault) -> HTTPAnswer:
+    if fault.kind == "drop":
+        return HTTPAnswer(broken_after=0)
+    if fault.kind == "garbage":
+        return HTTPAnswer(200, fault.message.encode(), {"content-type": "application/json"})
+    body = _json({"error": {"message": fault.message}}, fault.status)
+    return HTTPAnswer(body.status, body.content, {**body.headers, **fault.headers})

@@ -92,9 +92,18 @@ class ServedOnPort:
         finally:
             await runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
         headers = {name.lower(): value for name, value in request.headers.items()}
         answer = await self._server.handle(request.method, request.path, headers, await request.read())
-        return web.Response(status=answer.status, headers=dict(answer.headers), body=answer.content)
+        if answer.broken_after is None:
+            return web.Response(status=answer.status, headers=dict(answer.headers), body=answer.content)
+        response = web.StreamResponse(status=answer.status, headers=dict(answer.headers))
+        if answer.broken_after:
+            response.content_length = len(answer.content)
+            await response.prepare(request)
+            await response.write(answer.content[: answer.broken_after])
+        if request.transport is not None:
+            request.transport.abort() if not answer.broken_after else request.transport.close()
+        return response

@@ -27,6 +27,7 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
 
         Raises:
             httpx.ReadTimeout: The request has a read timeout and it has passed.
+            httpx.ReadError: The script breaks the connection.
         """
         content = await request.aread()
         handler = self._server.handle(request.method, request.url.path, dict(request.headers), content)
@@ -35,4 +36,6 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
             answer = await (handler if timeout is None else asyncio.wait_for(handler, timeout))
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise httpx.ReadTimeout(f"no response after {timeout} s", request=request) from error
+        if answer.broken_after is not None:
+            raise httpx.ReadError(f"connection broken after {answer.broken_after} bytes", request=request)
         return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
