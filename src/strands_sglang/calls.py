@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class Caller:
         *,
         grammar: Callable[[Prompt, Mapping[str, Any]], Mapping[str, Any] | None],
         agent: str | None = None,
+        cycle: str | None = None,
         auxiliary: bool = False,
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded.
@@ -72,6 +74,7 @@ class Caller:
             system: The system prompt.
             grammar: Given the prompt and the configured sampling parameters, those that constrain the answer.
             agent: Who asks.
+            cycle: The turn of the agent's loop that it asks in.
             auxiliary: Whether the call is none of a rollout's own.
 
         Raises:
@@ -103,6 +106,7 @@ class Caller:
             reasoning_open=prompt.ends_with(self.parser.think_start_token),
             constrained=constraint is not None,
             agent=agent,
+            cycle=cycle,
             auxiliary=auxiliary,
             images=images,
         )
@@ -171,3 +175,13 @@ class Caller:
         if images:
             check_prompt(response, input_ids)
         return response
+
+
+@contextmanager
+def kept_if_unreadable(trajectory: Trajectory, turn: Turn, generation: Generation) -> Iterator[None]:
+    """If what runs inside raises, as a parser may, the sampled tokens are kept as a cut turn."""
+    try:
+        yield
+    except Exception as error:
+        trajectory.cut(turn, generation, error)
+        raise

@@ -26,6 +26,7 @@ from .template_probes import (
     Proof,
     UnprovenContinuationError,
     derived_stop,
+    drops_tool_calls,
     prefix_arguments,
     prove,
     reasoning_close,
@@ -104,6 +105,7 @@ class ChatTemplate:
             "chat template": self._renderer.chat_template,
             "template arguments": prefix_arguments(self._renderer),
         }
+        self._rewrites: dict[tuple[bool, bool], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self.self_check()
 
@@ -128,10 +130,22 @@ class ChatTemplate:
             )
         return self._proofs[key]
 
+    def rewrites_history(self, *, tool_result: bool = False, reasoning: bool = True) -> bool:
+        """Whether the template writes earlier turns differently once something follows them.
+
+        Args:
+            tool_result: Whether a tool result follows, rather than a user message.
+            reasoning: Whether the turns hold reasoning.
+        """
+        key = (tool_result, reasoning)
+        if key not in self._rewrites:
+            self._rewrites[key] = rewrites_history(self._renderer, tool_result=tool_result, reasoning=reasoning)
+        return self._rewrites[key]
+
     @cached_property
-    def rewrites_history(self) -> bool:
-        """Whether the template writes earlier turns differently once a new user message follows them."""
-        return rewrites_history(self._renderer)
+    def drops_tool_calls(self) -> bool:
+        """Whether the template leaves tool calls out of history, without a word."""
+        return drops_tool_calls(self._renderer, self.family)
 
     @cached_property
     def reasoning_close(self) -> str | None:
@@ -148,8 +162,16 @@ class ChatTemplate:
             tools: Tools in OpenAI form.
 
         Raises:
-            ChatTemplateError: The template refused the conversation.
+            ChatTemplateError: The template refused the conversation, or would leave a tool call out of it.
         """
+        calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is not None and self.drops_tool_calls:
+            raise ChatTemplateError(
+                f"the chat template leaves tool calls out of what it writes, and message {calling} (assistant) has "
+                "one; use a template that has a place for them, chat_template=<jinja text>"
+            )
+        if self.family is not None and self.family.one_text_beside_calls:
+            messages = [_with_one_text(message) for message in messages]
         text = self.render(messages, tools, add_generation_prompt=True)
         return Prompt(self.encode(text), text, pictures=tuple(pictures_of(messages)))
 
@@ -218,8 +240,10 @@ class ChatTemplate:
         text, pictures = after.end + after.following, tuple(pictures_of(messages))
         if last == end_id:
             return Prompt(token_ids[1:], text, pictures=pictures)
-        if last is not None and (last in self.stop_ids or (last == stop_token_id and self.is_special(last))):
-            stop = self.tokenizer.convert_ids_to_tokens(last)
+        stop = "" if last is None else str(self.tokenizer.convert_ids_to_tokens(last))
+        # A control token of the turn's own text, at which a user's `stop_token_ids` stopped, stays.
+        is_odd = last == stop_token_id and self.is_special(last) and stop not in after.rest
+        if last is not None and (last in self.stop_ids or is_odd):
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
             return Prompt(token_ids, text, len(output_ids) - 1, note, pictures)
         missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
@@ -277,6 +301,13 @@ class ChatTemplate:
             self.family = None  # its template on another vocabulary
         stop = derived_stop(self._renderer)
         return () if stop is None else (stop,)
+
+
+def _with_one_text(message: ChatMessage) -> ChatMessage:
+    """Text beside a call as a part of the reasoning, for templates that refuse to have both."""
+    if not (message.get("tool_calls") and message.get("reasoning_content") and message["content"]):
+        return message
+    return {**message, "reasoning_content": f"{message['reasoning_content']}\n{message['content']}", "content": ""}
 
 
 _Key = tuple[str, str, "str | None"]

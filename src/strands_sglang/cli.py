@@ -8,11 +8,13 @@ subcommand, each importing what it needs.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -70,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("model", metavar="MODEL_OR_PATH", help="a Hugging Face model folder, or a name on the Hub")
     command.add_argument("--server", metavar="URL", help="compare with this SGLang server, and sample a round trip")
     command.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file in place of the model's own")
+    command.add_argument(
+        "--chat-template-kwargs", type=json_object, metavar="JSON", help="such as '{\"enable_thinking\": false}'"
+    )
     command.add_argument("--family", metavar="NAME", help="the model family, where the chat template does not tell it")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
@@ -88,7 +93,6 @@ def port_number(text: str) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Print what is proven of a model; return the exit code."""
     import asyncio
-    import json
 
     from .model_check import check_model, report_lines
     from .shared import get_tokenizer
@@ -110,6 +114,7 @@ def check(arguments: argparse.Namespace) -> int:
                 arguments.model,
                 server=arguments.server,
                 chat_template=template,
+                template_arguments=arguments.chat_template_kwargs,
                 family=arguments.family,
             )
         )
@@ -121,6 +126,17 @@ def check(arguments: argparse.Namespace) -> int:
     else:
         print(*report_lines(report), sep="\n")
     return 0 if report.is_proven else FAILED
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
 
 
 def serve(arguments: argparse.Namespace) -> int:

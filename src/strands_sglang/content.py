@@ -79,7 +79,10 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
     pieces: list[Piece] = []
     for k, block in enumerate(blocks):
         if "json" in block:
-            pieces.append(encodable(json.dumps(block["json"], ensure_ascii=False)))
+            try:
+                pieces.append(encodable(json.dumps(block["json"], ensure_ascii=False)))
+            except (TypeError, ValueError) as error:
+                raise UnsupportedContentError(f"{where}.content[{k}].json: {error}") from error
         else:
             pieces.append(render_block(block, f"{where}.content[{k}]", images=images))
     return join_pieces(pieces)

@@ -36,6 +36,16 @@ def agent_of(model_state: Any) -> str | None:
     return agent
 
 
+def cycle_of(invocation_state: Any) -> str | None:
+    """The turn of the agent's loop that a call belongs to, as Strands names it; None where it does not.
+
+    Args:
+        invocation_state: What Strands passed under that name.
+    """
+    cycle = invocation_state.get("event_loop_cycle_id") if isinstance(invocation_state, dict) else None
+    return None if cycle is None else str(cycle)
+
+
 class Episodes:
     """The trajectories of one model. Safe to use from several threads and event loops."""
 

@@ -39,6 +39,7 @@ class Family:
         tool_parser: Name of the tool-call format; None where it has none of its own.
         reasoning: What opens and what closes reasoning; None where the family has none.
         call_id: How the ids of tool calls look in its templates; None where any will do.
+        one_text_beside_calls: Whether its templates refuse reasoning and text in one turn with calls.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Family:
     tool_parser: str | None = None
     reasoning: tuple[str, str] | None = None
     call_id: CallId | None = None
+    one_text_beside_calls: bool = False
 
 
 _THINK = ("<think>", "</think>")
@@ -62,6 +64,7 @@ FAMILIES: tuple[Family, ...] = (
         stops=("<|return|>", "<|call|>", "<|end|>"),
         tool_parser="harmony",
         reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+        one_text_beside_calls=True,
     ),
     Family("glm", ("<|observation|>", "<|user|>"), ("<|endoftext|>", "<|user|>", "<|observation|>"), "glm", _THINK),
     Family(
@@ -100,7 +103,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("functionary", ("<|start_header_id|>", "<function="), _LLAMA3_STOPS),
     Family("llama3", ("<|start_header_id|>", '"parameters": '), _LLAMA3_STOPS, "llama3_json"),
     Family("llama3_other", ("<|start_header_id|>",), _LLAMA3_STOPS),
-    Family("mistral", ("[INST]",), ("</s>",), "mistral", ("[THINK]", "[/THINK]"), nine_characters),
+    Family("mistral", ("[INST]", "[TOOL_CALLS]"), ("</s>",), "mistral", ("[THINK]", "[/THINK]"), nine_characters),
+    Family("inst", ("[INST]",), ("</s>",)),
     Family("granite4", ("<|start_of_role|>", "<tool_call>"), ("<|end_of_text|>",), "hermes", _THINK),
     Family("granite", ("<|start_of_role|>",), ("<|end_of_text|>",), "granite", _THINK),
     Family("seed_oss", ("<seed:bos>",), ("<seed:eos>",), "seed_oss", ("<seed:think>", "</seed:think>")),

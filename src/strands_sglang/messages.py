@@ -136,6 +136,7 @@ def to_chat_messages(
     known_calls: Sequence[Mapping[str, Any]] = (),
     result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
     call_id: Callable[[str, str, int], str] = lambda tool_use_id, name, index: tool_use_id,
+    calls_before: int = 0,
     first: int = 0,
     images: bool = False,
 ) -> list[ChatMessage]:
@@ -160,6 +161,7 @@ def to_chat_messages(
             not parse. None keeps the result.
         call_id: Given a toolUseId, the tool's name and how many calls came before it in `messages`, the id that the
             model is shown (some families write ids of their own form).
+        calls_before: How many calls came before `messages`.
         first: Position of the first of `messages` in the whole history, for error messages.
         images: Whether images can be put in front of the model; content that holds one is a list of parts.
 
@@ -168,7 +170,7 @@ def to_chat_messages(
     """
     chat: list[ChatMessage] = []
     calls = list(known_calls)
-    seen = 0
+    seen = calls_before
     for i, message in enumerate(messages):
         where = f"messages[{first + i}]"
         if message["role"] == "assistant":

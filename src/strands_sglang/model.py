@@ -17,25 +17,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from strands.models._validation import validate_config_keys
 from strands.models.model import Model
-from strands.types.content import ContentBlock, Message, Messages, SystemContentBlock
+from strands.types.content import Message, Messages, SystemContentBlock
 from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
 from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
-from .calls import Caller
-from .chat_template import Prompt, get_chat_template
+from .calls import Caller, kept_if_unreadable
+from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
-from .episodes import Episodes, agent_of
-from .generation import Generation
+from .episodes import Episodes, agent_of, cycle_of
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, system_text
 from .request import check_config
 from .shared import get_client
 from .tokens import TokenManager
 from .tool_choice import force_call
-from .tool_parsers import ParsedTurn, ToolParser, ToolParseResult, get_tool_parser
-from .trajectory import Trajectory, Turn
+from .tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
+from .trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -76,7 +75,7 @@ class SGLangModel(Model):
             family: Name of the model family (see `strands_sglang.families`), where the chat template does not tell it.
             history_policy: What becomes of sampled reasoning once a user message arrives, where the chat template
                 strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
-                own form, which is a new sequence.
+                own form, which is a new sequence wherever the template would strip something.
             context_window_limit: Context length in tokens; by default what the server tells.
         """
 
@@ -127,19 +126,22 @@ class SGLangModel(Model):
         self.processor = processor
         self.images: ImageProcessor | None = None
         self.config: dict[str, Any] = {}
+        # A parser that is not named goes with the chat template, which can be changed later.
+        self._parser_name = None if isinstance(tool_parser, ToolParser) else tool_parser
+        self._finds_parser = self._parser_name in (None, AUTO) and not isinstance(tool_parser, ToolParser)
+        if not self._finds_parser:
+            self.tool_parser = (
+                tool_parser if isinstance(tool_parser, ToolParser) else get_tool_parser(cast(str, tool_parser))
+            )
         self.update_config(**config)
-        self.tool_parser = tool_parser if isinstance(tool_parser, ToolParser) else self._find_tool_parser(tool_parser)
         self._episodes = Episodes()
 
-    def _find_tool_parser(self, name: str | None) -> ToolParser:
-        family = self.chat_template.family
-        if name is None:
-            name = (family.tool_parser if family is not None else None) or DEFAULT_TOOL_PARSER
-        elif name == "auto" and self.config.get("family") is not None and family is not None and family.tool_parser:
-            name = family.tool_parser
-        if name == "auto":
-            return get_tool_parser(name, tokenizer=self.tokenizer, chat_template=self.config.get("chat_template"))
-        return get_tool_parser(name)
+    def _find_tool_parser(self, name: str | None, template: ChatTemplate, config: Mapping[str, Any]) -> ToolParser:
+        """The parser of the model family; where none is known, "auto" is an error and the default is Hermes."""
+        known = template.family.tool_parser if template.family is not None else None
+        if name == AUTO and known is None:
+            return get_tool_parser(AUTO, tokenizer=self.tokenizer, chat_template=config.get("chat_template"))
+        return get_tool_parser(known or DEFAULT_TOOL_PARSER)
 
     # --- configuration ---
 
@@ -162,11 +164,10 @@ class SGLangModel(Model):
         arguments = dict(config.get("chat_template_kwargs") or {})
         if config.get("enable_thinking") is not None:
             arguments["enable_thinking"] = config["enable_thinking"]
-        self.chat_template = get_chat_template(
-            self.tokenizer, config.get("chat_template"), arguments, config.get("family")
-        )
-        self.images = None if self.processor is None else ImageProcessor(self.processor, self.chat_template)
-        self.config = config
+        template = get_chat_template(self.tokenizer, config.get("chat_template"), arguments, config.get("family"))
+        parser = self._find_tool_parser(self._parser_name, template, config) if self._finds_parser else self.tool_parser
+        self.images = None if self.processor is None else ImageProcessor(self.processor, template)
+        self.chat_template, self.tool_parser, self.config = template, parser, config
 
     @override
     def get_config(self) -> SGLangConfig:
@@ -270,38 +271,46 @@ class SGLangModel(Model):
         # Kept: a reset while the request is on its way must not split the call.
         trajectory = self._episodes.of_call(agent, conversation.digests)
 
+        caller = self._caller()  # `update_config` while the request is on its way is for the next call
+
         def grammar(prompt: Prompt, sampling_params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            choice = cast(Any, tool_choice)
             return force_call(
-                self.tool_parser,
-                tool_specs,
-                cast(Any, tool_choice),
-                self.chat_template,
-                prompt,
-                sampling_params=sampling_params,
+                caller.parser, tool_specs, choice, caller.template, prompt, sampling_params=sampling_params
             )
 
-        turn, generation = await self._caller().generate(
-            trajectory, conversation, messages, tool_specs, system, grammar=grammar, agent=agent
+        turn, generation = await caller.generate(
+            trajectory,
+            conversation,
+            messages,
+            tool_specs,
+            system,
+            grammar=grammar,
+            agent=agent,
+            cycle=cycle_of(kwargs.get("invocation_state")),
         )
-        parsed, blocks = self._parse(trajectory, turn, generation, tool_specs)
-        trajectory.answer(
-            turn,
-            generation,
-            Message(role="assistant", content=blocks),
-            tool_calls=[
-                {
-                    "toolUseId": call.id,
-                    "name": shown_name(call),
-                    "id": call.native_id or self.chat_template.call_id(call.id, shown_name(call), number),
-                }
-                for number, call in enumerate(parsed.tool_calls, turn.calls_before)
-            ],
-            result_notices={
-                call.id: self.tool_parser.render_error(call) for call in parsed.tool_calls if call.is_error
-            },
-            parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
-            ends_in_reasoning=parsed.ends_in_reasoning,
-        )
+        with kept_if_unreadable(trajectory, turn, generation):
+            parsed = parse_answer(caller.parser, caller.template, turn, generation, tool_specs)
+            blocks = content_blocks(parsed)
+            trajectory.answer(
+                turn,
+                generation,
+                Message(role="assistant", content=blocks),
+                tool_calls=[
+                    {
+                        "toolUseId": call.id,
+                        "name": shown_name(call),
+                        "id": call.native_id or caller.template.call_id(call.id, shown_name(call), number),
+                    }
+                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                ],
+                result_notices={
+                    call.id: caller.parser.render_error(call) for call in parsed.tool_calls if call.is_error
+                },
+                parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
+                ends_in_reasoning=parsed.ends_in_reasoning,
+                has_reasoning=parsed.reasoning is not None,
+            )
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
 
@@ -330,7 +339,8 @@ class SGLangModel(Model):
         schema = json.dumps(output_model.model_json_schema())
         conversation = self._fingerprint(prompt, None, system_prompt)
         trajectory = self._episodes.of_call(None, conversation.digests)
-        turn, generation = await self._caller().generate(
+        caller = self._caller()
+        turn, generation = await caller.generate(
             trajectory,
             conversation,
             prompt,
@@ -340,8 +350,9 @@ class SGLangModel(Model):
             auxiliary=True,
         )
         # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
-        text = sampled_text(self.chat_template, turn, generation)
-        trajectory.answer(turn, generation, Message(role="assistant", content=[{"text": text}] if text else []))
+        with kept_if_unreadable(trajectory, turn, generation):
+            text = sampled_text(caller.template, turn, generation)
+            trajectory.answer(turn, generation, Message(role="assistant", content=[{"text": text}] if text else []))
         try:
             output = output_model.model_validate_json(text)
         except ValidationError as error:
@@ -357,14 +368,3 @@ class SGLangModel(Model):
     def _caller(self) -> Caller:
         """What a call works with, as it is now: `update_config` takes effect at the next call."""
         return Caller(self.client, self.chat_template, self.tool_parser, self.images, self.config)
-
-    def _parse(
-        self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
-    ) -> tuple[ParsedTurn, list[ContentBlock]]:
-        """Take the sampled tokens apart. If the parser itself fails, they are kept as a cut turn."""
-        try:
-            parsed = parse_answer(self.tool_parser, self.chat_template, turn, generation, tool_specs)
-            return parsed, content_blocks(parsed)
-        except Exception as error:
-            trajectory.cut(turn, generation, error)
-            raise

@@ -7,11 +7,13 @@ one round trip is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from strands.types.content import Messages
+from strands.types.exceptions import ContextWindowOverflowException
 
 from .chat_template import ChatTemplate, ChatTemplateError, UnprovenContinuationError, get_chat_template
 from .client import SGLangClient
@@ -73,6 +75,12 @@ class RoundTrip:
     sequences: int = 0
     reason: str = ""
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether the tokenizer is the served one, and the second call went on from the first one's tokens."""
+        goes_on = self.sequences == 1 or self.reason.startswith("forks inside")
+        return self.error is None and self.tokenizer_proven and goes_on
+
 
 @dataclass(frozen=True)
 class ModelCheck:
@@ -86,7 +94,8 @@ class ModelCheck:
         opens_reasoning: Whether the generation prompt opens reasoning.
         closes_reasoning: What is put behind reasoning that was cut off; None if that is not known.
         rewrites_history: Whether the template writes earlier turns anew behind a user message.
-        unproven: By case, why it is not proven; None where it is.
+        unproven: By case, why it is not proven with a system prompt and tools; None where it is.
+        unproven_when_plain: The same without either.
         example: A small conversation as tokens.
         server: What came of asking a server; None if none was named.
     """
@@ -99,13 +108,14 @@ class ModelCheck:
     closes_reasoning: str | None
     rewrites_history: bool
     unproven: dict[str, str | None]
+    unproven_when_plain: dict[str, str | None]
     example: list[Piece]
     server: RoundTrip | None = None
 
     @property
     def is_proven(self) -> bool:
         """Whether everything is proven, and the server, if one was asked, agrees."""
-        return not any(self.unproven.values()) and (self.server is None or self.server.error is None)
+        return not any(self.unproven.values()) and (self.server is None or self.server.is_proven)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-like data."""
@@ -118,6 +128,7 @@ async def check_model(
     *,
     server: str | None = None,
     chat_template: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
     family: str | None = None,
 ) -> ModelCheck:
     """Look at a model's tokenizer and chat template, and at a server if one is named.
@@ -127,13 +138,14 @@ async def check_model(
         model: Path or name of the model, for the report.
         server: Address of a server.
         chat_template: Jinja text that replaces the tokenizer's own template.
+        template_arguments: Arguments for the chat template.
         family: Name of the model family, where the template does not tell it.
 
     Raises:
         ChatTemplateError: The tokenizer has no chat template, or it cannot render a plain exchange.
         ValueError: There is no such family.
     """
-    template = get_chat_template(tokenizer, chat_template, {}, family)
+    template = get_chat_template(tokenizer, chat_template, template_arguments or {}, family)
     name = (template.family.tool_parser if template.family is not None else None) or DEFAULT_TOOL_PARSER
     return ModelCheck(
         model=model,
@@ -142,10 +154,19 @@ async def check_model(
         stops=template.stops,
         opens_reasoning=template.opening(_QUESTION[1:], None).ends_with(get_tool_parser(name).think_start_token),
         closes_reasoning=template.reasoning_close,
-        rewrites_history=template.rewrites_history,
+        rewrites_history=template.rewrites_history(),
         unproven=template.self_check(),
+        unproven_when_plain=template.self_check(has_system=False, has_tools=False),
         example=_example(template),
-        server=None if server is None else await _ask(tokenizer, server, chat_template=chat_template, family=family),
+        server=None
+        if server is None
+        else await _ask(
+            tokenizer,
+            server,
+            chat_template=chat_template,
+            chat_template_kwargs=dict(template_arguments or {}),
+            family=family,
+        ),
     )
 
 
@@ -211,8 +232,8 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
                 answer = _answer_of(blocks)
                 messages.append({"role": "assistant", "content": answer})
                 if following is not None:
-                    messages.append({"role": "user", "content": [{"text": following}]})
-        except (SGLangClientError, ChatTemplateError) as error:
+                    messages.append({"role": "user", "content": [*_results_of(answer), {"text": following}]})
+        except (SGLangClientError, ChatTemplateError, ContextWindowOverflowException) as error:
             return RoundTrip(base_url, error=str(error))
         turns = model.trajectory.turns
         return RoundTrip(
@@ -226,15 +247,27 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
 
 
 def _answer_of(events: Sequence[Any]) -> list[Any]:
-    """The content blocks of a stream's text and reasoning."""
+    """The content blocks of a stream, as an agent keeps them."""
     blocks: list[Any] = []
     for event in events:
+        start = event.get("contentBlockStart", {}).get("start", {})
+        if "toolUse" in start:
+            blocks.append({"toolUse": {**start["toolUse"], "input": {}}})
         delta = event.get("contentBlockDelta", {}).get("delta", {})
         if "text" in delta:
             blocks.append({"text": delta["text"]})
         elif "reasoningContent" in delta:
             blocks.append({"reasoningContent": {"reasoningText": {"text": delta["reasoningContent"]["text"]}}})
+        elif "toolUse" in delta:
+            blocks[-1]["toolUse"]["input"] = json.loads(delta["toolUse"]["input"])
     return blocks
+
+
+def _results_of(answer: Sequence[Any]) -> list[Any]:
+    """Results for tool calls that nobody asked for."""
+    uses = [block["toolUse"]["toolUseId"] for block in answer if "toolUse" in block]
+    content: list[Any] = [{"text": "There are no tools."}]
+    return [{"toolResult": {"toolUseId": use_id, "status": "error", "content": content}} for use_id in uses]
 
 
 def report_lines(check: ModelCheck) -> Iterator[str]:
@@ -252,7 +285,8 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
     yield f"history          {anew}"
     yield ""
     for case, reason in check.unproven.items():
-        yield f"{case:<22} {'proven' if reason is None else f'UNPROVEN: {reason}'}"
+        plain = " (proven without system prompt and tools)" if check.unproven_when_plain[case] is None else ""
+        yield f"{case:<22} {'proven' if reason is None else f'UNPROVEN{plain}: {reason}'}"
     for piece in check.example:
         yield ""
         yield f"{piece.kind} ({len(piece.tokens)} tokens)"

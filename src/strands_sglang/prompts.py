@@ -16,6 +16,7 @@ from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError
 from .images import ImageProcessor
 from .messages import ChatMessage, pictures_of, to_chat_messages, to_chat_tools
 from .trajectory import Place, Trajectory
+from .turns import Turn
 
 
 def next_prompt(
@@ -46,6 +47,10 @@ def next_prompt(
         ChatTemplateError: The template refuses the whole conversation.
     """
     tools = to_chat_tools(tool_specs)
+
+    def call_id(tool_use_id: str, name: str, number: int) -> str:
+        return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
+
     turn = place.turn
     if turn is not None:
         known = len(messages) - len(place.new_messages)
@@ -53,6 +58,8 @@ def next_prompt(
             place.new_messages,
             known_calls=turn.tool_calls,
             result_notice=trajectory.result_notice,
+            call_id=call_id,
+            calls_before=sum("toolUse" in block for old in messages[:known] for block in old["content"]),
             first=known,
             images=images is not None,
         )
@@ -60,7 +67,7 @@ def next_prompt(
             if images is not None and images.numbered and pictures_of(new):
                 raise UnprovenContinuationError("the chat template numbers the images of a conversation")
             if not keep_history:
-                _refuse_rewritten_history(template, new)
+                _refuse_rewritten_history(template, turn, new)
             prompt = template.continuation(
                 turn.output_ids,
                 turn.generation.stop_token_id if turn.generation is not None else None,
@@ -78,9 +85,6 @@ def next_prompt(
                 place = replace(place, kept=prompt.kept, reason=f"forks inside call {turn.index}: {prompt.note}")
             return place, prompt
 
-    def call_id(tool_use_id: str, name: str, number: int) -> str:
-        return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
-
     chat = to_chat_messages(
         messages, result_notice=trajectory.result_notice, call_id=call_id, images=images is not None
     )
@@ -89,6 +93,9 @@ def next_prompt(
     return place, template.opening(chat, tools)
 
 
-def _refuse_rewritten_history(template: ChatTemplate, new: list[ChatMessage]) -> None:
-    if template.rewrites_history and any(message["role"] == "user" for message in new):
-        raise UnprovenContinuationError("the chat template writes earlier turns anew behind a user message")
+def _refuse_rewritten_history(template: ChatTemplate, turn: Turn, new: list[ChatMessage]) -> None:
+    reasoning = any(earlier.has_reasoning for earlier in turn.path())
+    for role, tool_result in (("user", False), ("tool", True)):
+        follows = any(message["role"] == role for message in new)
+        if follows and template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
+            raise UnprovenContinuationError(f"the chat template writes earlier turns anew behind a {role} message")

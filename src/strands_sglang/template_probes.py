@@ -107,8 +107,12 @@ def _assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessag
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": {"argument": text}}}
-            for call in calls
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": {"argument": text if number == len(calls) else "x"}},
+            }
+            for number, call in enumerate(calls, 1)
         ],
     }
 
@@ -258,21 +262,46 @@ def reasoning_close(renderer: TemplateRenderer, stops: Sequence[str], family: Fa
     return close[: min((close.index(stop) for stop in stops if stop in close), default=len(close))]
 
 
-def rewrites_history(renderer: TemplateRenderer) -> bool:
-    """Whether the template writes a sampled turn differently once a user message follows it.
+def rewrites_history(renderer: TemplateRenderer, *, tool_result: bool, reasoning: bool) -> bool:
+    """Whether the template writes a sampled turn differently once something follows it.
 
     Reasoning models strip their reasoning then; an empty block of reasoning that the generation prompt held may vanish.
+
+    Args:
+        renderer: Renders.
+        tool_result: Whether a tool result follows, rather than a user message.
+        reasoning: Whether the turn holds reasoning.
     """
-    reasoning, answer = renderer.sentinel(), renderer.sentinel()
+    thought, answer = renderer.sentinel(), renderer.sentinel()
     question: ChatMessage = {"role": "user", "content": "u"}
-    turn: ChatMessage = {"role": "assistant", "content": answer, "reasoning_content": reasoning}
+    call = _call(None, 0)
+    turn = _assistant_turn([call] if tool_result else [], answer)
+    if reasoning:
+        turn["reasoning_content"] = thought
+    behind = _result(call) if tool_result else {"role": "user", "content": "v"}
+    tools = [_TOOL] if tool_result else None
     try:
-        opening = renderer.render([question], add_generation_prompt=True)
-        as_last = renderer.render([question, turn], add_generation_prompt=False)
-        whole = renderer.render([question, turn, {"role": "user", "content": "v"}], add_generation_prompt=True)
+        opening = renderer.render([question], tools, add_generation_prompt=True)
+        as_last = renderer.render([question, turn], tools, add_generation_prompt=False)
+        whole = renderer.render([question, turn, behind], tools, add_generation_prompt=True)
     except ChatTemplateError:
         return True  # nothing is known: the template's own form is its full render
-    return not whole.startswith(opening) or (reasoning in as_last and reasoning not in whole)
+    if not whole.startswith(opening) or (reasoning and thought not in whole):
+        return True
+    # What stands before the answer may be there only while the turn is the last one.
+    before = whole.partition(answer)[0]
+    return before not in (opening, as_last.partition(answer)[0]) and not tool_result
+
+
+def drops_tool_calls(renderer: TemplateRenderer, family: Family | None) -> bool:
+    """Whether the template leaves tool calls out of what it writes, without a word."""
+    argument = renderer.sentinel()
+    call = _call(family, 0)
+    history = [{"role": "user", "content": "u"}, _assistant_turn([call], argument), _result(call)]
+    try:
+        return argument not in renderer.render(history, [_TOOL], add_generation_prompt=True)
+    except ChatTemplateError:
+        return False  # it says so itself
 
 
 def prefix_arguments(renderer: TemplateRenderer) -> str:
@@ -296,7 +325,11 @@ def prefix_arguments(renderer: TemplateRenderer) -> str:
             return None
 
     def changes(name: str) -> bool:
-        pairs = [(render(probe, {name: renderer.arguments[name]}), render(probe, {})) for probe in probes]
+        alone = {name: renderer.arguments[name]}
+        others = {other: value for other, value in renderer.arguments.items() if other != name}
+        # Some arguments matter only beside others.
+        pairs = [(render(probe, alone), render(probe, {})) for probe in probes]
+        pairs += [(render(probe, renderer.arguments), render(probe, others)) for probe in probes]
         # An argument that no probe can be rendered with, or without, may change anything.
         return any(with_it != without for with_it, without in pairs) or pairs[0] == (None, None)
 

@@ -79,7 +79,8 @@ class Trajectory:
         self._notices: dict[str, str] = {}
         self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
-        self._latest: dict[str, Turn | None] = {}  # by agent, the latest turn that was answered
+        self._agents: set[str] = set()  # who has asked
+        self._asked_by: dict[tuple[str, bytes], list[Turn]] = {}  # answered turns, by their agent and its question
         self._lock = threading.RLock()
         self._calls = 0
         self._warned = False
@@ -97,7 +98,7 @@ class Trajectory:
                 "result_notices": self._notices,
                 "call_ids": self._call_ids,
                 "tool_parse_errors": self.tool_parse_errors,
-                "agents": list(self._latest),
+                "agents": sorted(self._agents),
             }
             write_turns(path, self._turns, facts)
 
@@ -114,12 +115,12 @@ class Trajectory:
         trajectory._notices = facts["result_notices"]
         trajectory._call_ids = facts["call_ids"]
         trajectory.tool_parse_errors = facts["tool_parse_errors"]
-        trajectory._latest = dict.fromkeys(facts["agents"])
+        trajectory._agents = set(facts["agents"])
         trajectory._turns = turns
         trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
             if turn.agent is not None and turn.answer_key is not None:
-                trajectory._latest[turn.agent] = turn
+                trajectory._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
             if turn.answer_key is not None:
                 trajectory._answers.setdefault(turn.answer_key, []).append(turn)
             if turn.status is TurnStatus.FAILED:
@@ -153,6 +154,7 @@ class Trajectory:
         reasoning_open: bool = False,
         constrained: bool = False,
         agent: str | None = None,
+        cycle: str | None = None,
         auxiliary: bool = False,
         images: ImageInputs | None = None,
     ) -> Turn:
@@ -167,12 +169,13 @@ class Trajectory:
             reasoning_open: Whether the prompt ends inside reasoning.
             constrained: Whether a grammar constrains the sampling.
             agent: Who asks; None for a call from outside an agent's loop.
+            cycle: The turn of the agent's loop that it asks in.
             auxiliary: Whether the call is none of a rollout's own (a summary, a judge).
             images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
         with self._lock:
-            self._find_thrown_away(agent, conversation, place)
+            self._find_thrown_away(agent, cycle, conversation, place)
             replaced = self._failures.pop((id(place.turn), conversation.key), None)
             if replaced is not None:
                 self._turns.remove(replaced)
@@ -188,35 +191,39 @@ class Trajectory:
                 reasoning_open=reasoning_open,
                 constrained=constrained,
                 agent=agent,
-                is_auxiliary=auxiliary or (agent is None and bool(self._latest)),
+                cycle=cycle,
+                is_auxiliary=auxiliary or (agent is None and bool(self._agents)),
                 parent_kept=place.kept,
                 images=images,
             )
             self._calls += 1
             self._turns.append(turn)
-            if agent is not None and not self._latest:
+            if agent is not None and not self._agents:
                 for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
                     earlier.is_auxiliary = True
             if agent is not None:
-                self._latest.setdefault(agent, None)
+                self._agents.add(agent)
             return turn
 
-    def _find_thrown_away(self, agent: str | None, conversation: Conversation, place: Place) -> None:
-        """Mark the agent's latest answer as discarded if the agent goes on from its question without it.
+    def _find_thrown_away(self, agent: str | None, cycle: str | None, conversation: Conversation, place: Place) -> None:
+        """Mark answers of the agent as discarded if it goes on from their questions without them.
 
-        A hook that retries, a guide, a cancel: the same messages arrive, and then something else or nothing. An answer
-        that was cut at `max_new_tokens` is rewritten by Strands, not thrown away.
+        A hook that retries, a guide, a cancel, the best of several: the same messages arrive, and then something else
+        or nothing. An answer that was cut at `max_new_tokens` is rewritten by Strands, not thrown away; and an agent
+        that begins anew, as one that is a tool does, may ask the same in another cycle of its loop.
         """
-        latest = self._latest.get(agent) if agent is not None else None
-        if latest is None or latest.status is not TurnStatus.ANSWERED or latest.generation is None:
+        if agent is None:
             return
-        if place.turn is latest or latest.key not in conversation.chain:
-            return
-        behind = conversation.digests[conversation.chain.index(latest.key) :][:1]
-        if behind == (latest.answer_digest,):
-            latest.status = TurnStatus.COMMITTED  # the call builds on it, in a sequence of its own
-        elif latest.generation.finish_type != "length":
-            latest.status = TurnStatus.DISCARDED
+        for known, link in enumerate(conversation.chain):
+            for turn in self._asked_by.get((agent, link), ()):
+                if place.turn is turn or turn.status is not TurnStatus.ANSWERED:
+                    continue
+                if known == len(conversation.digests) and turn.cycle != cycle:
+                    continue
+                if turn.is_used_in(place.new_messages, conversation.digests[known:]):
+                    turn.status = TurnStatus.COMMITTED  # the call builds on it, in a sequence of its own
+                elif not turn.is_cut_short:
+                    turn.status = TurnStatus.DISCARDED
 
     def answer(
         self,
@@ -228,6 +235,7 @@ class Trajectory:
         result_notices: Mapping[str, str] | None = None,
         parse_errors: Iterable[str] = (),
         ends_in_reasoning: bool = False,
+        has_reasoning: bool = False,
     ) -> None:
         """Record a turn's answer.
 
@@ -239,10 +247,12 @@ class Trajectory:
             result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
             parse_errors: The names that the calls which did not parse seemed to mean.
             ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
+            has_reasoning: Whether it holds reasoning.
         """
         with self._lock:
             turn.tool_calls = tuple(tool_calls)
             turn.ends_in_reasoning = ends_in_reasoning
+            turn.has_reasoning = has_reasoning
             self._call_ids.update((call["toolUseId"], call["id"]) for call in turn.tool_calls)
             self._notices.update(result_notices or {})
             for name in parse_errors:
@@ -251,7 +261,7 @@ class Trajectory:
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
             if turn.agent is not None:
-                self._latest[turn.agent] = turn
+                self._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
             self._answers.setdefault(turn.answer_key, []).append(turn)
 
     def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
@@ -298,16 +308,16 @@ class Trajectory:
                 if turn.answer_digest and not turn.is_auxiliary and digests[: len(asked)] == asked:
                     open_turns.append((turn, len(asked)))
             kept = [turn for turn, known in open_turns if digests[known : known + 1] == (turn.answer_digest,)]
-            if not kept:
-                return
-            agent = kept[-1].agent
-            for turn, _ in open_turns:
+            agents = {turn.agent for turn in kept[-1:] or (turn for turn, _ in open_turns)}
+            if len(agents) != 1:
+                return  # none of the answers stands there, and those who asked the same are several
+            for turn, known in open_turns:
                 if turn in kept:
                     if turn.status in (TurnStatus.ANSWERED, TurnStatus.DISCARDED):
                         turn.status = TurnStatus.FINAL
-                elif turn.agent == agent and turn.status is TurnStatus.ANSWERED:
-                    was_cut = turn.generation is not None and turn.generation.finish_type == "length"
-                    turn.status = TurnStatus.FINAL if was_cut else TurnStatus.DISCARDED
+                elif turn.agent in agents and turn.status is TurnStatus.ANSWERED:
+                    in_use = turn.is_cut_short or turn.is_used_in(messages, digests[known:])
+                    turn.status = TurnStatus.FINAL if in_use else TurnStatus.DISCARDED
 
     # --- reading ---
 
@@ -368,7 +378,7 @@ class Trajectory:
 
     def knows(self, agent: str) -> bool:
         """Whether an agent has made a call that is recorded here."""
-        return agent in self._latest
+        return agent in self._agents
 
     def agreement(self, digests: Sequence[bytes]) -> int:
         """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""

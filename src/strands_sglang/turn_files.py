@@ -27,8 +27,8 @@ FORMAT = "strands-sglang trajectory"
 VERSION = "1"
 
 _TURN_FIELDS: tuple[str, ...] = (
-    *("index", "reason", "reasoning_open", "constrained", "agent", "is_auxiliary", "clamped", "parent_kept"),
-    *("ends_in_reasoning", "sampling_params", "tool_calls", "roles"),
+    *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
+    *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from strands.types.content import Message, Messages
+
 from .generation import Generation
 from .images import ImageInputs
+from .messages import message_digest
 
 
 class TurnStatus(str, Enum):
@@ -47,6 +50,7 @@ class Turn:
         reasoning_open: Whether the prompt ends inside reasoning.
         constrained: Whether the tokens are sampled under a grammar.
         agent: Who asked; None for a call from outside an agent's loop.
+        cycle: The turn of the agent's loop that it asked in, as Strands names it; retries have the same.
         is_auxiliary: Whether the call is none of a rollout's own: a summary, a judge, structured output outside a loop.
         sampling_params: As they were sent.
         status: How far it has come.
@@ -55,6 +59,7 @@ class Turn:
         parent_kept: How many of the parent's sampled ids stand before this turn's prompt; None for all of them. One
             less than all where the parent stopped with another token than the chat template puts there.
         ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
+        has_reasoning: Whether the answer holds reasoning.
         cause: The error that failed the turn.
         images: The images of its prompt; None where it has none.
         tool_calls: The answer's tool calls, `{"toolUseId", "name", "id"}` in order; the model knows them by `id`.
@@ -74,6 +79,7 @@ class Turn:
     reasoning_open: bool = False
     constrained: bool = False
     agent: str | None = None
+    cycle: str | None = None
     is_auxiliary: bool = False
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     status: TurnStatus = TurnStatus.ASKED
@@ -81,6 +87,7 @@ class Turn:
     clamped: bool = False
     parent_kept: int | None = None
     ends_in_reasoning: bool = False
+    has_reasoning: bool = False
     cause: BaseException | None = None
     images: ImageInputs | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
@@ -113,6 +120,31 @@ class Turn:
             return False
         asked = self.sampling_params.get("max_new_tokens")
         return self.clamped or (asked is not None and self.generation.completion_tokens < asked)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the answer ended at `max_new_tokens` or at the end of the context."""
+        return self.generation is not None and self.generation.finish_type == "length"
+
+    def is_used_in(self, messages: Messages, digests: Sequence[bytes]) -> bool:
+        """Whether a history holds the answer: as it was, with other input to its tool calls, or with more behind it.
+
+        Args:
+            messages: The history, or as much of its end as no recorded turn covers.
+            digests: Of all messages behind the turn's question.
+        """
+        if self.answer_digest in digests:
+            return True
+        calls = {call["toolUseId"] for call in self.tool_calls}
+        blocks = (block for message in messages for block in message["content"]) if calls else ()
+        if any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks):
+            return True
+        behind = len(messages) - len(digests)
+        if not 0 <= behind < len(messages) or messages[behind]["role"] != "assistant":
+            return False
+        content = messages[behind]["content"]  # Strands merges neighbours of one role
+        beginnings = (Message(role="assistant", content=content[:end]) for end in range(1, len(content)))
+        return any(message_digest(beginning) == self.answer_digest for beginning in beginnings)
 
     def __repr__(self) -> str:
         """Counts and the reason; never the tokens, which may be many."""

@@ -117,8 +117,20 @@ def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(stag
     assert on.tally["extending calls"] > 50
 
 
-def test_where_the_template_has_its_way_a_users_text_opens_a_sequence(stage):
-    on = stage(history_policy="template", provable=lambda earlier, call: not is_followed_by_text(earlier, call))
+def has_reasoning(call: Call | None) -> bool:
+    """Whether the tokens up to a call's answer hold sampled reasoning."""
+    while call is not None:
+        if any("reasoningContent" in block for block in (call.answer or {}).get("content", ())):
+            return True
+        call = call.parent
+    return False
+
+
+def test_where_the_template_has_its_way_a_users_text_behind_reasoning_opens_a_sequence(stage):
+    def provable(earlier: Call, call: Call) -> bool:
+        return not (is_followed_by_text(earlier, call) and has_reasoning(earlier))
+
+    on = stage(history_policy="template", provable=provable)
     on.check_all("template's way", 200)
     assert on.tally["extending calls"] > 50
 

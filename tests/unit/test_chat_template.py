@@ -356,6 +356,24 @@ def test_what_depends_on_everything_before_it_is_unproven_and_says_so(chatml_tok
         template.continuation([5, end], end, CALLS, [{"role": "tool", "content": "4", "tool_call_id": "t0"}], TOOLS)
 
 
+def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenizer):
+    text = "{% if a and b %}both{% endif %}" + chatml_tokenizer.chat_template
+    both = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"a": True, "b": True})
+    one = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"a": True, "b": False})
+    assert both.identity != one.identity
+
+
+def test_a_control_token_of_the_turns_own_text_stays_in_the_sequence(glm_tokenizer):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}<|observation|>{% endfor %}<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(glm_tokenizer, chat_template=text, family="chatml")
+    mark = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
+    result = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
+    assert template.continuation([5, mark], mark, CALLS, result, None).kept is None
+
+
 def test_the_family_can_be_named(glm_tokenizer):
     text = "{% for m in messages %}<|user|>{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}<|user|>"
     assert ChatTemplate(glm_tokenizer, chat_template=text).family is None
@@ -371,10 +389,12 @@ def test_a_named_family_that_cannot_be_is_refused(chatml_tokenizer):
 
 
 def test_a_template_that_strips_reasoning_behind_a_user_message_is_known_to_rewrite_history(chatml_tokenizer):
-    assert ChatTemplate(chatml_tokenizer).rewrites_history
+    assert ChatTemplate(chatml_tokenizer).rewrites_history()
+    assert not ChatTemplate(chatml_tokenizer).rewrites_history(reasoning=False)
+    assert not ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True)
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>"
     keeping += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history
+    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history()
 
 
 def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):

@@ -501,10 +501,56 @@ class TestHistoryPolicy:
             rollout([], history_policy="strip")
 
 
+class TestUpdateConfig:
+    async def test_a_parser_that_was_not_named_goes_with_the_chat_template(self, rollout, chatml_tokenizer):
+        _, model = rollout([])
+        assert isinstance(model.tool_parser, HermesToolParser)
+        model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+        assert type(model.tool_parser).__name__ == "QwenXMLToolParser"
+
+    async def test_a_parser_that_was_named_stays(self, rollout, chatml_tokenizer):
+        _, model = rollout([], tool_parser="glm")
+        parser = model.tool_parser
+        model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+        assert model.tool_parser is parser
+
+    async def test_a_call_under_way_ends_as_it_began(self, rollout, chatml_tokenizer):
+        def answer(request):
+            model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+            return call(expression="2 * 3")
+
+        server, model = rollout([answer, "ok"])
+        tools, ran = make_tools()
+        await make_agent(model, tools).invoke_async("2 times 3?")
+        assert ran == ["2 * 3"]
+
+
+async def test_what_a_parser_cannot_explain_is_kept_as_a_cut_turn(rollout):
+    class Mute(HermesToolParser):
+        def render_error(self, result):
+            raise RuntimeError("no words")
+
+    server, model = rollout(["<tool_call>oops</tool_call>"], tool_parser=Mute())
+    with pytest.raises(RuntimeError, match="no words"):
+        await make_agent(model).invoke_async("go")
+    (turn,) = model.trajectory.turns
+    assert turn.status is TurnStatus.CUT
+    assert turn.output_ids.tolist() == server.responses[0].body["output_ids"]
+
+
+async def test_a_template_that_leaves_tool_calls_out_is_refused_rather_than_followed(rollout):
+    dropping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    dropping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    _, model = rollout([call(expression="2 * 3")], chat_template=dropping, tool_parser="hermes")
+    with pytest.raises(Exception, match="leaves tool calls out of what it writes, and message 2 .assistant. has one"):
+        await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
+
+
 class TestNativeCallIds:
     IDS = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.id }}={% endfor %}"
-        "{% if m.tool_call_id %}{{ m.tool_call_id }}:{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.id }}="
+        "{{ c.function.arguments }}{% endfor %}{% if m.tool_call_id %}{{ m.tool_call_id }}:{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <|tool_calls_section_begin|> #}"
     )
 
@@ -518,7 +564,8 @@ class TestNativeCallIds:
         assert "functions.calculator:1:" in server.requests[1].text
         agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered anew
         await agent.invoke_async("b")
-        assert "functions.calculator:0=functions.calculator:1=" in server.requests[2].text
+        assert "functions.calculator:0=" in server.requests[2].text
+        assert "functions.calculator:1=" in server.requests[2].text
         assert "call_" not in server.requests[2].text
 
 

@@ -18,11 +18,12 @@ from .minimax_m3 import MiniMaxM3ToolParser
 from .mistral import MistralToolParser
 from .phi4 import Phi4ToolParser
 from .qwen_xml import QwenXMLToolParser
-from .registry import TOOL_PARSER_REGISTRY, UnknownToolParserError, get_tool_parser, register_tool_parser
+from .registry import AUTO, TOOL_PARSER_REGISTRY, UnknownToolParserError, get_tool_parser, register_tool_parser
 from .seed_oss import SeedOSSToolParser
 from .smollm3 import SmolLM3ToolParser
 
 __all__ = [
+    "AUTO",
     "DeepSeekV31ToolParser",
     "DeepSeekV32ToolParser",
     "DeepSeekV3ToolParser",

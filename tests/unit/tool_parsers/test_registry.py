@@ -21,7 +21,7 @@ from strands_sglang.tool_parsers import (
 from support.tokenizers import CHATML_TEMPLATE, build_chatml_tokenizer
 
 LLAMA3 = '<|start_header_id|>assistant<|end_header_id|>{"name": "f", "parameters": {}}'
-MISTRAL = "[INST]{{ messages }}[/INST]"
+MISTRAL = "[INST]{{ messages }}[/INST][TOOL_CALLS]"
 
 
 class OwnToolParser(ToolParser):
