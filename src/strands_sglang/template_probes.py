@@ -78,7 +78,8 @@ def text_after_turn(
     """
     sentinel = renderer.sentinel()
     if any(message["role"] == "tool" for message in messages):
-        # The sentinel stands in the last call, since that is what the template renders last.
+        # The sentinel stands in every call: what counts is the last one that the template writes, and gpt-oss's writes
+        # one of several.
         stand_in = _assistant_turn(calls, sentinel)
     else:
         stand_in = {"role": "assistant", "content": sentinel}
@@ -100,7 +101,7 @@ def text_after_turn(
 
 
 def _assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage:
-    """An assistant's turn that ends in `text`: in the last of its calls, or in its content where it has none."""
+    """An assistant's turn that ends in `text`: in its calls, or in its content where it has none."""
     if not calls:
         return {"role": "assistant", "content": text}
     return {
@@ -110,9 +111,9 @@ def _assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessag
             {
                 "type": "function",
                 "id": call["id"],
-                "function": {"name": call["name"], "arguments": {"argument": text if number == len(calls) else "x"}},
+                "function": {"name": call["name"], "arguments": {"argument": text}},
             }
-            for number, call in enumerate(calls, 1)
+            for call in calls
         ],
     }
 
