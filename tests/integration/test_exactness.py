@@ -279,4 +279,5 @@ async def test_structured_output_is_valid_and_never_trained(tiny_server, wire):
     question = [{"role": "user", "content": [{"text": "Is it good?"}]}]
     (event,) = [event async for event in model.structured_output(Choice, question)]
     assert isinstance(event["output"], Choice)
-    assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences()] == [0]
+    assert model.trajectory.sequences() == []
+    assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
