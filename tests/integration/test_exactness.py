@@ -277,7 +277,12 @@ async def test_structured_output_is_valid_and_never_trained(tiny_server, wire):
 
     model = make_model(tiny_server, wire, sampling_params={"temperature": 1.0, "max_new_tokens": 64})
     question = [{"role": "user", "content": [{"text": "Is it good?"}]}]
-    (event,) = [event async for event in model.structured_output(Choice, question)]
+    for _ in range(30):
+        try:
+            (event,) = [event async for event in model.structured_output(Choice, question)]
+            break
+        except ValueError:  # the grammar allows white space without end, and this model's weights are random
+            assert model.trajectory.turns[-1].generation.finish_type == "length"
     assert isinstance(event["output"], Choice)
     assert model.trajectory.sequences() == []
-    assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
+    assert {sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)} == {0}
