@@ -119,12 +119,7 @@ class Trajectory:
         trajectory._turns = turns
         trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
-            if turn.agent is not None and turn.answer_key is not None:
-                trajectory._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
-            if turn.answer_key is not None:
-                trajectory._answers.setdefault(turn.answer_key, []).append(turn)
-            if turn.status is TurnStatus.FAILED:
-                trajectory._failures[id(turn.parent), turn.key] = turn
+            trajectory._index(turn)
         return trajectory
 
     # --- recording ---
@@ -260,9 +255,7 @@ class Trajectory:
             turn.answer_digest = message_digest(message)
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
-            if turn.agent is not None:
-                self._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
-            self._answers.setdefault(turn.answer_key, []).append(turn)
+            self._index(turn)
 
     def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
         """Record what a turn had sampled when it was aborted or found unreadable. Nothing extends a cut turn."""
@@ -278,7 +271,16 @@ class Trajectory:
         with self._lock:
             turn.cause = cause
             turn.status = TurnStatus.FAILED
+            self._index(turn)
+
+    def _index(self, turn: Turn) -> None:
+        """Make a turn that has ended findable by what it was asked and what it answered."""
+        if turn.status is TurnStatus.FAILED:
             self._failures[id(turn.parent), turn.key] = turn
+        if turn.answer_key is not None:
+            self._answers.setdefault(turn.answer_key, []).append(turn)
+            if turn.agent is not None:
+                self._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
         turn.generation = generation
