@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +20,23 @@ from strands.types.tools import ToolSpec
 
 from .chat_template import ChatTemplate, Prompt
 from .client import SGLangClient
-from .exceptions import SGLangAbortedError, SGLangContextLengthError, SGLangThrottledError
+from .exceptions import (
+    SGLangAbortedError,
+    SGLangCancelledError,
+    SGLangContextLengthError,
+    SGLangDecodingError,
+    SGLangThrottledError,
+)
 from .generation import Generation, read_generation
 from .images import ImageInputs, ImageProcessor, check_prompt, require_image_understanding
 from .messages import Conversation
 from .prompts import next_prompt
 from .request import check_answer, plan_request, wants_logprobs
-from .server_check import check_server
+from .server_check import check_server, known_facts
 from .tool_parsers import ToolParser
 from .trajectory import Trajectory
 from .turns import Turn
+from .waiting import unless_signalled
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +71,7 @@ class Caller:
         agent: str | None = None,
         cycle: str | None = None,
         auxiliary: bool = False,
+        cancel_signal: threading.Event | None = None,
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded.
 
@@ -76,14 +85,18 @@ class Caller:
             agent: Who asks.
             cycle: The turn of the agent's loop that it asks in.
             auxiliary: Whether the call is none of a rollout's own.
+            cancel_signal: Ends the call once it is set.
 
         Raises:
             ContextWindowOverflowException: The context has no room for the prompt.
             SGLangAbortedError: The server aborted the request; what it had sampled is recorded as a cut turn.
+            SGLangCancelledError: The signal was set; what had been sampled is recorded as a cut turn.
             SGLangClientError: The server or the network failed after all retries.
             ModelThrottledException: The server is too busy and the client was told not to retry.
             UnsupportedContentError: A message holds content that cannot be rendered.
         """
+        if cancel_signal is not None and cancel_signal.is_set():
+            raise SGLangCancelledError("the call was cancelled by its signal before it was made")
         template, config = self.template, self.config
         place = trajectory.attach(conversation, messages, agent=agent)
         place, prompt = next_prompt(
@@ -111,8 +124,17 @@ class Caller:
             images=images,
         )
         logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
+        partial: list[dict[str, Any]] = []
         try:
-            response = await self._request(turn, [*known_ids, *new_ids], len(known_ids), constraint)
+            response = await self._request(
+                turn,
+                [*known_ids, *new_ids],
+                len(known_ids),
+                constraint,
+                routing_key=config.get("routing_key") or trajectory.routing_key(turn),
+                cancel_signal=cancel_signal,
+                on_partial=partial.append,
+            )
             generation = read_generation(
                 response, logprobs_expected=wants_logprobs(config), end_token_ids=template.stop_ids
             )
@@ -124,7 +146,7 @@ class Caller:
                 parent=place.turn.generation if place.turn is not None else None,
             )
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
-            trajectory.fail(turn, error)
+            self._record_end(trajectory, turn, partial, error)
             raise
         if generation.finish_type == "abort":
             abort = SGLangAbortedError(
@@ -135,6 +157,22 @@ class Caller:
             trajectory.cut(turn, generation, abort)
             raise abort
         return turn, generation
+
+    def _record_end(
+        self, trajectory: Trajectory, turn: Turn, partial: list[dict[str, Any]], error: BaseException
+    ) -> None:
+        """Record a turn without an answer; what was sampled for it before it ended is kept as a cut turn."""
+        for response in partial:
+            try:
+                generation = read_generation(
+                    response, logprobs_expected=wants_logprobs(self.config), end_token_ids=self.template.stop_ids
+                )
+            except SGLangDecodingError as unreadable:
+                logger.warning("call=<%d>, error=<%s> | a partial answer is not readable", turn.index, unreadable)
+            else:
+                trajectory.cut(turn, generation, error)
+                return
+        trajectory.fail(turn, error)
 
     async def _expand(self, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
         """The prompt tokens with images in place of their placeholders, and the images."""
@@ -149,9 +187,15 @@ class Caller:
         input_ids: list[int],
         known: int,
         grammar: Mapping[str, Any] | None,
+        *,
+        routing_key: str,
+        cancel_signal: threading.Event | None,
+        on_partial: Callable[[dict[str, Any]], None],
     ) -> dict[str, Any]:
         """Send one request and return the server's response."""
-        server = await check_server(self.client, self.template)
+        server = known_facts(self.client, self.template)
+        if server is None:
+            server = await unless_signalled(check_server(self.client, self.template), cancel_signal)
         request = plan_request(
             self.config, len(input_ids), known, context_length=server.context_length, grammar=grammar
         )
@@ -165,7 +209,15 @@ class Caller:
             sent_ids = turn.sent_ids()
             fields = {**fields, **self.images.request_fields(sent_ids, images)}
         try:
-            response = await self.client.generate(sent_ids, request.sampling_params, vocab_size=vocab_size, **fields)
+            response = await self.client.generate(
+                sent_ids,
+                request.sampling_params,
+                vocab_size=vocab_size,
+                routing_key=routing_key,
+                cancel_signal=cancel_signal,
+                on_partial=on_partial,
+                **fields,
+            )
         except SGLangContextLengthError as error:
             raise ContextWindowOverflowException(str(error)) from error
         except SGLangThrottledError as error:

@@ -58,6 +58,33 @@ class SGLangAbortedError(SGLangClientError):
         self.response = response
 
 
+class SGLangDeadlineError(SGLangClientError):
+    """The client's `deadline` for a whole call has passed.
+
+    Attributes:
+        response: The server's response with the tokens that it had sampled until then; None if no server was working on
+            the request, or none told in time.
+    """
+
+    def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
+        """Keep the partial response beside the message."""
+        super().__init__(message)
+        self.response = response
+
+
+class SGLangCancelledError(SGLangClientError):
+    """The caller's cancel signal ended the call.
+
+    Attributes:
+        response: The server's response with the tokens that it had sampled until then; None if there is none.
+    """
+
+    def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
+        """Keep the partial response beside the message."""
+        super().__init__(message)
+        self.response = response
+
+
 class TokenizerMismatchError(SGLangClientError):
     """The tokenizer given to the model is not the tokenizer of the served model."""
 

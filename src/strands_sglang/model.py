@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
@@ -27,6 +28,7 @@ from .calls import Caller, kept_if_unreadable
 from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
 from .episodes import Episodes, agent_of, cycle_of
+from .exceptions import SGLangCancelledError
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, system_text
 from .request import check_config
@@ -77,6 +79,8 @@ class SGLangModel(Model):
                 strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
                 own form, which is a new sequence wherever the template would strip something.
             context_window_limit: Context length in tokens; by default what the server tells.
+            routing_key: Sends all calls to the same server; by default one key per root conversation of an episode,
+                so that what is said next finds its prefix in that server's cache.
         """
 
         model_id: str | None
@@ -91,13 +95,14 @@ class SGLangModel(Model):
         family: str | None
         history_policy: Literal["append", "template"] | None
         context_window_limit: int | None
+        routing_key: str | None
 
     def __init__(
         self,
         *,
         tokenizer: PreTrainedTokenizerBase,
         client: SGLangClient | None = None,
-        base_url: str | None = None,
+        base_url: str | Sequence[str] | None = None,
         tool_parser: ToolParser | str | None = None,
         processor: ProcessorMixin | None = None,
         **config: Unpack[SGLangConfig],
@@ -107,7 +112,7 @@ class SGLangModel(Model):
         Args:
             tokenizer: The Hugging Face tokenizer of the served model.
             client: A client to use. Exactly one of `client` and `base_url` must be given.
-            base_url: URL of an SGLang server; models with the same URL share one pooled client.
+            base_url: URL of an SGLang server, or those of several; models with the same share one pooled client.
             tool_parser: How the model writes tool calls: a parser, or the name of one. By default the one of the model
                 family that the chat template belongs to, and "hermes" for a family that has none or is not known.
             processor: The Hugging Face processor of a served model that takes images; its tokenizer must be
@@ -121,7 +126,7 @@ class SGLangModel(Model):
         if (client is None) == (base_url is None):
             given = "neither was" if client is None else "both were"
             raise ValueError(f"pass exactly one of client= and base_url=; {given} given")
-        self.client: SGLangClient = client if client is not None else get_client(cast(str, base_url))
+        self.client: SGLangClient = client if client is not None else get_client(cast(Any, base_url))
         self.tokenizer = tokenizer
         self.processor = processor
         self.images: ImageProcessor | None = None
@@ -232,6 +237,7 @@ class SGLangModel(Model):
         *,
         tool_choice: ToolChoice | None = None,
         system_prompt_content: list[SystemContentBlock] | None = None,
+        cancel_signal: threading.Event | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Make one model call and stream its answer as Strands events.
@@ -246,6 +252,8 @@ class SGLangModel(Model):
             tool_choice: `{"any": {}}` or `{"tool": {"name": ...}}` forces a call by constrained decoding; its tokens
                 are off-policy and have loss mask 0. Where the format has no grammar, a warning says so.
             system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
+            cancel_signal: Once it is set, the request is aborted, what was sampled until then is recorded as a cut
+                turn, and the stream ends with the stop reason "cancelled". `agent.cancel()` sets it.
             **kwargs: Whatever else Strands passes.
 
         Yields:
@@ -279,16 +287,23 @@ class SGLangModel(Model):
                 caller.parser, tool_specs, choice, caller.template, prompt, sampling_params=sampling_params
             )
 
-        turn, generation = await caller.generate(
-            trajectory,
-            conversation,
-            messages,
-            tool_specs,
-            system,
-            grammar=grammar,
-            agent=agent,
-            cycle=cycle_of(kwargs.get("invocation_state")),
-        )
+        try:
+            turn, generation = await caller.generate(
+                trajectory,
+                conversation,
+                messages,
+                tool_specs,
+                system,
+                grammar=grammar,
+                agent=agent,
+                cycle=cycle_of(kwargs.get("invocation_state")),
+                cancel_signal=cancel_signal,
+            )
+        except SGLangCancelledError:
+            # Strands looks at its signal when an event arrives, so it needs one, and goes no further than that.
+            yield {"messageStart": {"role": "assistant"}}
+            yield {"messageStop": {"stopReason": "cancelled"}}
+            return
         with kept_if_unreadable(trajectory, turn, generation):
             parsed = parse_answer(caller.parser, caller.template, turn, generation, tool_specs)
             blocks = content_blocks(parsed)
@@ -327,13 +342,14 @@ class SGLangModel(Model):
             output_model: What to produce.
             prompt: The conversation.
             system_prompt: The system prompt.
-            **kwargs: Ignored.
+            **kwargs: A `cancel_signal`, as for `stream`; whatever else is ignored.
 
         Yields:
             `{"output": <instance of output_model>}`.
 
         Raises:
             ValueError: The sampled text is not valid for `output_model`, e.g. because it was cut off.
+            SGLangCancelledError: The signal was set.
             SGLangClientError: As for `stream`.
         """
         schema = json.dumps(output_model.model_json_schema())
@@ -348,6 +364,7 @@ class SGLangModel(Model):
             system_prompt,
             grammar=lambda prompt, sampling_params: {"json_schema": schema},
             auxiliary=True,
+            cancel_signal=kwargs.get("cancel_signal"),
         )
         # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
         with kept_if_unreadable(trajectory, turn, generation):

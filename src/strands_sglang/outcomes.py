@@ -7,9 +7,10 @@
 | context full: no room left, or clamped to it | context_window_overflow | computed | TRUNCATED |
 | a limit on tools, messages, turns or tokens | max_*_reached | computed | TRUNCATED |
 | episode wall clock | timeout | computed if it has an answer | TRUNCATED |
+| a call's `deadline`, while a server was working on it | timeout | computed if it has an answer | TRUNCATED |
 | server abort (weight update, pause) | aborted | none | ABORTED if the trainer asked for it, else TRUNCATED, removed |
 | caller cancelled | cancelled | none | ABORTED |
-| server, network, undecodable answer | infrastructure_error | none | FAILED, removed |
+| server, network, undecodable answer; a `deadline`, nobody at work | infrastructure_error | none | FAILED, removed |
 | the agent's own code raised | agent_error | none | FAILED, removed |
 | nothing sampled at all | as its cause | as its cause | FAILED, removed |
 
@@ -29,7 +30,13 @@ from strands.types.exceptions import (
     ModelThrottledException,
 )
 
-from .exceptions import SGLangAbortedError, SGLangClientError, causes
+from .exceptions import (
+    SGLangAbortedError,
+    SGLangCancelledError,
+    SGLangClientError,
+    SGLangDeadlineError,
+    causes,
+)
 from .tool_limiter import (
     LoopLimitReachedError,
     MaxMessagesReachedError,
@@ -62,7 +69,7 @@ class TerminationReason(str, Enum):
     TOKEN_BUDGET_REACHED = "token_budget_reached"
     """The episode's budget of sampled or total tokens was spent."""
     TIMEOUT = "timeout"
-    """The episode ran out of wall-clock time."""
+    """The episode, or a model call that the server was working on, ran out of time."""
     ABORTED = "aborted"
     """The server aborted the generation: a weight update, a pause, an abort request."""
     CANCELLED = "cancelled"
@@ -191,6 +198,10 @@ def _reason_of_exception(error: BaseException) -> TerminationReason:
             return TerminationReason.CONTEXT_WINDOW_OVERFLOW
         if isinstance(cause, SGLangAbortedError):
             return TerminationReason.ABORTED
+        if isinstance(cause, SGLangCancelledError):
+            return TerminationReason.CANCELLED
+        if isinstance(cause, SGLangDeadlineError) and cause.response is not None:
+            return TerminationReason.TIMEOUT  # the server had been working on it; else nobody answered
         if isinstance(cause, SGLangClientError | ModelThrottledException):
             return TerminationReason.INFRASTRUCTURE_ERROR
         if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt):

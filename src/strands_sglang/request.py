@@ -10,6 +10,7 @@ from strands.types.exceptions import ContextWindowOverflowException
 
 from .exceptions import SGLangDecodingError
 from .generation import Generation
+from .settings import checked_routing_key
 
 RENDERING_ARGUMENTS = frozenset(
     {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -45,6 +46,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     policy = config.get("history_policy")
     if policy not in (None, "append", "template"):
         raise ValueError(f"history_policy must be 'append' or 'template', not {policy!r}")
+    checked_routing_key(config.get("routing_key"))
     reserved = RENDERING_ARGUMENTS & set(config.get("chat_template_kwargs") or {})
     if reserved:
         raise ValueError(f"chat_template_kwargs cannot hold {sorted(reserved)}: the model sets them itself")

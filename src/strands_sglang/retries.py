@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum
+from typing import Protocol
 
 from .exceptions import SGLangClientError
 
@@ -151,10 +152,24 @@ class ServerHistory:
             )
 
 
+class Known(Protocol):
+    """What is known about whoever is asked: one server, or several."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has ever answered anything over HTTP."""
+        ...
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has ever given a generation."""
+        ...
+
+
 class RetryState:
     """The attempts of one call."""
 
-    def __init__(self, policy: RetryPolicy, history: ServerHistory) -> None:
+    def __init__(self, policy: RetryPolicy, history: Known) -> None:
         """Start with no failed attempts."""
         self._policy = policy
         self._history = history

@@ -1,4 +1,4 @@
-"""HTTP connections to one server, one pool per running event loop, and the requests in flight over them.
+"""HTTP connections, one pool per running event loop, and the requests in flight over them.
 
 Why per loop: a connection belongs to the event loop that opened it, and Strands' synchronous `agent(...)` makes a new
 loop for every call. Promises: a pool is closed when its loop ends, without "Unclosed client session" warnings; an abort
@@ -13,11 +13,12 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
-import orjson
 
+from .aborts import Aborter
+from .servers import Server
 from .transports import (
     KEEPALIVE_EXPIRY_S,
     AttemptTimeoutError,
@@ -26,17 +27,38 @@ from .transports import (
     TransportSource,
     aiohttp_transport,
 )
+from .waiting import End, Waiting
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ABORT_TIMEOUT_S = 2.0
-"""How long one `/abort_request` may take."""
-ABORT_WAIT_S = 1.0
-"""How long a cancelled caller is held back for the abort to get out."""
+"""How long telling a server to abort may take."""
+ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
+"""Seconds between the aborts of one request that does not come back: the first may have overtaken the request."""
 
 JSON_HEADERS = {"content-type": "application/json"}
+
+
+class Flight(NamedTuple):
+    """One attempt that was sent to `/generate`.
+
+    Attributes:
+        rid: Its id.
+        server: Where it was sent.
+        answer: Is done when the whole answer is there, or will not come.
+    """
+
+    rid: str
+    server: Server
+    answer: asyncio.Task[httpx.Response]
+
+    @property
+    def response(self) -> httpx.Response | None:
+        """The answer, if it has come."""
+        answer = self.answer
+        return answer.result() if answer.done() and not answer.cancelled() and answer.exception() is None else None
 
 
 class LoopSession:
@@ -46,35 +68,34 @@ class LoopSession:
         closed: Set once the session is closing; nothing new is sent over it.
     """
 
-    def __init__(
-        self, http: httpx.AsyncClient, *, base_url: str, max_connections: int, drop: Callable[[], None]
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
         """Wrap an HTTP client of the running loop.
 
         Args:
             http: The client; its own connection limit must not be lower than `max_connections` plus some aborts.
-            base_url: The server's address, without a slash at the end.
             max_connections: Most generations at a time; more of them wait for their turn.
             drop: Lets go of the connections after the loop was closed, when nothing can be awaited any more.
         """
         self.closed = False
         self._http = http
         self._drop = drop
-        self._base_url = base_url
+        self._loop = asyncio.get_running_loop()
         self._urls: dict[str, httpx.URL] = {}
         # The limit is not the connector's: an abort must pass while all slots are taken, and an attempt's time limit
         # should not run while it waits for its turn.
         self._slots = asyncio.Semaphore(max_connections)
-        self._in_flight: set[str] = set()
+        self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S))
+        self._flights: dict[str, Flight] = {}
+        self._idle: set[Waiting] = set()
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
         self._guard: AsyncGenerator[None, None] | None = None
 
-    async def request(self, method: str, path: str, content: bytes | None, *, timeout: float | None) -> httpx.Response:
+    async def request(self, method: str, url: str, content: bytes | None, *, timeout: float | None) -> httpx.Response:
         """Send one request and read the whole answer.
 
         Args:
             method: HTTP method.
-            path: Path below the base URL.
+            url: The whole address.
             content: JSON body.
             timeout: Seconds for everything, None for no limit.
 
@@ -82,46 +103,119 @@ class LoopSession:
             AttemptTimeoutError: The time has passed.
         """
         headers = JSON_HEADERS if content is not None else None
-        if (url := self._urls.get(path)) is None:
-            url = self._urls[path] = httpx.URL(f"{self._base_url}{path}")  # parsing one costs 0.1 ms
-        request = self._http.request(method, url, content=content, headers=headers)
-        return await within(request, timeout)
+        return await within(self._http.request(method, self._parsed(url), content=content, headers=headers), timeout)
 
-    async def generate(self, content: bytes, rid: str, *, timeout: float | None) -> httpx.Response:
-        """POST one attempt to `/generate` when its turn has come.
+    def send(self, server: Server, content: bytes, rid: str, headers: Mapping[str, str]) -> Flight:
+        """POST one attempt to `/generate`, without waiting for the answer. `landed` has to be called in the end.
 
-        A caller that is cancelled meanwhile leaves as soon as the server was told to abort, or after `ABORT_WAIT_S`.
-
-        Raises:
-            AttemptTimeoutError: The time has passed; the caller has to abort the attempt.
+        Args:
+            server: Where to.
+            content: JSON body.
+            rid: The id in it.
+            headers: Beside the session's.
         """
-        async with self._slots:
-            self._in_flight.add(rid)
-            try:
-                return await self.request("POST", "/generate", content, timeout=timeout)
-            except asyncio.CancelledError:
-                await self.abort(rid, wait=ABORT_WAIT_S)
-                raise
-            finally:
-                self._in_flight.discard(rid)
+        url = self._parsed(f"{server.base_url}/generate")
+        request = self._http.request("POST", url, content=content, headers={**JSON_HEADERS, **headers})
+        flight = Flight(rid, server, self._loop.create_task(request))
+        self._flights[rid] = flight
+        return flight
 
-    async def abort(self, rid: str, *, wait: float = ABORT_TIMEOUT_S) -> None:
-        """Tell the server to abort a request, and wait up to `wait` seconds for it to have heard.
+    def landed(self, flight: Flight) -> None:
+        """Forget a flight; one whose answer has not come is let go."""
+        self._flights.pop(flight.rid, None)
+        if not flight.answer.done():
+            flight.answer.add_done_callback(consume)
+            flight.answer.cancel()
+
+    async def call_back(self, flight: Flight, grace: float) -> None:
+        """Abort a flight, and wait up to `grace` seconds for the answer with what was sampled until then.
+
+        A caller that is cancelled meanwhile is held back for that time, then the cancellation goes on; the abort gets
+        out in any case.
+
+        Args:
+            flight: What was sent.
+            grace: Seconds; with 0 nothing is waited for.
+        """
+        ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
+        abort = self._abort_task(flight.server.base_url, flight.rid)
+        pause = next(again, None)
+        retell_at = self._loop.time() + (pause or 0.0)
+        while (now := self._loop.time()) < ends_at:
+            if flight.response is not None or (flight.answer.done() and abort.done()):
+                break  # if there is no answer, the abort still has to get out
+            if abort.done() and (abort.cancelled() or not abort.result()):
+                break  # nobody has heard, so nothing will come
+            if pause is not None and abort.done() and now >= retell_at:
+                abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
+                pause = next(again, None)
+                retell_at = now + (pause or 0.0)
+            limit = min(ends_at, retell_at) if pause is not None else ends_at
+            pending = [task for task in (flight.answer, abort) if not task.done()]
+            try:
+                await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def take_slot(self, waiting: Waiting) -> End:
+        """Wait for the turn to send a generation; `End.DONE` if it has come, and `give_slot` is due."""
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return End.DONE
+        turn = self._loop.create_task(self._slots.acquire())
+        end = None
+        try:
+            end = await self.idle(waiting, turn)
+            return end
+        finally:
+            if end is not End.DONE:
+                turn.cancel()
+                turn.add_done_callback(self._give_back)
+
+    def _give_back(self, turn: asyncio.Task[Any]) -> None:
+        if not turn.cancelled():  # it came after all
+            self._slots.release()
+
+    def give_slot(self) -> None:
+        """Let the next one send."""
+        self._slots.release()
+
+    async def idle(self, waiting: Waiting, work: asyncio.Future[Any] | None, timeout: float | None = None) -> End:
+        """`waiting.until(work, timeout)` while nothing is in flight: it also ends when the session is closed."""
+        self._idle.add(waiting)
+        try:
+            return End.TIME_OVER if self.closed else await waiting.until(work, timeout)
+        finally:
+            self._idle.discard(waiting)
+
+    async def abort(self, rid: str, base_urls: tuple[str, ...], *, wait: float = ABORT_TIMEOUT_S) -> None:
+        """Tell servers to abort a request, and wait up to `wait` seconds for them to have heard.
 
         Never fails. A caller that is cancelled while waiting leaves at once; the abort still goes out.
 
         Args:
             rid: The exact id of an attempt, or the prefix that attempts in flight over this session got from their
                 caller.
+            base_urls: Where to, if nothing of that name is in flight here.
             wait: Seconds.
         """
-        started = [other for other in self._in_flight if other.startswith(f"{rid}-")]
-        aborts = {self._shared_task(("abort", one), partial(self._post_abort, one)) for one in started or [rid]}
-        await asyncio.wait(aborts, timeout=wait)
+        flights = [flight for flight in self._flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
+        where = [(flight.server.base_url, flight.rid) for flight in flights] or [(url, rid) for url in base_urls]
+        await asyncio.wait({self._abort_task(*one) for one in where}, timeout=wait)
 
-    async def shared(self, key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` once for all who ask under `key` while it runs; a caller that is cancelled does not end it."""
-        return await asyncio.shield(self._shared_task(key, work))
+        return await asyncio.shield(self.background(key, work))
+
+    def background(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """The task that runs `work`, one at a time under each `key`."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = self._loop.create_task(work())
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return task
 
     async def keep_until_loop_ends(self, at_end: Callable[[], object]) -> None:
         """Close this session when the running loop shuts down its asynchronous generators, as `asyncio.run` does.
@@ -143,12 +237,12 @@ class LoopSession:
         self._guard = guard()
         await self._guard.__anext__()
 
-    async def close(self) -> None:
-        """Abort what is in flight, give the aborted requests a moment to return, and close the connections."""
+    async def close(self, grace: float) -> None:
+        """Abort what is in flight, wait up to `grace` seconds for its answers, and close the connections."""
         self.closed = True
-        if self._in_flight:
-            await asyncio.gather(*(self.abort(rid) for rid in tuple(self._in_flight)))
-            await self._until_idle(ABORT_WAIT_S)
+        for waiting in tuple(self._idle):
+            waiting.wake()
+        await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self._flights.values())))
         if self._guard is not None:
             await self._guard.aclose()
 
@@ -157,30 +251,24 @@ class LoopSession:
         self.closed = True
         self._drop()
 
-    async def _until_idle(self, wait: float) -> None:
-        deadline = asyncio.get_running_loop().time() + wait
-        while self._in_flight and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
+    def _parsed(self, url: str) -> httpx.URL:
+        if (parsed := self._urls.get(url)) is None:
+            parsed = self._urls[url] = httpx.URL(url)  # parsing one costs 0.1 ms
+        return parsed
 
-    async def _post_abort(self, rid: str) -> None:
-        content = orjson.dumps({"rid": rid})
-        for timeout in (ABORT_TIMEOUT_S, ABORT_WAIT_S):
+    def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
+        return self.background(("abort", base_url, rid), partial(self._abort, base_url, rid, again))
+
+    async def _abort(self, base_url: str, rid: str, again: bool) -> bool:
+        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
             try:
-                response = await self.request("POST", "/abort_request", content, timeout=timeout)
-                logger.debug("rid=<%s>, status=<%d> | abort sent", rid, response.status_code)
-                return
+                return await within(self._aborter.abort(base_url, rid, again=again), timeout)
             except asyncio.CancelledError:
                 continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
             except Exception as error:
-                logger.debug("rid=<%s>, error=<%r> | abort did not get through", rid, error)
-                return
-
-    def _shared_task(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = asyncio.get_running_loop().create_task(work())
-            task.add_done_callback(lambda done: self._forget(key, done))
-        return task
+                logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
+                break
+        return False
 
     def _forget(self, key: Any, done: asyncio.Task[Any]) -> None:
         self._tasks.pop(key, None)
@@ -192,24 +280,27 @@ class SessionPool:
 
     def __init__(
         self,
-        base_url: str,
         *,
+        https: bool,
         max_connections: int,
         connect_timeout: float,
+        abort_grace: float,
         transport: TransportSource | None,
         headers: Mapping[str, str],
     ) -> None:
         """Remember how to connect.
 
         Args:
-            base_url: The server's address.
+            https: Whether certificates are needed.
             max_connections: Most generations at a time in each loop.
             connect_timeout: Seconds for making a connection.
+            abort_grace: Seconds for the answers of what is aborted when a session is closed.
             transport: An httpx transport for all loops, or a factory that is called once for each.
             headers: Sent with every request.
         """
         self._headers = dict(headers)
-        self._base_url = base_url
+        self._https = https
+        self._abort_grace = abort_grace
         self._max_connections = max_connections
         self._connect_timeout = connect_timeout
         self._transport = transport
@@ -218,7 +309,7 @@ class SessionPool:
         # out if it was closed without warning. The finalizer keeps them alive for long enough to be closed in order
         # when nobody has closed the client.
         self._sessions: dict[asyncio.AbstractEventLoop, LoopSession] = {}
-        weakref.finalize(self, _abandon, self._sessions)
+        weakref.finalize(self, _abandon, self._sessions, abort_grace)
 
     async def current(self) -> LoopSession:
         """The running loop's session."""
@@ -241,10 +332,10 @@ class SessionPool:
             self._sessions.clear()
         for loop, session in sessions.items():
             if loop is asyncio.get_running_loop():
-                await session.close()
+                await session.close(self._abort_grace)
             elif loop.is_running():
-                elsewhere = asyncio.run_coroutine_threadsafe(session.close(), loop)
-                await asyncio.wait({asyncio.wrap_future(elsewhere)}, timeout=2 * ABORT_TIMEOUT_S)
+                elsewhere = asyncio.run_coroutine_threadsafe(session.close(self._abort_grace), loop)
+                await asyncio.wait({asyncio.wrap_future(elsewhere)}, timeout=self._abort_grace + ABORT_TIMEOUT_S)
             else:
                 session.drop()
         if isinstance(self._transport, Transport):
@@ -253,7 +344,7 @@ class SessionPool:
     def _open(self) -> LoopSession:
         drop: Callable[[], None] = lambda: None  # noqa: E731
         if self._transport is None:
-            transport, drop = aiohttp_transport(https=self._base_url.startswith("https:"))
+            transport, drop = aiohttp_transport(https=self._https)
         elif isinstance(self._transport, Transport):
             transport = LentTransport(self._transport)
         else:
@@ -266,14 +357,14 @@ class SessionPool:
             timeout=httpx.Timeout(None, connect=self._connect_timeout),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
         )
-        return LoopSession(http, base_url=self._base_url, max_connections=self._max_connections, drop=drop)
+        return LoopSession(http, max_connections=self._max_connections, drop=drop)
 
 
-def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession]) -> None:
+def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: float) -> None:
     """Close what a client that is no more has left open; called in any thread, also at the end of the interpreter."""
     for loop, session in tuple(sessions.items()):
         if loop.is_running():
-            asyncio.run_coroutine_threadsafe(session.close(), loop)
+            asyncio.run_coroutine_threadsafe(session.close(grace), loop)
         else:
             session.drop()
     sessions.clear()

@@ -7,6 +7,7 @@ at its first request.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -46,6 +47,34 @@ def normalize_base_url(base_url: str) -> str:
                 "(SGLang's own /generate is used, not its OpenAI endpoints)"
             )
     return address
+
+
+def normalize_base_urls(base_url: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses of one server or of several, as `normalize_base_url` gives them.
+
+    Raises:
+        ValueError: There is none, one is twice there, or one is not an http(s) address of a server's root.
+    """
+    if isinstance(base_url, str) or not isinstance(base_url, Sequence):
+        return (normalize_base_url(base_url),)
+    addresses = tuple(normalize_base_url(one) for one in base_url)
+    if not addresses:
+        raise ValueError("base_url is an empty list: name at least one server")
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    if twice:
+        raise ValueError(f"base_url names {', '.join(twice)} more than once: name each server once")
+    return addresses
+
+
+def checked_routing_key(key: Any) -> str | None:
+    """The routing key itself, if it can be sent as a header; None stays None.
+
+    Raises:
+        ValueError: It is not a string of printable ASCII characters.
+    """
+    if key is None or (isinstance(key, str) and key.strip() == key != "" and key.isascii() and key.isprintable()):
+        return key
+    raise ValueError(f"routing_key must be a string of printable ASCII characters or None, got {key!r}")
 
 
 def checked_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> Any:

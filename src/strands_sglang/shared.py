@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .client import SGLangClient
-from .settings import normalize_base_url, slime_client_arguments
+from .settings import normalize_base_urls, slime_client_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ _clients = _Cache()
 _tokenizers = _Cache()
 
 
-def get_client(base_url: str, **settings: Any) -> SGLangClient:
+def get_client(base_url: str | Sequence[str], **settings: Any) -> SGLangClient:
     """The process's shared client with these settings.
 
     Args:
@@ -60,7 +60,8 @@ def get_client(base_url: str, **settings: Any) -> SGLangClient:
     Raises:
         ValueError: A setting cannot work.
     """
-    bound = _CLIENT_SIGNATURE.bind(normalize_base_url(base_url), **settings)
+    addresses = normalize_base_urls(base_url)
+    bound = _CLIENT_SIGNATURE.bind(addresses[0] if len(addresses) == 1 else addresses, **settings)
     bound.apply_defaults()
     return _clients.get(bound.arguments, lambda: SGLangClient(**bound.arguments))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Trajectory:
 
     def __init__(self) -> None:
         """Start empty."""
+        self._id = uuid.uuid4().hex
         self._turns: list[Turn] = []
         self._answers: dict[bytes, list[Turn]] = {}
         self._failures: dict[tuple[int, bytes], Turn] = {}
@@ -393,6 +395,16 @@ class Trajectory:
                 same = next((i for i, (a, b) in enumerate(zip(recorded, digests, strict=False)) if a != b), None)
                 best = max(best, min(len(recorded), len(digests)) if same is None else same)
             return best
+
+    def routing_key(self, turn: Turn) -> str:
+        """What keeps the calls of one root conversation, its forks and retries included, on one server.
+
+        Other episodes have other keys, also for the same conversation: samples of one prompt are spread.
+
+        Args:
+            turn: A turn of that conversation.
+        """
+        return f"{self._id}-{turn.root.key.hex()[:16]}"
 
     def result_notice(self, tool_use_id: str) -> str | None:
         """What the model is told instead of the result of a tool call, if that call did not parse."""

@@ -41,7 +41,7 @@ class FakeServer:
         return [body for asked, body in self.asked if asked == path]
 
     def client(self, **settings: Any) -> SGLangClient:
-        settings = {"max_retries": 5, "retry_delay": 0.0, **settings}
+        settings = {"max_retries": 5, "retry_delay": 0.0, "abort_grace": 0.1, **settings}
         return SGLangClient(BASE_URL, transport=httpx.MockTransport(self), **settings)
 
 
