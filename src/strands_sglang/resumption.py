@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .exceptions import SGLangDecodingError
 from .generation import Generation, VersionSpan, check_routed_rows
 
 _BUDGETS = ("max_new_tokens", "min_new_tokens")
@@ -28,12 +29,11 @@ def sampling_params_of_the_rest(sampling_params: Mapping[str, Any], sampled: int
     return rest
 
 
-def join_parts(parts: Sequence[Generation], prompt_tokens: int) -> Generation:
+def join_parts(parts: Sequence[Generation]) -> Generation:
     """One answer from the parts of a call, the last of which tells how it ended.
 
     Args:
         parts: What the requests returned, in order, at least one; aborted ones may be empty.
-        prompt_tokens: Length of the call's own prompt.
 
     Raises:
         ValueError: There is no part.
@@ -44,10 +44,13 @@ def join_parts(parts: Sequence[Generation], prompt_tokens: int) -> Generation:
     last = parts[-1]
     if len(parts) == 1:
         return last
-    ran = [part for part in parts if part.prompt_tokens]  # one that was aborted in the queue tells next to nothing
+    ran: list[Generation] = []
     spans: list[VersionSpan] = []
-    sampled = 0
+    sampled = prompt_tokens = 0
     for part in parts:
+        if part.prompt_tokens:  # one that was aborted in the queue tells next to nothing
+            ran.append(part)
+            prompt_tokens = part.prompt_tokens - sampled
         spans += [VersionSpan(span.version, span.start + sampled, span.end + sampled) for span in part.weight_versions]
         sampled += part.completion_tokens
     has_logprobs = all(part.logprobs is not None or not part.output_ids for part in parts)
@@ -55,7 +58,7 @@ def join_parts(parts: Sequence[Generation], prompt_tokens: int) -> Generation:
         last,
         output_ids=_joined("i", [part.output_ids for part in parts]),
         logprobs=_joined("d", [part.logprobs for part in parts if part.logprobs is not None]) if has_logprobs else None,
-        prompt_tokens=prompt_tokens if ran else last.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         cached_tokens=ran[0].cached_tokens if ran else last.cached_tokens,
         weight_versions=tuple(_merged(spans)),
         # Of later parts these would be those of tokens that this answer sampled.
@@ -92,6 +95,11 @@ def _joined_experts(parts: Sequence[Generation]) -> str | None:
     Every part returns the rows of its whole prompt. Those of tokens that an earlier part had are left out: the weights
     may have changed since, and with them where these tokens go.
     """
+    if parts[-1].routed_experts is not None and any(part.output_ids and not part.routed_experts for part in parts):
+        raise SGLangDecodingError(
+            "the server aborted a request without its routed experts, which its tokens were sampled with; "
+            'with on_abort="raise" such tokens are recorded without them'
+        )
     told = [part for part in parts if part.routed_experts is not None and part.routed_rows]
     if not told or parts[-1].routed_experts is None:
         return parts[-1].routed_experts

@@ -44,7 +44,7 @@ def queued(rid="q"):
 
 def test_the_parts_of_an_answer_are_joined_with_what_each_token_was_sampled_with():
     joined = join_parts(
-        [part([11, 12], rid="a"), queued("b"), part([13, 2], before=2, version=1, finish="stop", rid="c")], PROMPT
+        [part([11, 12], rid="a"), queued("b"), part([13, 2], before=2, version=1, finish="stop", rid="c")]
     )
     assert joined.output_ids.tolist() == [11, 12, 13, 2]
     assert joined.logprobs.tolist() == [-11, -12, -13, -2]
@@ -55,7 +55,7 @@ def test_the_parts_of_an_answer_are_joined_with_what_each_token_was_sampled_with
 
 
 def test_experts_of_the_tokens_before_an_abort_stay_those_of_the_weights_that_sampled_them():
-    joined = join_parts([part([11, 12]), part([13, 2], before=2, version=1, finish="stop")], PROMPT)
+    joined = join_parts([part([11, 12]), part([13, 2], before=2, version=1, finish="stop")])
     # The row behind the last token before the abort was made by the new weights: the old ones never saw it.
     assert joined.expert_ids().tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 4], [1, 5]]
 
@@ -67,20 +67,20 @@ def test_wherever_an_answer_is_aborted_the_joined_one_is_the_whole_one(ids, cuts
         part(ids[start:end], before=start, finish="stop" if last else "abort")
         for start, end, last in zip(bounds[:-1], bounds[1:], [*[False] * len(cuts), True], strict=True)
     ]
-    whole, joined = part(ids, finish="stop"), join_parts(parts, PROMPT)
+    whole, joined = part(ids, finish="stop"), join_parts(parts)
     for name in ("output_ids", "logprobs", "prompt_tokens", "cached_tokens", "weight_versions", "routed_experts"):
         assert getattr(joined, name) == getattr(whole, name), name
 
 
 def test_an_answer_in_one_part_stays_as_it_is():
     whole = part([11, 2], finish="stop")
-    assert join_parts([whole], PROMPT) is whole
+    assert join_parts([whole]) is whole
     with pytest.raises(ValueError, match="at least one part"):
-        join_parts([], PROMPT)
+        join_parts([])
 
 
 def test_answers_that_were_all_aborted_in_the_queue_are_empty():
-    joined = join_parts([queued("a"), queued("b")], PROMPT)
+    joined = join_parts([queued("a"), queued("b")])
     assert (joined.output_ids.tolist(), joined.prompt_tokens, joined.finish_type) == ([], 0, "abort")
     assert joined.resumed_ids == ("a",)
 
@@ -88,7 +88,12 @@ def test_answers_that_were_all_aborted_in_the_queue_are_empty():
 def test_parts_whose_experts_do_not_fit_together_are_refused():
     other = part([13, 2], before=2, finish="stop", routed_experts=base64.b64encode(bytes(4 * 3 * 6)).decode())
     with pytest.raises(SGLangDecodingError, match="routed experts"):
-        join_parts([part([11, 12]), other], PROMPT)
+        join_parts([part([11, 12]), other])
+
+
+def test_tokens_whose_experts_are_lost_are_not_joined_with_others():
+    with pytest.raises(SGLangDecodingError, match="without its routed experts"):
+        join_parts([part([11, 12], routed_experts=None), part([13, 2], before=2, finish="stop")])
 
 
 def test_what_is_left_of_a_budget_is_asked_for():
