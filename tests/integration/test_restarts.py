@@ -1,0 +1,106 @@
+"""A real server that is killed under rollouts and comes back: what is recorded is what its own log says it sampled."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+
+import httpx
+
+from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, local
+from strands_sglang.local.server import free_port, port_is_free
+from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
+
+RESTARTS = 2
+EPISODES = 60
+CONCURRENCY = 12
+LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
+
+
+class CallsAToolThreeTimes(ToolParser):
+    """Takes what was sampled for a tool call, so that a model of random weights drives a loop that ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = 3
+
+    def parse(self, text):
+        self.turns -= 1
+        if self.turns < 0:
+            return []
+        return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": "1 + 1"})]
+
+
+def logged(paths):
+    """What the servers say they sampled, by request id."""
+    log = {}
+    for path in paths:
+        for line in path.read_text(errors="replace").splitlines():
+            start = line.find('{"')
+            if '"request.finished"' not in line or start < 0:
+                continue
+            entry = json.loads(line[start:])
+            out = entry["out"]
+            meta = out["meta_info"]
+            ids, logprobs = out["output_ids"], [item[0] for item in meta.get("output_token_logprobs") or ()]
+            log[entry["rid"]] = Sampled(entry["rid"], entry["obj"]["input_ids"], ids, logprobs, meta["weight_version"])
+    return log
+
+
+async def some_requests(base_url, count):
+    """Until the server has finished that many of the requests that it knows of, or is gone."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=5, trust_env=False) as http:
+        while count > 0:
+            try:
+                loads = (await http.get("/v1/loads")).json()["loads"]
+            except httpx.HTTPError:
+                return
+            count -= loads[0]["num_running_reqs"] > 0
+            await asyncio.sleep(0)
+
+
+async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
+    model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
+    tokenizer = get_tokenizer(str(model_path))
+    settings = local.ServerSettings(threads=1, extra_arguments=LOG_EVERYTHING)
+    paths = []
+
+    def start():
+        paths.append(tmp_path / f"server-{len(paths)}.log")
+        return local.start_server(sglang_python, model_path, port=port, settings=settings, log_path=paths[-1])
+
+    def make_model(number):
+        return SGLangModel(
+            tokenizer=tokenizer,
+            client=client,
+            tool_parser=CallsAToolThreeTimes(),
+            sampling_params={"max_new_tokens": 32, "min_new_tokens": 4},
+        )
+
+    server = start()
+    try:
+        async with SGLangClient(server.base_url, max_retries=60, retry_delay=0.2, timeout=60.0) as client:
+            running = asyncio.ensure_future(
+                run_episodes(EPISODES, make_model, concurrency=CONCURRENCY, seed=5, cancelled=0.15)
+            )
+            rng = random.Random(5)
+            for _ in range(RESTARTS):
+                await some_requests(server.base_url, 20 + rng.randrange(40))
+                assert not running.done()
+                os.killpg(server.pid, signal.SIGKILL)
+                server.stop()
+                while not port_is_free("127.0.0.1", port):
+                    await asyncio.sleep(0.05)  # the kernel takes a moment to end what was killed
+                server = await asyncio.to_thread(start)
+            episodes = await running
+    finally:
+        server.stop()
+    assert_all_end_in_the_table(episodes)
+    reasons = [episode.reason for episode in episodes]
+    assert TerminationReason.INFRASTRUCTURE_ERROR not in reasons
+    assert reasons.count(TerminationReason.CANCELLED) >= 3
+    log = logged(paths)
+    recorded = assert_recorded_as_sampled(episodes, log)
+    assert len(recorded) >= 3 * EPISODES
