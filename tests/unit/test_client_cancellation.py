@@ -111,7 +111,9 @@ async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_
         raise AssertionError
 
     arrived = asyncio.Event()
-    task = asyncio.create_task(SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.3).generate([1]))
+    task = asyncio.create_task(
+        SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.3).generate([1])
+    )
     await arrived.wait()
     started = asyncio.get_running_loop().time()
     task.cancel()
