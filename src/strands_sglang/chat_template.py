@@ -21,18 +21,15 @@ from typing import TYPE_CHECKING, Any
 from .content import Picture
 from .families import find_family, get_family
 from .messages import ChatMessage, pictures_of
-from .template_probes import (
-    CASES,
-    Proof,
-    UnprovenContinuationError,
+from .template_habits import (
     derived_stop,
     drops_tool_calls,
+    find_forms,
     prefix_arguments,
-    prove,
     reasoning_close,
     rewrites_history,
-    text_after_turn,
 )
+from .template_probes import CASES, Proof, UnprovenContinuationError, prove, text_after_turn
 from .template_renderer import ChatTemplateError, TemplateRenderer, Tools
 
 if TYPE_CHECKING:
@@ -101,6 +98,7 @@ class ChatTemplate:
         self.render, self.encode, self.decode = self._renderer.render, self._renderer.encode, self._renderer.decode
         self.family = find_family(self._renderer.template_text) if family is None else get_family(family)
         self.stops = self._find_stops(named=family is not None)
+        self._renderer.forms = find_forms(self._renderer, self.family)
         self.identity = {
             "chat template": self._renderer.chat_template,
             "template arguments": prefix_arguments(self._renderer),
@@ -162,16 +160,10 @@ class ChatTemplate:
             tools: Tools in OpenAI form.
 
         Raises:
-            ChatTemplateError: The template refused the conversation, or would leave a tool call out of it.
+            ChatTemplateError: The template refused the conversation, or would leave something out of it.
         """
-        calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
-        if calling is not None and self.drops_tool_calls:
-            raise ChatTemplateError(
-                f"the chat template leaves tool calls out of what it writes, and message {calling} (assistant) has "
-                "one; use a template that has a place for them, chat_template=<jinja text>"
-            )
-        if self.family is not None and self.family.one_text_beside_calls:
-            messages = [_with_one_text(message) for message in messages]
+        self._check_is_shown(messages)
+        messages = self._renderer.forms.with_own_ids(messages)
         text = self.render(messages, tools, add_generation_prompt=True)
         return Prompt(self.encode(text), text, pictures=tuple(pictures_of(messages)))
 
@@ -205,6 +197,7 @@ class ChatTemplate:
 
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be told.
+            ChatTemplateError: The template would leave something out of the new messages.
         """
         last = output_ids[-1] if len(output_ids) else None
         results = sum(message["role"] == "tool" for message in messages)
@@ -221,11 +214,12 @@ class ChatTemplate:
                 if proof.reason is not None:
                     raise UnprovenContinuationError(proof.reason)
                 needs_tool_step = needs_tool_step or proof.needs_tool_step
+        self._check_is_shown(messages)
         after = text_after_turn(
             self._renderer,
             self.stops,
             calls if results else (),
-            messages,
+            self._renderer.forms.with_own_ids(messages),
             tools,
             has_system=has_system,
             is_known_family=self.family is not None,
@@ -248,6 +242,21 @@ class ChatTemplate:
             return Prompt(token_ids, text, len(output_ids) - 1, note, pictures)
         missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
         return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures)
+
+    def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
+        """Refuse what the template would leave out without a word."""
+        for i, message in enumerate(messages):
+            where = getattr(message, "where", f"message {i}")
+            if message.get("tool_calls") and self.drops_tool_calls:
+                raise ChatTemplateError(
+                    f"{where}: the chat template leaves tool calls out of what it writes; use a template that has a "
+                    "place for them, chat_template=<jinja text>"
+                )
+            if self._renderer.leaves_out(message):
+                raise ChatTemplateError(
+                    f"{where}: the chat template leaves text beside a tool call out of what it writes; take the text "
+                    "out of the message, or use a template that has a place for it, chat_template=<jinja text>"
+                )
 
     def _missing(self, output_ids: Sequence[int], rest: str, ends_in_reasoning: bool) -> str:
         """What the template still writes of a turn whose text ends here, without what the turn has of it already."""
@@ -301,13 +310,6 @@ class ChatTemplate:
             self.family = None  # its template on another vocabulary
         stop = derived_stop(self._renderer)
         return () if stop is None else (stop,)
-
-
-def _with_one_text(message: ChatMessage) -> ChatMessage:
-    """Text beside a call as a part of the reasoning, for templates that refuse to have both."""
-    if not (message.get("tool_calls") and message.get("reasoning_content") and message["content"]):
-        return message
-    return {**message, "reasoning_content": f"{message['reasoning_content']}\n{message['content']}", "content": ""}
 
 
 _Key = tuple[str, str, "str | None"]

@@ -112,6 +112,7 @@ class SGLangClient:
         self._policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
         self._servers = Servers(self.base_urls)
         self._context_lengths: dict[str, int] = {}
+        self.closings = 0
 
     async def generate(
         self,
@@ -122,6 +123,7 @@ class SGLangClient:
         routing_key: str | None = None,
         cancel_signal: threading.Event | None = None,
         on_partial: Callable[[dict[str, Any]], None] | None = None,
+        deadline: float | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """Generate from a prompt of token ids.
@@ -140,6 +142,7 @@ class SGLangClient:
             cancel_signal: Ends the call once it is set, from any thread; looked at every 50 ms.
             on_partial: Called at most once, right before the call raises, with the longest partial answer of its
                 attempts; in the form of an answer, with the finish reason "abort" unless it came just too late.
+            deadline: In place of the client's.
             **fields: Further top-level keys of `/generate`: `return_logprob`, `logprob_start_len`,
                 `return_routed_experts`, ... A `rid` becomes the prefix of each attempt's.
 
@@ -162,7 +165,8 @@ class SGLangClient:
             fields["routing_key"] = key
         body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
         session = await self._sessions.current()
-        with Waiting(deadline=self.deadline, signal=cancel_signal) as waiting:
+        deadline = self.deadline if deadline is None else deadline
+        with Waiting(deadline=deadline, signal=cancel_signal) as waiting:
             call = Call(
                 session,
                 self._servers,
@@ -173,7 +177,7 @@ class SGLangClient:
                 key=key,
                 prefix=f"{fields['rid']}-" if fields.get("rid") else "",
                 timeout=self.timeout,
-                deadline=self.deadline,
+                deadline=deadline,
                 grace=self.abort_grace,
             )
             try:
@@ -293,6 +297,7 @@ class SGLangClient:
 
         The calls in flight return what the servers had sampled, or raise if that does not come within `abort_grace`.
         """
+        self.closings += 1
         await self._sessions.close()
 
     async def __aenter__(self) -> SGLangClient:

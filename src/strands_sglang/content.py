@@ -110,6 +110,16 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def encodable_value(value: Any) -> Any:
+    """A JSON-like value with halves of surrogate pairs replaced in its texts; a value without any stays the same."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # what is no JSON is for the template to refuse
+        return value
+    clean = encodable(text)
+    return value if clean == text else json.loads(clean)
+
+
 def unsupported(block: Mapping[str, Any], where: str) -> UnsupportedContentError:
     """The error for a kind of block that is never rendered."""
     return UnsupportedContentError(

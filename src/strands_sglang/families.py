@@ -39,7 +39,6 @@ class Family:
         tool_parser: Name of the tool-call format; None where it has none of its own.
         reasoning: What opens and what closes reasoning; None where the family has none.
         call_id: How the ids of tool calls look in its templates; None where any will do.
-        one_text_beside_calls: Whether its templates refuse reasoning and text in one turn with calls.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Family:
     tool_parser: str | None = None
     reasoning: tuple[str, str] | None = None
     call_id: CallId | None = None
-    one_text_beside_calls: bool = False
 
 
 _THINK = ("<think>", "</think>")
@@ -64,7 +62,6 @@ FAMILIES: tuple[Family, ...] = (
         stops=("<|return|>", "<|call|>", "<|end|>"),
         tool_parser="harmony",
         reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
-        one_text_beside_calls=True,
     ),
     Family("glm", ("<|observation|>", "<|user|>"), ("<|endoftext|>", "<|user|>", "<|observation|>"), "glm", _THINK),
     Family(

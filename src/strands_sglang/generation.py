@@ -11,15 +11,35 @@ import base64
 import binascii
 import math
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .exceptions import SGLangDecodingError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+class VersionSpan(NamedTuple):
+    """A run of sampled tokens that one version of the weights sampled.
+
+    Attributes:
+        version: As the server names it.
+        start: Position of the first of them.
+        end: Position behind the last of them.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of the tokens from `start` to `end`, counted from `start`."""
+    clipped = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start) for s in spans)
+    return tuple(span for span in clipped if span.start < span.end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +58,12 @@ class Generation:
         prompt_tokens: Number of prompt tokens (0 if an aborted request never ran).
         cached_tokens: How many of them came from the server's prefix cache.
         weight_version: Version of the weights at the end of the request; None from servers that do not tell.
+        weight_versions: Which weights sampled which of the tokens: spans in their order, without gaps between known
+            ones. From servers that name only one version it is one span; empty where nothing is known.
         prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
         request_id: The `rid` of the attempt that was answered.
+        resumed_ids: The `rid`s of the earlier requests whose tokens this answer begins with, where the server aborted
+            them and the call went on (see `strands_sglang.resumption`).
         routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
             `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
         latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
@@ -55,8 +79,10 @@ class Generation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
     prompt_logprobs: array[float] = field(default_factory=lambda: array("d"))
     request_id: str = ""
+    resumed_ids: tuple[str, ...] = ()
     routed_experts: str | None = None
     latency_s: float = 0.0
     meta_info: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -157,14 +183,29 @@ def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: C
         prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         weight_version=meta.get("weight_version"),
+        weight_versions=_read_versions(meta, len(output_ids)),
         prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
         request_id=str(meta.get("id", "")),
         routed_experts=meta.get("routed_experts"),
         latency_s=float(meta.get("e2e_latency") or 0.0),
         meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
     )
-    _check_routed_experts(generation)
+    check_routed_rows(generation)
     return generation
+
+
+def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+    """The spans that the server tells, or its one version for all tokens (SGLang before 0.5.23)."""
+    told = meta.get("weight_versions")
+    if told is None:
+        version = meta.get("weight_version")
+        return (VersionSpan(str(version), 0, count),) if version is not None and count else ()
+    spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in told]
+    spans = [span for span in spans if span.start < span.end]
+    bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), count]
+    if bounds != sorted(bounds):
+        raise SGLangDecodingError(f"the server's weight_versions are no spans of its {count} sampled tokens: {told!r}")
+    return tuple(spans)
 
 
 def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids: Collection[int]) -> int | None:
@@ -175,8 +216,12 @@ def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids
     return last if matched == last or (matched is None and last in end_token_ids) else None
 
 
-def _check_routed_experts(generation: Generation) -> None:
-    """Check the number of rows by the length of the text alone: it may have many megabytes."""
+def check_routed_rows(generation: Generation) -> None:
+    """Check the number of rows by the length of the text alone: it may have many megabytes.
+
+    Raises:
+        SGLangDecodingError: There is not the same number of ids for each token.
+    """
     text, rows = generation.routed_experts, generation.routed_rows
     if text is None:
         return

@@ -27,6 +27,7 @@ from .content import (
     UnsupportedContentError,
     block_kind,
     encodable,
+    encodable_value,
     join_pieces,
     render_block,
     render_result,
@@ -41,6 +42,15 @@ ChatMessage = dict[str, Any]
 
 Content is text, or a list of parts where there are images (`content.Content`).
 """
+
+
+class PlacedMessage(ChatMessage):
+    """A chat message that knows its path in the Strands history, for error messages."""
+
+    def __init__(self, where: str, **fields: Any) -> None:
+        """Make a message of its fields."""
+        super().__init__(fields)
+        self.where = where
 
 
 # --- canonical form and fingerprints ---
@@ -242,13 +252,13 @@ def _assistant_message(message: Message, where: str, known: Sequence[Mapping[str
             texts.append(encodable(block["text"]))
         elif "toolUse" in block:
             use = block["toolUse"]
-            call = {"name": use["name"], "arguments": use["input"]}
+            call = {"name": use["name"], "arguments": encodable_value(use["input"])}
             calls.append({"type": "function", "id": known[len(calls)]["id"], "function": call})
         elif "reasoningContent" in block and "reasoningText" in block["reasoningContent"]:
             reasoning.append(encodable(block["reasoningContent"]["reasoningText"]["text"]))
         elif "cachePoint" not in block:
             raise unsupported(block, f"{where}.content[{j}]")
-    chat: ChatMessage = {"role": "assistant", "content": "\n".join(texts)}
+    chat = PlacedMessage(where, role="assistant", content="\n".join(texts))
     if reasoning:
         chat["reasoning_content"] = "\n".join(reasoning)
     if calls:

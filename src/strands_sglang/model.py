@@ -78,6 +78,9 @@ class SGLangModel(Model):
             history_policy: What becomes of sampled reasoning once a user message arrives, where the chat template
                 strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
                 own form, which is a new sequence wherever the template would strip something.
+            on_abort: What becomes of a call whose request the server aborts, as it does at weight updates and pauses.
+                "raise" (default): `SGLangAbortedError`, with what was sampled recorded as a cut turn. "resume": the
+                call goes on from the tokens that it has, within the same budget, and the agent notices nothing.
             context_window_limit: Context length in tokens; by default what the server tells.
             routing_key: Sends all calls to the same server; by default one key per root conversation of an episode,
                 so that what is said next finds its prefix in that server's cache.
@@ -94,6 +97,7 @@ class SGLangModel(Model):
         chat_template_kwargs: dict[str, Any] | None
         family: str | None
         history_policy: Literal["append", "template"] | None
+        on_abort: Literal["raise", "resume"] | None
         context_window_limit: int | None
         routing_key: str | None
 

@@ -19,6 +19,9 @@ RENDERING_ARGUMENTS = frozenset(
 """Arguments of `apply_chat_template` that say what is rendered, not how."""
 
 
+_CHOICES = {"history_policy": ("append", "template"), "on_abort": ("raise", "resume")}
+
+
 @dataclass(frozen=True)
 class RequestPlan:
     """What a request asks for.
@@ -43,9 +46,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     params = config.get("sampling_params")
     if params is not None and not isinstance(params, Mapping):
         raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
-    policy = config.get("history_policy")
-    if policy not in (None, "append", "template"):
-        raise ValueError(f"history_policy must be 'append' or 'template', not {policy!r}")
+    for name, choices in _CHOICES.items():
+        if config.get(name) not in (None, *choices):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {config[name]!r}")
     checked_routing_key(config.get("routing_key"))
     reserved = RENDERING_ARGUMENTS & set(config.get("chat_template_kwargs") or {})
     if reserved:
@@ -113,7 +116,9 @@ def check_answer(
     *,
     parent: Generation | None = None,
 ) -> None:
-    """Refuse an answer to something else than what was asked. An aborted request may have been answered in part.
+    """Refuse an answer to something else than what was asked.
+
+    An aborted request may have been answered in part, and one that was aborted in the queue never ran.
 
     Args:
         generation: What the server returned.
@@ -125,17 +130,18 @@ def check_answer(
     Raises:
         SGLangDecodingError: The prompt was cut, or something that was asked for did not come back, or not as asked.
     """
-    if generation.finish_type == "abort":
+    aborted = generation.finish_type == "abort"
+    if aborted and not generation.prompt_tokens:
         return
     if generation.prompt_tokens != prompt_tokens:
         raise SGLangDecodingError(
             f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
             "a server started with --allow-auto-truncate does this: start it without"
         )
-    if config.get("return_routed_experts"):
+    if config.get("return_routed_experts") and not (aborted and generation.routed_experts is None):
         _check_routed_experts(generation, parent)
     returned = len(generation.prompt_logprobs)
-    if config.get("return_prompt_logprobs") and returned < new_tokens:
+    if config.get("return_prompt_logprobs") and returned < new_tokens and not aborted:
         raise SGLangDecodingError(
             f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
             "`logprob_start_len` does this"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
+from .generation import clip_spans
 from .tokens import Segment, TokenManager
 from .turns import Turn, TurnStatus
 
@@ -80,4 +81,5 @@ def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
             loss_mask=int(train and not turn.constrained),
             finish_reason=generation.finish_type,
             weight_version=generation.weight_version,
+            weight_versions=clip_spans(generation.weight_versions, start, stop),
         )

@@ -6,13 +6,13 @@ Hugging Face's `apply_chat_template`.
 
 from __future__ import annotations
 
-import json
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .messages import ChatMessage
+from .template_forms import TemplateForms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,13 +35,13 @@ class ChatTemplateError(ValueError):
 
 
 class TemplateRenderer:
-    """Renders, encodes and decodes. Immutable once built; safe to share between threads.
+    """Renders, encodes and decodes. Safe to share between threads once its forms are set.
 
     Attributes:
         tokenizer: The Hugging Face tokenizer.
         chat_template: The template's text, or its named texts; None while the tokenizer has one of its own per call.
         arguments: Passed to the template with every render.
-        text_arguments: Whether the template takes the arguments of tool calls as JSON text, not as objects.
+        forms: The forms in which the template takes messages; found out right after construction.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class TemplateRenderer:
             )
         self.tokenizer = tokenizer
         self.arguments = dict(arguments)
-        self.text_arguments = False
+        self.forms = TemplateForms()
         self.chat_template = chat_template or own
         # Of several named templates the tokenizer chooses at each render, by whether there are tools.
         self._pinned = self.chat_template if isinstance(self.chat_template, str) else None
         self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
         self._new_sentinel = _SENTINELS[0]
         self._new_sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
-        self.text_arguments = self._refuses_objects()
 
     @property
     def template_text(self) -> str:
@@ -87,6 +86,7 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool,
         arguments: Mapping[str, Any] | None = None,
+        forms: TemplateForms | None = None,
     ) -> str:
         """The template's text for a conversation.
 
@@ -95,13 +95,14 @@ class TemplateRenderer:
             tools: Tools in OpenAI form.
             add_generation_prompt: Whether the model's turn is opened behind them.
             arguments: In place of the renderer's own.
+            forms: In place of the renderer's own.
 
         Raises:
             ChatTemplateError: The template refused it.
         """
         try:
             return self.tokenizer.apply_chat_template(
-                [_with_text_arguments(message) for message in messages] if self.text_arguments else list(messages),
+                (self.forms if forms is None else forms).put(messages),
                 tools=None if tools is None else list(tools),
                 chat_template=self._pinned,
                 add_generation_prompt=add_generation_prompt,
@@ -111,6 +112,10 @@ class TemplateRenderer:
         except Exception as error:  # templates raise whatever their expressions raise
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    def leaves_out(self, message: ChatMessage) -> bool:
+        """Whether the template would leave text beside the message's tool calls out."""
+        return any(self.forms.leaves_out(formed) for formed in self.forms.put([message]))
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; no special tokens are added, the template wrote them."""
@@ -139,44 +144,3 @@ class TemplateRenderer:
             return sentinel in self.render(exchange, add_generation_prompt=False)
         except ChatTemplateError:
             return False
-
-    def _refuses_objects(self) -> bool:
-        """Whether a tool call gets through with its arguments as JSON text only."""
-
-        def rendered(arguments: Callable[[str], Any]) -> bool:
-            sentinel = self.sentinel()
-            function = {"name": "f", "arguments": arguments(sentinel)}
-            call = {"type": "function", "id": "call00001", "function": function}
-            exchange: list[ChatMessage] = [
-                {"role": "user", "content": "u"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": "r", "name": "f", "tool_call_id": "call00001"},
-            ]
-            tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
-            try:
-                return sentinel in self.render(
-                    exchange, [{"type": "function", "function": tool}], add_generation_prompt=False
-                )
-            except ChatTemplateError:
-                return False
-
-        return not rendered(lambda text: {"k": text}) and rendered(lambda text: json.dumps({"k": text}))
-
-
-def _with_text_arguments(message: ChatMessage) -> ChatMessage:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    texts = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        if not isinstance(call["function"]["arguments"], str)
-        else call
-        for call in calls
-    ]
-    return {**message, "tool_calls": texts}

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
+from .generation import VersionSpan
 from .images import ImageInputs, multimodal_train_inputs
 
 _MISSING = math.nan  # how "no logprob" is stored in an array of floats
@@ -46,10 +47,15 @@ class Segment(Sequence[Token]):
         is_response: True if the model sampled these tokens.
         loss_mask: 1 if they are to be trained on, else 0; one value for the whole segment.
         finish_reason: Why sampling ended ("stop", "length", "abort"), None for a prompt segment.
-        weight_version: Version of the weights that sampled them, as the server named it; None if unknown.
+        weight_version: Version of the weights at the end of the request, as the server named it; None if unknown.
+        weight_versions: Which weights sampled which of the tokens, as `(version, start, end)` with positions in the
+            segment; more than one where the weights were updated while the request ran.
     """
 
-    __slots__ = ("_logprobs", "_token_ids", "finish_reason", "is_response", "loss_mask", "weight_version")
+    __slots__ = (
+        *("_logprobs", "_token_ids", "finish_reason", "is_response", "loss_mask"),
+        *("weight_version", "weight_versions"),
+    )
 
     def __init__(
         self,
@@ -60,6 +66,7 @@ class Segment(Sequence[Token]):
         loss_mask: int | None = None,
         finish_reason: str | None = None,
         weight_version: str | None = None,
+        weight_versions: Iterable[VersionSpan] | None = None,
     ) -> None:
         """Copy the tokens.
 
@@ -70,6 +77,7 @@ class Segment(Sequence[Token]):
             loss_mask: 0 or 1; by default 1 for a response and 0 for a prompt.
             finish_reason: Why sampling ended.
             weight_version: Version of the weights that sampled the tokens.
+            weight_versions: The same by spans of tokens; by default one span of `weight_version`.
 
         Raises:
             ValueError: `logprobs` has another length than `token_ids`, or a prompt is to be trained on.
@@ -92,6 +100,9 @@ class Segment(Sequence[Token]):
             raise ValueError("a prompt segment cannot have loss mask 1: the model did not sample it")
         self.finish_reason = finish_reason
         self.weight_version = weight_version
+        if weight_versions is None:
+            weight_versions = () if weight_version is None else (VersionSpan(weight_version, 0, len(self)),)
+        self.weight_versions = tuple(weight_versions)
 
     @property
     def token_ids(self) -> list[int]:
@@ -104,6 +115,14 @@ class Segment(Sequence[Token]):
         if self._logprobs is None:
             return [None] * len(self._token_ids)
         return [None if math.isnan(logprob) else logprob for logprob in self._logprobs]
+
+    @property
+    def policy_versions(self) -> list[str | None]:
+        """The version of the weights that sampled each token, shape (T,); None where unknown, and for prompts."""
+        versions: list[str | None] = [None] * len(self)
+        for version, start, end in self.weight_versions if self.is_response else ():
+            versions[start:end] = [version] * (end - start)
+        return versions
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -238,6 +257,14 @@ class TokenManager:
     def logprobs(self) -> list[float | None]:
         """All logprobs, shape (T,); None where unknown."""
         return list(chain.from_iterable(segment.logprobs for segment in self._segments))
+
+    @property
+    def policy_versions(self) -> list[str | None]:
+        """The version of the weights that sampled each token, as the server names it; shape (T,).
+
+        None for tokens that nobody sampled, and where the server does not tell.
+        """
+        return list(chain.from_iterable(segment.policy_versions for segment in self._segments))
 
     @property
     def multimodal_train_inputs(self) -> dict[str, Any] | None:

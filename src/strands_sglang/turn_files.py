@@ -20,7 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .generation import Generation
+from .generation import Generation, VersionSpan
 from .turns import Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"
@@ -32,7 +32,7 @@ _TURN_FIELDS: tuple[str, ...] = (
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
-    *("weight_version", "request_id", "latency_s", "meta_info"),
+    *("weight_version", "weight_versions", "request_id", "resumed_ids", "latency_s", "meta_info"),
 )
 
 
@@ -170,7 +170,9 @@ class _Reader:
         if answer is not None:
             experts = self._tensors.get(f"routed_experts.{position}")
             turn.generation = Generation(
-                **{name: answer[name] for name in _GENERATION_FIELDS},
+                **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
+                weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
+                resumed_ids=tuple(answer["resumed_ids"]),
                 output_ids=self._next("output_ids", "i", answer["sampled_tokens"]),
                 logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
                 routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),

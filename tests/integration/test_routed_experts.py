@@ -79,6 +79,31 @@ async def test_they_are_the_experts_of_a_float32_forward_pass(tiny_moe_server, r
     sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 100}
     model = make_model(tiny_moe_server, sampling_params=sampling_params, return_prompt_logprobs=True)
     await converse(model)
+    assert_as_in_a_forward_pass(model, reference)
+
+
+async def test_those_of_an_answer_that_was_aborted_and_resumed_are_the_same(tiny_moe_server, reference):
+    sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 600}
+    model = make_model(tiny_moe_server, sampling_params=sampling_params, return_prompt_logprobs=True, on_abort="resume")
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    for _ in range(2):
+        await abort_all_once_it_runs(tiny_moe_server)
+    with pytest.raises(MaxTokensReachedException):
+        await running
+    (turn,) = model.trajectory.turns
+    assert turn.generation.resumed_ids
+    assert len(turn.output_ids) == 600
+    assert_as_in_a_forward_pass(model, reference)
+
+
+async def abort_all_once_it_runs(server: Any) -> None:
+    async with httpx.AsyncClient(base_url=server.base_url) as control:
+        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+        await control.post("/abort_request", json={"abort_all": True})
+
+
+def assert_as_in_a_forward_pass(model: SGLangModel, reference: Any) -> None:
     recorded = model.token_manager
     ids = torch.tensor(recorded.token_ids)
     with torch.no_grad():
@@ -135,10 +160,7 @@ async def test_however_a_generation_ends_real_and_scripted_rows_are_those_of_its
 async def test_an_aborted_request_keeps_the_rows_of_what_it_sampled(tiny_moe_server):
     model = make_model(tiny_moe_server, sampling_params={"ignore_eos": True})
     running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
-    async with httpx.AsyncClient(base_url=tiny_moe_server.base_url) as control:
-        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
-        await control.post("/abort_request", json={"abort_all": True})
+    await abort_all_once_it_runs(tiny_moe_server)
     with pytest.raises(SGLangAbortedError):
         await running
     (turn,) = model.trajectory.turns

@@ -134,11 +134,13 @@ class Judge:
         return self.handed[int(self.server.requests[index].rid.partition("-")[0].removeprefix("call"))]
 
     def sampled(self) -> Log:
-        """Every request that was answered."""
+        """Every request for which something was sampled; one that was aborted before has nothing to record."""
         log: Log = {}
         for index, (request, response) in enumerate(zip(self.server.requests, self.server.responses, strict=True)):
             if response is not None and response.status == 200:
                 entries = response.body["meta_info"]["output_token_logprobs"]
+                if not entries:
+                    continue
                 log[index] = (request.input_ids, [entry[1] for entry in entries], [entry[0] for entry in entries])
         return log
 

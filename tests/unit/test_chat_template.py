@@ -11,6 +11,7 @@ from strands_sglang.chat_template import (
     UnprovenContinuationError,
     get_chat_template,
 )
+from strands_sglang.messages import to_chat_messages
 
 TOOLS = [
     {
@@ -410,3 +411,60 @@ def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):
     finally:
         gc.enable()
     assert min(costs) < 0.050
+
+
+# --- the forms in which a template takes a turn ---
+
+# Shows text or tool calls of a turn, and knows of no reasoning.
+TEXT_OR_CALLS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
+{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# The same, and refuses two turns of one role in a row.
+ALTERNATING = (
+    """{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"""
+    """{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}""" + TEXT_OR_CALLS
+)
+
+
+def thoughtful_history():
+    turn = {
+        "role": "assistant",
+        "content": [
+            {"reasoningContent": {"reasoningText": {"text": "Add them."}}},
+            {"text": "Let me compute."},
+            {"toolUse": {"toolUseId": "t0", "name": "calculator", "input": {"expression": "2+2"}}},
+        ],
+    }
+    result = {"toolUseId": "t0", "status": "success", "content": [{"text": "4"}]}
+    return to_chat_messages(
+        [
+            {"role": "user", "content": [{"text": "What is 2+2?"}]},
+            turn,
+            {"role": "user", "content": [{"toolResult": result}]},
+        ]
+    )
+
+
+def test_a_full_render_has_reasoning_and_text_that_the_template_does_not_show_beside_a_call(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=TEXT_OR_CALLS)
+    text = template.opening(thoughtful_history(), TOOLS).text
+    shown = "<|im_start|>assistant\n<think>\nAdd them.\n</think>\n\nLet me compute.<|im_end|>\n<|im_start|>assistant\n"
+    assert f"{shown}<tool_call>" in text
+
+
+def test_text_that_a_template_leaves_out_in_every_form_is_refused_with_its_path(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template leaves text beside a tool call out"):
+        template.opening(thoughtful_history(), TOOLS)
+    silent = [{**message, "content": ""} if "tool_calls" in message else message for message in thoughtful_history()]
+    for message in silent:
+        message.pop("reasoning_content", None)
+    assert "<tool_call>" in template.opening(silent, TOOLS).text
+
+
+def test_new_messages_with_text_that_the_template_leaves_out_are_refused_too(chatml_tokenizer):
+    template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]"):
+        template.continuation([7, end_of(template)], end_of(template), [], thoughtful_history(), TOOLS)

@@ -155,3 +155,27 @@ def test_routed_experts_of_an_answer_aborted_in_the_queue_are_missing():
     meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     generation = read_generation({"output_ids": [], "meta_info": meta}, logprobs_expected=False)
     assert (generation.routed_rows, generation.expert_ids()) == (0, None)
+
+
+def spans(*triples):
+    return [{"version": version, "start": start, "end": end} for version, start, end in triples]
+
+
+@pytest.mark.parametrize(
+    ("meta", "expected"),
+    [
+        ({}, (("default", 0, 2),)),  # SGLang before 0.5.23 names one version
+        ({"weight_version": None}, ()),
+        ({"weight_versions": spans(("a", 0, 1), ("b", 1, 2))}, (("a", 0, 1), ("b", 1, 2))),
+        ({"weight_versions": spans(("a", 0, 0), ("b", 1, 2))}, (("b", 1, 2),)),
+        ({"weight_versions": []}, ()),
+    ],
+)
+def test_the_versions_of_the_weights_are_read_by_spans_of_tokens(meta, expected):
+    assert read_generation(response(meta=meta), logprobs_expected=True).weight_versions == expected
+
+
+@pytest.mark.parametrize("told", [spans(("a", 0, 3)), spans(("a", 0, 2), ("b", 1, 2)), spans(("a", -1, 2))])
+def test_versions_of_other_tokens_than_the_sampled_ones_are_refused(told):
+    with pytest.raises(SGLangDecodingError, match="weight_versions"):
+        read_generation(response(meta={"weight_versions": told}), logprobs_expected=True)

@@ -118,6 +118,9 @@ class TestChatMessages:
         broken = b"caf\xe9".decode("utf-8", "surrogateescape")
         (result,) = to_chat_messages([user(tool_result("a", {"text": broken}, {"json": [broken]}))])
         assert result["content"] == 'caf?\n["caf?"]'
+        use = {"toolUseId": "a", "name": "look", "input": {"where": [broken, 1.5]}}
+        (turn,) = to_chat_messages([{"role": "assistant", "content": [{"toolUse": use}]}])
+        assert turn["tool_calls"][0]["function"]["arguments"] == {"where": ["caf?", 1.5]}
 
     def test_cache_points_are_invisible(self):
         assert to_chat_messages([user("x", {"cachePoint": {"type": "default"}})]) == to_chat_messages([user("x")])

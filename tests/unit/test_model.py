@@ -542,7 +542,7 @@ async def test_a_template_that_leaves_tool_calls_out_is_refused_rather_than_foll
     dropping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     dropping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     _, model = rollout([call(expression="2 * 3")], chat_template=dropping, tool_parser="hermes")
-    with pytest.raises(Exception, match="leaves tool calls out of what it writes, and message 2 .assistant. has one"):
+    with pytest.raises(Exception, match=r"messages\[1\]: the chat template leaves tool calls out of what it writes"):
         await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
 
 

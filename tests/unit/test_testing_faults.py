@@ -60,6 +60,7 @@ async def test_a_late_answer_is_late_and_an_abort_ends_the_wait(chatml_tokenizer
         assert server.update_weights("2") == server.aborted
         response = await waiting
         assert (response["meta_info"]["finish_reason"]["type"], response["output_ids"]) == ("abort", [])
+        assert response["meta_info"]["weight_version"] == "default"
         assert (await client.generate([1, 2, 3], {}))["meta_info"]["weight_version"] == "2"
 
 

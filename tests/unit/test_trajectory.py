@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang import Trajectory, TurnStatus
-from strands_sglang.generation import Generation
+from strands_sglang.generation import Generation, VersionSpan
 from strands_sglang.messages import fingerprint
 
 
@@ -332,11 +332,29 @@ def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():
 def test_the_weight_version_and_the_finish_reason_stay_with_their_segment():
     recorder = Recorder()
     turn = recorder.ask([user("q")])
-    answer = Generation(array("i", [1]), array("d", [-0.5]), finish_type="length", weight_version="v7")
+    versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
+    answer = Generation(
+        array("i", [1, 2, 3]), None, finish_type="length", weight_version="v7", weight_versions=versions
+    )
     recorder.trajectory.answer(turn, answer, assistant("a"))
-    prompt, response = recorder.trajectory.latest_main_sequence().segments
+    sequence = recorder.trajectory.latest_main_sequence()
+    prompt, response = sequence.segments
     assert (response.weight_version, response.finish_reason) == ("v7", "length")
     assert (prompt.weight_version, prompt.finish_reason) == (None, None)
+    assert response.weight_versions == versions
+    assert sequence.policy_versions == [*[None] * len(prompt), "v6", "v6", "v7"]
+
+
+def test_the_tokens_that_a_fork_keeps_have_the_versions_that_sampled_them():
+    recorder = Recorder()
+    turn = recorder.ask([user("q")])
+    versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
+    answer = Generation(array("i", [1, 2, 3]), None, finish_type="stop", weight_versions=versions)
+    recorder.trajectory.answer(turn, answer, assistant("a"))
+    kept = recorder.ask([user("q"), assistant("a"), user("r")], kept=2)
+    recorder.trajectory.answer(kept, Generation(array("i", [4]), None, finish_type="stop"), assistant("b"))
+    forked = recorder.trajectory.sequences()[-1]
+    assert [version for version in forked.policy_versions if version] == ["v6", "v6"]
 
 
 def test_the_main_sequence_stays_with_the_conversation_that_came_first():

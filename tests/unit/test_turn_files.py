@@ -43,7 +43,8 @@ async def test_what_is_loaded_is_what_was_saved(recorded, tmp_path):
     for ours, theirs in zip(loaded.sequences(), recorded.sequences(), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.segment_info == theirs.segment_info
-        assert [s.weight_version for s in ours.segments] == [s.weight_version for s in theirs.segments]
+        assert [s.weight_versions for s in ours.segments] == [s.weight_versions for s in theirs.segments]
+        assert ours.policy_versions == theirs.policy_versions
     for ours, theirs in zip(loaded.turns, recorded.turns, strict=True):
         assert (ours.status, ours.reason, ours.key) == (theirs.status, theirs.reason, theirs.key)
         assert (ours.tool_calls, ours.sampling_params) == (theirs.tool_calls, theirs.sampling_params)

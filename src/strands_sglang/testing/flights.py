@@ -16,9 +16,10 @@ from .script import Answer
 class Flight:
     """One request in flight."""
 
-    def __init__(self, rid: str) -> None:
-        """Start it."""
+    def __init__(self, rid: str, weight_version: str) -> None:
+        """Start it with the weights that the server has."""
         self.rid = rid
+        self.weight_version = weight_version
         self.aborted = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None

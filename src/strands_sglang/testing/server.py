@@ -250,7 +250,8 @@ class ScriptedSGLang:
             self._sampler.prompt_logprobs(checked),
             rid=request.rid,
             cached_tokens=request.cached_tokens,
-            weight_version=self.weight_version,
+            # An update that aborted it came after the last token.
+            weight_version=flight.weight_version if flight.aborted else self.weight_version,
             latency_s=time.perf_counter() - started,
             routed_experts=routed_experts,
         )
@@ -308,7 +309,7 @@ class ScriptedSGLang:
                 entry = error
             self.requests.append(request)
             self.responses.append(None)
-            flight = self._flights[rid] = Flight(rid)
+            flight = self._flights[rid] = Flight(rid, self.weight_version)
         return request, flight, entry
 
     def _remember(self, checked: CheckedRequest, packed_prompt: bytes, output_ids: list[int]) -> None:

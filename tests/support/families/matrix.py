@@ -24,26 +24,30 @@ from support.families import FAMILIES, load_tokenizer
 CASES = (
     "tool result",
     "several tool results",
+    "text beside results",
     "user turn",
     "cut turn",
     "cut reasoning",
     "odd stop",
     "thinking on",
     "thinking off",
+    "full render",
 )
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 
 ANSWER = "The-unique-answer-is-42"
+TOOL_NAMES = ("look_up", "search", "count_words")
 TOOLS = [
     {
-        "name": "look_up",
+        "name": name,
         "description": "Looks something up.",
         "inputSchema": {"json": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}},
     }
+    for name in TOOL_NAMES
 ]
 USE_IDS = ("call00001", "call00002", "call00003")  # nine letters and digits, which the strictest templates want
 
-_TOOL_CASES = ("tool result", "several tool results")
+_TOOL_CASES = ("tool result", "several tool results", "text beside results", "full render")
 REFUSED: dict[tuple[str, str], str] = {
     **{
         (family, case): reason
@@ -55,10 +59,27 @@ REFUSED: dict[tuple[str, str], str] = {
         for case in _TOOL_CASES
     },
     **{(f"llama_3_{n}", "several tool results"): "the template refuses two calls in one turn" for n in (1, 2, 3)},
-    ("mistral_nemo", "user turn"): "the template moves system prompt and tools to the last user message",
-    ("mistral_small_3_2", "user turn"): "the template moves the tools to the last user message",
+    **{
+        (family, case): reason
+        for family, reason in {
+            "mistral_nemo": "the template moves system prompt and tools to the last user message",
+            "mistral_small_3_2": "the template moves the tools to the last user message",
+        }.items()
+        for case in ("text beside results", "user turn")
+    },
+    ("ministral_3", "text beside results"): "the template refuses a user message behind a tool result",
+    **{
+        (family, "full render"): "the template leaves out text beside a call, and refuses it in a message of its own"
+        for family in ("mistral_nemo", "mistral_small_3_2")
+    },
 }
 """What the template itself makes impossible, by family and case. Nothing else may be unproven."""
+
+MOVES_TEXT = {"gemma_4"}
+"""Families whose template puts text beside a call behind its result. A continuation leaves it where it was sampled."""
+
+LEAVES_REASONING_OUT = {"deepseek_v3", "qwq"}
+"""Families whose template leaves reasoning out of earlier turns, marks or not, by a rule of its own."""
 
 # The argument that switches reasoning, by the name that the family gave it.
 _THINKING = {
@@ -94,13 +115,24 @@ def judge(family: str, case: str) -> Verdict:
     return Verdict(True)
 
 
-def _checks(family: str, case: str) -> Iterator[_Check]:
-    if case in _TOOL_CASES:
-        for earlier_steps in (0, 1, 2):
-            yield _Check(family, calls=1 + (case != "tool result"), earlier_steps=earlier_steps)
+def _checks(family: str, case: str) -> Iterator[_Check | _FullRender]:
+    if case in ("tool result", "several tool results"):
+        counts = (1,) if case == "tool result" else (2, 3)
+        for calls in counts:
+            for earlier_steps in (0, 1, 2):
+                yield _Check(family, calls=calls, earlier_steps=earlier_steps)
+        if family not in MOVES_TEXT and (family, "full render") not in REFUSED:
+            yield _Check(family, calls=counts[-1], text_beside_calls=True)
+    elif case == "text beside results":
+        for earlier_steps in (0, 1):
+            yield _Check(family, calls=1, earlier_steps=earlier_steps, text_beside_results=True)
     elif case == "user turn":
         for earlier_steps in (0, 1, 2):
             yield _Check(family, earlier_steps=earlier_steps)
+        if (family, "tool result") not in REFUSED:
+            yield _Check(family, earlier_steps=2, earlier_tools=True)
+    elif case == "full render":
+        yield _FullRender(family)
     else:
         arguments = _THINKING.get(case, {})
         # Where a user turn needs a conversation without tools, or a tool result cannot be, the other one is looked at.
@@ -108,6 +140,47 @@ def _checks(family: str, case: str) -> Iterator[_Check]:
         yield _Check(family, ending=case, arguments=arguments, plain=plain)
         if case in _THINKING and (family, "tool result") not in REFUSED:
             yield _Check(family, calls=1, arguments=arguments)
+
+
+@dataclass
+class _FullRender:
+    """A conversation that is rendered in full: every part of every turn must be in it."""
+
+    family: str
+
+    def run(self) -> None:
+        family = self.family
+        call_id = ChatTemplate(load_tokenizer(family)).call_id
+        parts = {name: f"the-{name}-of-the-turn" for name in ("reasoning", "text", "key")}
+        turn = _calls(USE_IDS[0], key=parts["key"])
+        reasoning = {"reasoningContent": {"reasoningText": {"text": parts["reasoning"]}}}
+        turn["content"] = [reasoning, {"text": parts["text"]}, *turn["content"]]
+        messages = [
+            _text("user", "What is it?"),
+            _calls(USE_IDS[1], key="earlier"),
+            _results(USE_IDS[1]),
+            _text("assistant", "the-earlier-answer"),
+            _text("user", "And now?"),
+            turn,
+            _results(USE_IDS[0]),
+        ]
+        template = ChatTemplate(load_tokenizer(family))
+        try:
+            text = template.opening(
+                [{"role": "system", "content": "Be brief."}, *to_chat_messages(messages, call_id=call_id)],
+                to_chat_tools(TOOLS),
+            ).text
+        except ChatTemplateError as error:
+            raise UnprovenContinuationError(str(error)) from error
+        wanted = ["Be brief.", "What is it?", "earlier", "the-earlier-answer", "And now?", *parts.values(), "value 0"]
+        if family in LEAVES_REASONING_OUT:
+            wanted.remove(parts["reasoning"])
+        missing = [part for part in wanted if part not in text]
+        if missing:
+            raise WrongContinuationError(f"a full render without {missing}")
+        order = [text.index(parts[name]) for name in parts if parts[name] in text] + [text.rindex("value 0")]
+        if (order == sorted(order)) is (family in MOVES_TEXT):
+            raise WrongContinuationError(f"the parts of the turn stand in another order: {text!r}")
 
 
 @dataclass
@@ -120,6 +193,9 @@ class _Check:
     ending: str = ""
     arguments: Mapping[str, Any] = ()  # type: ignore[assignment]
     plain: bool = False
+    earlier_tools: bool = False
+    text_beside_calls: bool = False
+    text_beside_results: bool = False
 
     def run(self) -> None:
         tokenizer = load_tokenizer(self.family)
@@ -128,13 +204,20 @@ class _Check:
         tools = None if self.plain else to_chat_tools(TOOLS)
         before = self._before()
         answer = _calls(*USE_IDS[: self.calls]) if self.calls else _text("assistant", ANSWER)
+        if self.text_beside_calls:
+            answer["content"].insert(0, {"text": "Let me look."})
         new = [_results(*USE_IDS[: self.calls]) if self.calls else _text("user", "And what is the next one?")]
+        if self.text_beside_results:
+            new[0]["content"].append({"text": "Be quick."})
         system = [] if self.plain else [{"role": "system", "content": "Be brief."}]
-        known = [{"toolUseId": use_id, "name": "look_up", "id": use_id} for use_id in USE_IDS[: self.calls]]
+        known = [
+            {"toolUseId": use_id, "name": name, "id": use_id}
+            for use_id, name in zip(USE_IDS[: self.calls], TOOL_NAMES, strict=False)
+        ]
         chat = to_chat_messages(new, known_calls=known)
 
         def continuation(output_ids: list[int], stop: int | None, **options: Any) -> Prompt:
-            had = self.earlier_steps > 0 and self.calls > 0
+            had = self.earlier_steps > 0 and (self.calls > 0 or self.earlier_tools)
             return template.continuation(
                 output_ids, stop, known, chat, tools, has_system=not self.plain, had_tool_results=had, **options
             )
@@ -184,11 +267,13 @@ class _Check:
     def _before(self) -> list[Any]:
         messages = [_text("user", "What is it? Look it up.")]
         for step in range(self.earlier_steps):
-            if self.calls:
+            if self.calls or self.earlier_tools:
                 use_id = f"step0000{step}"
                 messages += [_calls(use_id, key="earlier"), _results(use_id)]
             else:
                 messages += [_text("assistant", f"It is {step}."), _text("user", "Really?")]
+        if self.earlier_tools:
+            messages += [_text("assistant", "So it is."), _text("user", "Really?")]
         return messages
 
 
@@ -201,7 +286,10 @@ def _text(role: str, content: str) -> Any:
 
 
 def _calls(*use_ids: str, key: str = ANSWER) -> Any:
-    uses = [{"toolUse": {"toolUseId": use_id, "name": "look_up", "input": {"key": key}}} for use_id in use_ids]
+    uses = [
+        {"toolUse": {"toolUseId": use_id, "name": name, "input": {"key": key}}}
+        for use_id, name in zip(use_ids, TOOL_NAMES, strict=False)
+    ]
     return {"role": "assistant", "content": uses}
 
 
@@ -251,10 +339,25 @@ def document() -> str:
         "The cases: a *cut turn* was ended by `max_new_tokens` and gets the end that it lacks as prompt tokens; *cut",
         "reasoning* is closed the way the family closes it; an *odd stop* is another control token than the template",
         "puts there, and is left out of what follows; *thinking on/off* are a user turn and a tool result under the",
-        "template's own switch. Tool results and user turns are looked at in conversations of three lengths.",
+        "template's own switch; a *full render* must hold every part of every turn (reasoning, text beside a call,",
+        "call, result) in a form that the template has for it. Tool results and user turns are looked at in",
+        "conversations of three lengths; several tool results are two and three, of different tools, also behind a",
+        "turn with text beside its calls. A turn that ended at a user's stop string is a cut turn.",
+        "",
+        "Where a template leaves out text beside a call (Llama 3, Hermes 3, Granite 3, Phi 4 mini, trl's DeepSeek-V3),",
+        "a full render has it as a message of its own in front of the calls. Reasoning that a template does not know",
+        "is put into the text between the family's marks.",
+        "",
+        f"In a full render of {_names(MOVES_TEXT)} text beside a call stands behind the call's result, because the",
+        "template puts it there; a continuation leaves it where it was sampled. The templates of",
+        f"{_names(LEAVES_REASONING_OUT)} leave reasoning out of earlier turns.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _names(families: set[str]) -> str:
+    return ", ".join(f"`{family}`" for family in sorted(families))
 
 
 if __name__ == "__main__":

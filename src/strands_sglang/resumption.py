@@ -1,0 +1,112 @@
+"""An answer in several parts: requests that the server aborted, and those that went on from their tokens.
+
+A weight update or a pause aborts what runs on the server; the aborted request comes back with what it had sampled. With
+`on_abort="resume"` the call goes on from there: the next request's prompt is the call's prompt and all that was sampled
+so far, and it may sample what is left of the same token budget. The parts are joined into one `Generation`, in which
+every token keeps the logprob, the version of the weights and the routed experts that it was sampled with.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .exceptions import SGLangDecodingError
+from .generation import Generation, VersionSpan, check_routed_rows
+
+_BUDGETS = ("max_new_tokens", "min_new_tokens")
+
+
+def sampling_params_of_the_rest(sampling_params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
+    """The sampling parameters of a request that goes on behind `sampled` tokens of the same answer."""
+    rest = dict(sampling_params)
+    for name in _BUDGETS:
+        if rest.get(name) is not None:
+            rest[name] = max(rest[name] - sampled, 0)
+    return rest
+
+
+def join_parts(parts: Sequence[Generation]) -> Generation:
+    """One answer from the parts of a call, the last of which tells how it ended.
+
+    Args:
+        parts: What the requests returned, in order, at least one; aborted ones may be empty.
+
+    Raises:
+        ValueError: There is no part.
+        SGLangDecodingError: The routed experts of the parts are not those of the joined answer.
+    """
+    if not parts:
+        raise ValueError("an answer needs at least one part")
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    ran: list[Generation] = []
+    spans: list[VersionSpan] = []
+    sampled = prompt_tokens = 0
+    for part in parts:
+        if part.prompt_tokens:  # one that was aborted in the queue tells next to nothing
+            ran.append(part)
+            prompt_tokens = part.prompt_tokens - sampled
+        spans += [VersionSpan(span.version, span.start + sampled, span.end + sampled) for span in part.weight_versions]
+        sampled += part.completion_tokens
+    has_logprobs = all(part.logprobs is not None or not part.output_ids for part in parts)
+    joined = replace(
+        last,
+        output_ids=_joined("i", [part.output_ids for part in parts]),
+        logprobs=_joined("d", [part.logprobs for part in parts if part.logprobs is not None]) if has_logprobs else None,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=ran[0].cached_tokens if ran else last.cached_tokens,
+        weight_versions=tuple(_merged(spans)),
+        # Of later parts these would be those of tokens that this answer sampled.
+        prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
+        resumed_ids=tuple(part.request_id for part in parts[:-1]),
+        routed_experts=_joined_experts(parts),
+        latency_s=sum(part.latency_s for part in parts),
+    )
+    check_routed_rows(joined)
+    return joined
+
+
+def _joined(kind: str, arrays: Sequence[array[Any]]) -> array[Any]:
+    joined: array[Any] = array(kind)
+    for values in arrays:
+        joined.extend(values)
+    return joined
+
+
+def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Neighbouring spans of one version as one."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            merged[-1] = merged[-1]._replace(end=span.end)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _joined_experts(parts: Sequence[Generation]) -> str | None:
+    """The rows of each part for the tokens that it added.
+
+    Every part returns the rows of its whole prompt. Those of tokens that an earlier part had are left out: the weights
+    may have changed since, and with them where these tokens go.
+    """
+    if parts[-1].routed_experts is not None and any(part.output_ids and not part.routed_experts for part in parts):
+        raise SGLangDecodingError(
+            "the server aborted a request without its routed experts, which its tokens were sampled with; "
+            'with on_abort="raise" such tokens are recorded without them'
+        )
+    told = [part for part in parts if part.routed_experts is not None and part.routed_rows]
+    if not told or parts[-1].routed_experts is None:
+        return parts[-1].routed_experts
+    rows = b""
+    width = 0
+    for part in told:
+        content = base64.b64decode(part.routed_experts or "")
+        width = width or len(content) // part.routed_rows
+        rows += content[len(rows) // width * (len(content) // part.routed_rows) :]
+    return base64.b64encode(rows).decode()

@@ -1,0 +1,160 @@
+"""On a real server: after a weight update in the middle of rollouts every token is of the weights it is said to be of.
+
+The judge is a float32 forward pass with the weights of each version over the tokens that are recorded under it.
+"""
+
+import asyncio
+
+import httpx
+import pytest
+import torch
+from strands.types.exceptions import MaxTokensReachedException
+from transformers import AutoModelForCausalLM
+
+from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, termination_reason
+from support.agents import make_agent
+from support.other_weights import with_other_weights
+
+ROLLOUTS = 4
+LENGTH = 400
+TEMPERATURE = 0.8
+
+
+class Trainer:
+    """What a trainer does to the server, and what it knows of its own weights."""
+
+    def __init__(self, server, other_path):
+        self.base_url = server.base_url
+        self.paths = {"old": server.model_path, "new": other_path}
+
+    async def post(self, path, **body):
+        async with httpx.AsyncClient(base_url=self.base_url, timeout=60, trust_env=False) as http:
+            response = await http.post(path, json=body)
+            response.raise_for_status()
+            return response
+
+    async def load(self, version, **options):
+        await self.post(
+            "/update_weights_from_disk", model_path=str(self.paths[version]), weight_version=version, **options
+        )
+
+    async def running(self):
+        async with httpx.AsyncClient(base_url=self.base_url, timeout=60, trust_env=False) as http:
+            loads = (await http.get("/v1/loads")).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+@pytest.fixture
+async def trainer(own_server, tiny_server, tmp_path):
+    trainer = Trainer(tiny_server, with_other_weights(tiny_server.model_path, tmp_path))
+    await trainer.load("old")
+    try:
+        yield trainer
+    finally:
+        trainer.paths["default"] = tiny_server.model_path
+        await trainer.load("default", abort_all_requests=True)
+
+
+def rescored(path, sequence):
+    """Logprob of each token under the weights in `path`, given those before it; shape (T,), nothing for the first."""
+    scorer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.tensor(sequence.token_ids)
+    with torch.no_grad():
+        logits = scorer(ids[None, :-1]).logits[0].float() / TEMPERATURE
+    return [None, *torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0].tolist()]
+
+
+def assert_each_token_is_of_its_version(sequence, paths):
+    scores = {version: rescored(path, sequence) for version, path in paths.items()}
+    tokens = zip(sequence.loss_mask, sequence.policy_versions, sequence.logprobs, range(len(sequence)), strict=True)
+    sampled = [(version, logprob, i) for mask, version, logprob, i in tokens if mask]
+    assert {version for version, _, _ in sampled} == {"old", "new"}
+    assert max(abs(logprob - scores[version][i]) for version, logprob, i in sampled) < 1e-4
+    wrong = {"old": "new", "new": "old"}
+    assert max(abs(logprob - scores[wrong[version]][i]) for version, logprob, i in sampled) > 0.1
+
+
+async def rollouts(server, client, **config):
+    """Start rollouts with one long turn each; what they end with."""
+
+    async def run(number):
+        model = SGLangModel(
+            tokenizer=get_tokenizer(str(server.model_path)),
+            client=client,
+            sampling_params={"temperature": TEMPERATURE, "ignore_eos": True, "max_new_tokens": LENGTH},
+            **config,
+        )
+        try:
+            await make_agent(model).invoke_async(f"Question {number}")
+        except Exception as error:
+            return model, error
+        return model, None
+
+    return await asyncio.gather(*(run(number) for number in range(ROLLOUTS)))
+
+
+async def while_running(trainer, act):
+    """Do something once all rollouts are being sampled, and for a moment have been."""
+    while await trainer.running() < ROLLOUTS:
+        await asyncio.sleep(0.02)
+    async with httpx.AsyncClient(base_url=trainer.base_url, timeout=60, trust_env=False) as http:
+        start = (await http.get("/v1/loads")).json()["loads"][0]["num_used_tokens"]
+        while (await http.get("/v1/loads")).json()["loads"][0]["num_used_tokens"] < start + 20 * ROLLOUTS:
+            await asyncio.sleep(0.02)
+    await act()
+
+
+async def test_after_an_update_that_aborts_calls_go_on_and_every_token_has_its_version(trainer, tiny_server):
+    async with SGLangClient(tiny_server.base_url) as client:
+        update = while_running(trainer, lambda: trainer.load("new", abort_all_requests=True))
+        ended, _ = await asyncio.gather(rollouts(tiny_server, client, on_abort="resume"), update)
+    for model, error in ended:
+        assert isinstance(error, MaxTokensReachedException)
+        (turn,) = model.trajectory.turns
+        assert len(turn.output_ids) == LENGTH
+        assert turn.generation.resumed_ids
+        (sequence,) = model.trajectory.sequences()
+        assert_each_token_is_of_its_version(sequence, trainer.paths)
+
+
+async def test_the_spans_that_the_server_tells_are_kept_where_it_holds_requests_over_an_update(trainer, tiny_server):
+    async def update():
+        await trainer.post("/pause_generation", mode="retract")
+        await trainer.load("new")
+        await trainer.post("/continue_generation")
+
+    async with SGLangClient(tiny_server.base_url) as client:
+        ended, _ = await asyncio.gather(rollouts(tiny_server, client), while_running(trainer, update))
+    for model, error in ended:
+        assert isinstance(error, MaxTokensReachedException)
+        (sequence,) = model.trajectory.sequences()
+        assert_each_token_is_of_its_version(sequence, trainer.paths)
+
+
+async def test_a_pause_that_aborts_raises_unless_told_otherwise(trainer, tiny_server):
+    async def pause():
+        await trainer.post("/pause_generation")
+        await trainer.post("/continue_generation")
+
+    async with SGLangClient(tiny_server.base_url) as client:
+        ended, _ = await asyncio.gather(rollouts(tiny_server, client), while_running(trainer, pause))
+    for model, error in ended:
+        assert termination_reason(error) is TerminationReason.ABORTED
+        (turn,) = model.trajectory.turns
+        assert 0 < len(turn.output_ids) < LENGTH
+        assert sum(model.token_manager.loss_mask) == len(turn.output_ids)
+
+
+async def test_a_call_that_is_asked_while_the_server_is_paused_is_answered_after_it(trainer, tiny_server):
+    await trainer.post("/pause_generation", mode="abort")
+    try:
+        async with SGLangClient(tiny_server.base_url) as client:
+            waiting = asyncio.create_task(rollouts(tiny_server, client, on_abort="resume"))
+            for _ in range(50):  # the server has time to answer, and does so to others
+                await trainer.running()
+            assert not waiting.done()
+            await trainer.post("/continue_generation")
+            ended = await waiting
+    finally:
+        await trainer.post("/continue_generation")
+    assert all(len(model.trajectory.turns[0].output_ids) == LENGTH for model, _ in ended)

@@ -1,0 +1,205 @@
+"""A call whose request the server aborts: with `on_abort="resume"` it goes on from the tokens that it has."""
+
+import asyncio
+
+import pytest
+
+from strands_sglang import (
+    SGLangModel,
+    TerminationReason,
+    termination_reason,
+)
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang
+from support.agents import call, make_agent, make_tools
+
+
+def aborted(text):
+    return ScriptedAnswer(text, finish_reason="abort")
+
+
+@pytest.fixture
+def resuming(chatml_tokenizer):
+    def make(answers, *, client=None, experts=None, **config):
+        server = ScriptedSGLang(chatml_tokenizer, answers, experts=experts)
+        client = server.client(**{"max_retries": 3, "retry_delay": 0.0, **(client or {})})
+        config = {"on_abort": "resume", **config}
+        return server, SGLangModel(tokenizer=chatml_tokenizer, client=client, **config)
+
+    return make
+
+
+def sent(server):
+    return [request.input_ids for request in server.requests]
+
+
+def sampled(server, index):
+    return server.responses[index].body["output_ids"]
+
+
+async def test_the_call_goes_on_from_its_tokens_and_the_agent_notices_nothing(resuming):
+    server, model = resuming([aborted("The answer "), aborted(""), aborted("is "), "4."])
+    result = await make_agent(model).invoke_async("2+2?")
+    assert str(result).strip() == "The answer is 4."
+    first, second, third, fourth = sent(server)
+    assert second == third == first + sampled(server, 0)
+    assert fourth == third + sampled(server, 2)
+    (turn,) = model.trajectory.turns
+    assert turn.token_ids() == fourth + sampled(server, 3)
+    (sequence,) = model.trajectory.sequences()
+    told = [entry[0] for response in server.responses for entry in response.body["meta_info"]["output_token_logprobs"]]
+    assert sequence.logprobs[len(first) :] == told
+    assert sequence.loss_mask == [0] * len(first) + [1] * len(told)
+    rids = [request.rid for request in server.requests]
+    assert (*turn.generation.resumed_ids, turn.generation.request_id) == tuple(rids)
+
+
+async def test_an_abort_raises_by_default_with_what_was_sampled_kept_as_a_cut_turn(resuming):
+    server, model = resuming([aborted("The answer "), "never asked"], on_abort=None)
+    with pytest.raises(Exception, match="aborted the request") as failure:
+        await make_agent(model).invoke_async("2+2?")
+    assert termination_reason(failure.value) is TerminationReason.ABORTED
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0))
+    assert len(server.requests) == 1
+
+
+async def test_every_token_has_the_version_of_the_weights_that_sampled_it(resuming):
+    def update(request):
+        server.weight_version = "2"
+        return "New."
+
+    server, model = resuming([aborted("Old. "), update])
+    await make_agent(model).invoke_async("go")
+    (sequence,) = model.trajectory.sequences()
+    old, new = len(sampled(server, 0)), len(sampled(server, 1))
+    assert sequence.policy_versions[-old - new :] == ["default"] * old + ["2"] * new
+    assert [tuple(span) for span in sequence.segments[1].weight_versions] == [
+        ("default", 0, old),
+        ("2", old, old + new),
+    ]
+
+
+async def test_all_parts_together_have_the_budget_of_one_call(resuming):
+    server, model = resuming(
+        [aborted("One two three"), "four five six seven eight"], sampling_params={"max_new_tokens": 20}
+    )
+    with pytest.raises(Exception, match="max_tokens|MaxTokens|maximum"):
+        await make_agent(model).invoke_async("Count.")
+    first = len(sampled(server, 0))
+    assert [request.sampling_params["max_new_tokens"] for request in server.requests] == [20, 20 - first]
+    (turn,) = model.trajectory.turns
+    assert len(turn.output_ids) == 20
+    assert turn.sampling_params["max_new_tokens"] == 20
+
+
+async def test_an_abort_right_at_the_end_of_the_budget_ends_the_call(resuming):
+    server, model = resuming([aborted("One two three")], sampling_params={"max_new_tokens": 5})
+    with pytest.raises(Exception, match="max_tokens|MaxTokens|maximum") as failure:
+        await make_agent(model).invoke_async("Count.")
+    assert termination_reason(failure.value) is TerminationReason.MAX_TOKENS_REACHED
+    assert len(server.requests) == 1
+
+
+async def test_a_tool_call_in_two_parts_runs(resuming):
+    text = call(expression="2 * 3")
+    server, model = resuming([aborted(text[:30]), text[30:], "6."])
+    calculator, ran = make_tools()
+    await make_agent(model, calculator).invoke_async("2 times 3?")
+    assert ran == ["2 * 3"]
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.token_ids == sent(server)[-1] + sampled(server, 2)
+
+
+async def test_routed_experts_are_those_that_each_token_was_sampled_with(resuming):
+    experts = ScriptedExperts(layers=2, top_k=1)
+    server, model = resuming([aborted("Half "), "whole."], experts=experts, return_routed_experts=True)
+    await make_agent(model).invoke_async("go")
+    generation = model.trajectory.turns[0].generation
+    assert generation.expert_ids().shape == (len(model.token_manager) - 1, 2)
+
+
+async def test_a_constrained_answer_begins_anew(resuming):
+    from pydantic import BaseModel
+
+    class Sum(BaseModel):
+        total: int
+
+    server, model = resuming([aborted('{"tot'), '{"total": 4}'])
+    events = [event async for event in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2?"}]}])]
+    assert events[-1]["output"] == Sum(total=4)
+    assert sent(server)[0] == sent(server)[1]
+
+
+async def test_a_server_that_only_aborts_is_given_up_in_the_end(resuming):
+    server, model = resuming(lambda request: aborted(""))
+    with pytest.raises(Exception, match="aborted the request") as failure:
+        await make_agent(model).invoke_async("go")
+    assert termination_reason(failure.value) is TerminationReason.ABORTED
+    assert len(server.requests) == 1 + 3  # the client's retries
+    assert model.trajectory.turns[0].status.value == "failed"
+
+
+async def test_what_was_sampled_before_a_failure_is_kept(resuming):
+    server, model = resuming([aborted("Half "), *[ScriptedFault(status=500)] * 9])
+    with pytest.raises(Exception, match="500"):
+        await make_agent(model).invoke_async("go")
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0))
+
+
+async def test_a_cancel_keeps_all_parts(resuming):
+    asked = asyncio.Event()
+
+    async def hang(request):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "more "
+
+    server, model = resuming([aborted("Half "), hang])
+    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
+
+
+async def test_a_closed_client_does_not_go_on(resuming):
+    client_box = []
+
+    async def closed(request):
+        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(client_box[0].close()))
+        await asyncio.Event().wait()
+
+    server, model = resuming([closed, "never asked"])
+    client_box.append(model.client)
+    with pytest.raises(Exception) as failure:  # noqa: PT011
+        await make_agent(model).invoke_async("go")
+    assert termination_reason(failure.value) in (TerminationReason.ABORTED, TerminationReason.INFRASTRUCTURE_ERROR)
+    assert len(server.requests) == 1
+
+
+async def test_the_deadline_is_for_all_parts_together(resuming):
+    async def forever(request):
+        try:
+            await asyncio.sleep(0.15)
+        except asyncio.CancelledError:
+            pass
+        return aborted("more ")
+
+    server, model = resuming(forever, client={"deadline": 0.4})
+    with pytest.raises(Exception, match="deadline") as failure:
+        await make_agent(model).invoke_async("go")
+    assert termination_reason(failure.value) is TerminationReason.TIMEOUT
+    (turn,) = model.trajectory.turns
+    assert turn.status.value == "cut"
+    assert turn.output_ids.tolist() == [token for i in range(len(server.requests)) for token in sampled(server, i)]
+
+
+@pytest.mark.parametrize("name", ["on_abort", "history_policy"])
+def test_an_unknown_policy_is_refused(chatml_tokenizer, name):
+    with pytest.raises(ValueError, match=f"{name} must be '.*' or '.*', not 'maybe'"):
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://localhost:1", **{name: "maybe"})
