@@ -1,0 +1,120 @@
+"""Many episodes under faults, and a judge that compares what they recorded with what the servers say they sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strands import tool
+
+from strands_sglang import SGLangModel, TerminationReason, ToolLimiter, Trajectory, outcome_of, termination_reason
+from strands_sglang.turns import Turn
+from support.agents import make_agent
+
+REASONS = frozenset(TerminationReason)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a server says it did for one request: its own word, not the client's."""
+
+    rid: str
+    input_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    version: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How one episode went."""
+
+    trajectory: Trajectory
+    reason: TerminationReason
+    error: BaseException | None
+
+
+@tool
+async def calculator(expression: str) -> str:
+    """Compute something.
+
+    Args:
+        expression: What.
+    """
+    return f"= {expression}"
+
+
+async def run_episodes(
+    count: int, make_model: Callable[[int], SGLangModel], *, concurrency: int, seed: int = 0, cancelled: float = 0.0
+) -> list[Episode]:
+    """Run episodes at a time, some of which somebody cancels: half of these the task, half the agent."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(number: int) -> Episode:
+        rng = random.Random(f"{seed}:{number}")
+        async with slots:
+            model = make_model(number)
+            limiter = ToolLimiter(max_tool_iters=25)
+            agent = make_agent(model, [calculator], hooks=[limiter])
+            task = asyncio.ensure_future(agent.invoke_async(f"Question {number}"))
+            if rng.random() < cancelled:
+                end = task.cancel if rng.random() < 0.5 else agent.cancel
+                asyncio.get_running_loop().call_later(rng.expovariate(10), end)
+            error: BaseException | None = None
+            try:
+                reason = termination_reason(await task)
+            except (Exception, asyncio.CancelledError) as raised:
+                error, reason = raised, termination_reason(raised)
+            model.trajectory.settle(agent.messages)
+            return Episode(model.trajectory, reason, error)
+
+    return await asyncio.gather(*(run(number) for number in range(count)))
+
+
+def assert_all_end_in_the_table(episodes: Iterable[Episode]) -> None:
+    for episode in episodes:
+        assert episode.reason in REASONS
+        trained = sum(sum(sequence.loss_mask) for sequence in episode.trajectory.sequences())
+        outcome = outcome_of(episode.reason, sampled_tokens=trained)
+        assert outcome.slime_status in ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED"), episode
+        assert episode.reason is not TerminationReason.AGENT_ERROR, repr(episode.error)
+
+
+def assert_recorded_as_sampled(episodes: Sequence[Episode], log: Mapping[str, Sampled]) -> set[str]:
+    """Everything that is recorded was sampled by a server for just these tokens. Returns the requests' ids."""
+    seen: set[str] = set()
+    for episode in episodes:
+        for turn in episode.trajectory.turns:
+            if turn.generation is not None:
+                seen |= _assert_turn(turn, log, seen)
+        trained = sum(sum(sequence.loss_mask) for sequence in episode.trajectory.sequences(discarded=True))
+        assert trained == sum(len(turn.output_ids) for turn in episode.trajectory.turns if turn.generation is not None)
+    return seen
+
+
+def _assert_turn(turn: Turn, log: Mapping[str, Sampled], seen: set[str]) -> set[str]:
+    generation = turn.generation
+    assert generation is not None
+    rids = [*generation.resumed_ids, generation.request_id]
+    assert not seen & set(rids), "a generation is recorded twice"
+    parts = [log[rid] for rid in rids if rid in log]
+    assert [rid for rid in rids if rid not in log] == [], "recorded, and no server knows of it"
+    ids = turn.token_ids()
+    expected = ids[: len(ids) - len(turn.output_ids)]
+    logprobs: list[float] = []
+    versions: list[str | None] = []
+    for part in parts:
+        assert part.input_ids == expected
+        expected = expected + part.output_ids
+        logprobs += part.logprobs
+        versions += [part.version] * len(part.output_ids)
+    assert expected == ids
+    assert generation.logprobs is not None
+    assert generation.logprobs.tolist() == logprobs
+    recorded: list[str | None] = [None] * len(versions)
+    for version, start, end in generation.weight_versions:
+        recorded[start:end] = [version] * (end - start)
+    assert recorded == versions
+    return set(rids)
