@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -48,6 +48,48 @@ class FakeServer:
 async def never(_: dict[str, Any]) -> httpx.Response:
     await asyncio.Event().wait()
     raise AssertionError
+
+
+class AbortableServer(FakeServer):
+    """Samples until it is aborted, and then answers with the ids that it had until then."""
+
+    def __init__(self, sampled: Sequence[int] = (7, 8, 9), *, finish: str = "abort", **kwargs: Any) -> None:
+        super().__init__(self.sample, **kwargs)
+        self.aborted = asyncio.Event()
+        self._sampled, self._finish = list(sampled), finish
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/abort_request":
+            self.aborted.set()
+        return await super().__call__(request)
+
+    async def sample(self, body: dict[str, Any]) -> httpx.Response:
+        await self.aborted.wait()
+        return httpx.Response(200, json=generation(self._sampled, rid=body["rid"], finish=self._finish))
+
+
+class Network:
+    """Several servers by host name; None stands for one that refuses connections."""
+
+    def __init__(self, **servers: FakeServer | None) -> None:
+        self.servers = servers
+        self.requests: list[httpx.Request] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        server = self.servers[request.url.host]
+        if server is None:
+            raise httpx.ConnectError("refused")
+        return await server(request)
+
+    def client(self, *hosts: str, **settings: Any) -> SGLangClient:
+        settings = {"max_retries": 5, "retry_delay": 0.0, "abort_grace": 0.1, **settings}
+        urls = [f"http://{host}" for host in hosts or self.servers]
+        return SGLangClient(urls, transport=httpx.MockTransport(self), **settings)
+
+    def hosts(self, path: str = "/generate") -> list[str]:
+        """Who was asked, in order."""
+        return [request.url.host for request in self.requests if request.url.path == path]
 
 
 OK = httpx.Response(200, json=generation())

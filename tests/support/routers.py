@@ -65,7 +65,7 @@ class Router:
         try:
             self._wait(len(workers))
         except BaseException:
-            self._process.stop()
+            self.stop()
             raise
 
     def _wait(self, workers: int) -> None:
@@ -87,4 +87,8 @@ class Router:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End its process."""
         self._process.stop()

@@ -1,5 +1,6 @@
 import asyncio
 import copy
+import threading
 
 import httpx
 import pytest
@@ -64,3 +65,97 @@ async def test_a_failed_check_is_made_again(chatml_tokenizer):
         await make_agent(model).invoke_async("hi")
     down = False
     assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
+
+
+# --- several servers ---
+
+
+class Pair:
+    """Two servers behind one client; either may be down."""
+
+    def __init__(self, **servers):
+        self.servers, self.down, self.seen = servers, set(), []
+
+    async def __call__(self, request):
+        self.seen.append((request.url.host, request.url.path))
+        if request.url.host in self.down:
+            raise httpx.ConnectError("refused")
+        return await self.servers[request.url.host].transport().handle_async_request(request)
+
+    def client(self, **settings):
+        urls = [f"http://{host}" for host in self.servers]
+        settings = {"max_retries": 5, "retry_delay": 0.0, **settings}
+        return SGLangClient(urls, transport=httpx.MockTransport(self), **settings)
+
+
+async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
+    servers = {name: ScriptedSGLang(chatml_tokenizer, lambda request: "ok") for name in ("one", "two")}
+    pair = Pair(**servers)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client())
+    for _ in range(4):
+        await make_agent(model).invoke_async("hi")
+    assert sorted(host for host, path in pair.seen if path == "/tokenize") == ["one", "two"]
+
+
+async def test_one_server_with_another_tokenizer_is_an_error_that_names_it(chatml_tokenizer):
+    other = copy.deepcopy(chatml_tokenizer)
+    other.add_tokens(["<observation>"])
+    pair = Pair(one=ScriptedSGLang(other, ["ok"]), two=ScriptedSGLang(chatml_tokenizer, ["ok"]))
+    model = SGLangModel(tokenizer=other, client=pair.client())
+    with pytest.raises(TokenizerMismatchError, match="http://two"):
+        await make_agent(model).invoke_async("hi")
+    assert not any(server.requests for server in pair.servers.values())
+
+
+async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
+    short = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=500)
+    long = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=900)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=Pair(one=long, two=short).client())
+    await make_agent(model).invoke_async("hi")
+    [request] = [*short.requests, *long.requests]
+    assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
+
+
+async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_tokenizer, monkeypatch):
+    monkeypatch.setattr("strands_sglang.servers.FIRST_PROBE_S", 0.0)
+    monkeypatch.setattr("strands_sglang.servers.MAX_PROBE_S", 0.0)
+    other = copy.deepcopy(chatml_tokenizer)
+    other.add_tokens(["<observation>"])
+    good = ScriptedSGLang(other, lambda request: "ok")
+    pair = Pair(one=good, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
+    pair.down = {"two"}
+    model = SGLangModel(tokenizer=other, client=pair.client())
+    for _ in range(3):
+        assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
+    pair.down = set()
+    with pytest.raises(TokenizerMismatchError, match="http://two"):
+        for _ in range(100):
+            await make_agent(model).invoke_async("hi")
+
+
+async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer):
+    pair = Pair(**{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
+    pair.down = {"one", "two"}
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(max_retries=2))
+    with pytest.raises(SGLangConnectionError, match="could not connect"):
+        await make_agent(model).invoke_async("hi")
+    pair.down = set()
+    assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
+
+
+async def test_a_cancelled_agent_does_not_wait_for_the_check_of_a_server_that_is_down(chatml_tokenizer):
+    pair = Pair(one=ScriptedSGLang(chatml_tokenizer, ["never"]))
+    pair.down = {"one"}
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(retry_delay=8.0))
+    signal = threading.Event()
+
+    async def ask():
+        messages = [{"role": "user", "content": [{"text": "hi"}]}]
+        return [event async for event in model.stream(messages, cancel_signal=signal)]
+
+    task = asyncio.create_task(ask())
+    while not pair.seen:
+        await asyncio.sleep(0)
+    signal.set()
+    events = await asyncio.wait_for(task, 5)
+    assert events[-1] == {"messageStop": {"stopReason": "cancelled"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 import threading
 import warnings
 from collections.abc import Awaitable, Callable
@@ -145,6 +146,27 @@ async def test_an_abort_gets_out_while_every_connection_is_taken() -> None:
         await arrived.wait()
         await client.abort("some-rid")
         assert await task == generation()
+
+
+async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_timeout_is_needed() -> None:
+    seen: list[socket.socket] = []
+
+    async def look(request: RawRequest) -> None:
+        client = request.writer.get_extra_info("peername")
+        sockets = [one for one in gc.get_objects() if issubclass(type(one), socket.socket) and one.fileno() >= 0]
+        seen.extend(one for one in sockets if one.type == socket.SOCK_STREAM and one.getsockname() == client)
+        await answer(request)
+
+    async with RawServer(look) as server, client_of(server) as client:
+        await client.generate([1])
+        [ours] = {one.fileno(): one for one in seen}.values()
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            idle, interval, count = (
+                ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            )
+            assert idle + count * interval == 120
 
 
 @pytest.fixture

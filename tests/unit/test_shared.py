@@ -73,3 +73,11 @@ def test_clients_with_the_same_headers_are_one() -> None:
     with_key = get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is not get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer b"})
+
+
+def test_the_same_servers_give_the_same_client_in_any_spelling() -> None:
+    both = get_client(["http://a:1", "http://b:1/"])
+    assert both is get_client(("http://a:1/", "http://b:1"))
+    assert both.base_urls == ("http://a:1", "http://b:1")
+    assert get_client(["http://a:1"]) is get_client("http://a:1")
+    assert get_client("http://a:1") is not both

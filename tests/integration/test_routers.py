@@ -1,0 +1,374 @@
+"""Several real servers: by the client itself, behind sglang-router, behind smg. The tables of docs/routers.md.
+
+Two servers that log their requests are started for this file. The last two tests kill one and then the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from strands_sglang import SGLangModel, TurnStatus, get_tokenizer, local
+from strands_sglang.client import SGLangClient
+from strands_sglang.exceptions import (
+    SGLangCancelledError,
+    SGLangClientError,
+    SGLangConnectionError,
+    SGLangDeadlineError,
+    SGLangHTTPError,
+)
+from strands_sglang.local.server import LocalServer, launch_server
+from strands_sglang.testing import ScriptedSGLang
+from support.readme import ROOT
+from support.routers import Router, ensure_routers
+
+PROMPT = [50, 60, 70, 80, 90]
+# Longer than any test waits: on a busy machine a short one is over before anyone sees it run.
+ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
+POLICIES = {"sglang-router": "manual", "smg": "consistent_hashing"}
+
+pytestmark = pytest.mark.usefixtures("own_server")
+
+
+@dataclass
+class Worker:
+    """A real server and what its log says."""
+
+    server: LocalServer
+
+    @property
+    def base_url(self) -> str:
+        return self.server.base_url
+
+    def logged(self, what: str) -> list[str]:
+        """Ids of the requests that were received ("Receive") or answered ("Finish"), in order."""
+        log = self.server.log_path.read_text(encoding="utf-8", errors="replace")
+        return re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
+
+    def kill(self) -> None:
+        """End all of its processes at once, as the kernel does when memory is short."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def workers(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    settings = local.ServerSettings(threads=1, extra_arguments=("--log-requests", "--log-requests-level", "0"))
+    folder = tmp_path_factory.mktemp("workers")
+    model_path = local.ensure_tiny_qwen3(sglang_python)
+    servers = []
+    try:
+        for name in ("one", "two"):
+            log_path = folder / f"{name}.log"
+            servers.append(launch_server(sglang_python, model_path, settings=settings, log_path=log_path))
+        for server in servers:
+            server.wait_until_healthy()
+        yield [Worker(server) for server in servers]
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def routers_python() -> Path:
+    return ensure_routers()
+
+
+@pytest.fixture(scope="module")
+def fronts(
+    workers: list[Worker], routers_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[str]]]:
+    """What to give a client as `base_url`, by the way in which the requests are spread."""
+    urls = [worker.base_url for worker in workers]
+    folder = tmp_path_factory.mktemp("routers")
+    started: list[Router] = []
+    try:
+        for name, policy in POLICIES.items():
+            started.append(Router(routers_python, name, urls, folder / f"{name}.log", "--policy", policy))
+        yield {"client": urls, **{router.name: [router.base_url] for router in started}}
+    finally:
+        for router in started:
+            router.stop()
+
+
+FRONTS = pytest.mark.parametrize("front", ["client", *POLICIES])
+
+
+def client_of(fronts: dict[str, list[str]], front: str, **settings: Any) -> SGLangClient:
+    return SGLangClient(fronts[front], **{"max_retries": 5, "retry_delay": 0.2, **settings})
+
+
+async def running(workers: list[Worker]) -> int:
+    total = 0
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for worker in workers:
+            loads = (await http.get(f"{worker.base_url}/v1/loads")).json()["loads"]
+            total += sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+    return total
+
+
+async def until(condition: Callable[[], Any], what: str, *, at_most: float = 20.0) -> float:
+    """Seconds until an asynchronous or plain condition holds."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    while True:
+        holds = condition()
+        if await holds if asyncio.iscoroutine(holds) else holds:
+            return clock() - started
+        assert clock() - started < at_most, f"not within {at_most} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def is_busy(workers: list[Worker]) -> bool:
+    return await running(workers) > 0
+
+
+async def is_idle(workers: list[Worker]) -> bool:
+    return await running(workers) == 0
+
+
+ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadline": SGLangDeadlineError}
+
+
+@FRONTS
+@pytest.mark.parametrize("way", [*ENDS, "close"])
+async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(
+    workers: list[Worker], fronts: dict[str, list[str]], front: str, way: str
+) -> None:
+    partial: list[dict[str, Any]] = []
+    cancel_signal, clock = threading.Event(), asyncio.get_running_loop().time
+    client = client_of(fronts, front, deadline=2.0 if way == "deadline" else None)
+    call = client.generate(
+        PROMPT, ENDLESS, return_logprob=True, cancel_signal=cancel_signal, on_partial=partial.append, routing_key="k"
+    )
+    task = asyncio.create_task(call)
+    sent_at = clock()
+    await until(lambda: is_busy(workers), "a worker has the request")
+    ended_at = sent_at + 2.0 if way == "deadline" else clock()
+    if way == "close":
+        await client.close()
+        partial.append(await task)
+    else:
+        if way == "task":
+            task.cancel()
+        elif way == "signal":
+            cancel_signal.set()
+        with pytest.raises((asyncio.CancelledError, SGLangCancelledError, SGLangDeadlineError)) as caught:
+            await task
+        assert type(caught.value) is ENDS[way]
+    await until(lambda: is_idle(workers), "the workers are idle")
+    assert clock() - ended_at < 1.0
+    [answer] = partial
+    meta_info = answer["meta_info"]
+    assert meta_info["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) == len(meta_info["output_token_logprobs"]) < 3500
+    await client.close()
+
+
+@FRONTS
+async def test_a_cancelled_call_of_a_model_is_a_cut_turn(
+    workers: list[Worker], fronts: dict[str, list[str]], front: str
+) -> None:
+    tokenizer = get_tokenizer(workers[0].server.model_path)
+    async with client_of(fronts, front) as client:
+        model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=ENDLESS)
+
+        async def ask() -> list[Any]:
+            return [event async for event in model.stream([{"role": "user", "content": [{"text": "hi"}]}])]
+
+        task = asyncio.create_task(ask())
+        await until(lambda: is_busy(workers), "a worker has the request")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    [turn] = model.trajectory.turns
+    assert turn.status is TurnStatus.CUT
+    assert len(turn.output_ids) > 0 and turn.generation is not None
+    assert sum(worker.logged("Receive").count(turn.generation.request_id) for worker in workers) == 1
+
+
+@FRONTS
+async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(
+    workers: list[Worker], fronts: dict[str, list[str]], front: str
+) -> None:
+    async with client_of(fronts, front) as client:
+
+        async def converse(key: int) -> int:
+            """How many of two later calls found the conversation in the cache."""
+            prompt = [100 + 10 * list(fronts).index(front) + key, *range(200, 264)]  # no other test has cached it
+            found = 0
+            for turn in range(3):
+                answer = await client.generate(
+                    prompt, {"max_new_tokens": 1}, routing_key=f"{front}-{key}", rid=f"{front}-{key}"
+                )
+                found += turn > 0 and answer["meta_info"]["cached_tokens"] >= 64
+            return found
+
+        assert await asyncio.gather(*(converse(key) for key in range(8))) == [2] * 8
+    received = [{rid.rpartition("-")[0] for rid in worker.logged("Receive")} for worker in workers]
+    ours = [{rid for rid in rids if rid.startswith(f"{front}-")} for rids in received]
+    assert not ours[0] & ours[1]
+    assert len(ours[0] | ours[1]) == 8
+    if front == "client":  # routers draw lots
+        assert len(ours[0]) == len(ours[1])
+
+
+# --- which keys survive ---
+
+FIELDS = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 0,
+    "return_routed_experts": True,
+    "routed_experts_start_len": 0,
+    "return_prompt_token_ids": True,
+    "session_id": "s",
+    "conversation_id": "c",
+    "cache_salt": "x",
+    "extra_key": "e",
+    "priority": 1,
+    "custom_labels": {"a": "b"},
+}
+SAMPLING = {
+    "max_new_tokens": 5,
+    "min_new_tokens": 0,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "stop_token_ids": [2],
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+    "logit_bias": {"5": 1.0},
+    "sampling_seed": 3,
+    "custom_params": {"a": 1},
+    "json_schema": '{"type": "object"}',
+}
+
+
+def documented_losses(row: str, router: str) -> set[str]:
+    text = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
+    names, cells = ["sglang-router", "smg"], {}
+    for line in text.splitlines():
+        first, *rest = [cell.strip() for cell in line.strip("| ").split("|")]
+        cells[first] = rest
+    return set(re.findall(r"`(\w+)`", cells[row][names.index(router)]))
+
+
+@pytest.mark.parametrize("router", POLICIES)
+async def test_what_a_router_loses_is_what_is_documented(
+    router: str, routers_python: Path, chatml_tokenizer: Any, tmp_path: Path
+) -> None:
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
+    with (
+        server.serve() as url,
+        Router(routers_python, router, [url], tmp_path / "log", "--policy", POLICIES[router]) as front,
+    ):
+        async with SGLangClient(front.base_url, max_retries=0) as client:
+            await client.generate([1, 2, 3], SAMPLING, rid="mine", routing_key="a-key", **FIELDS)
+    [request] = server.requests
+    sent = {**FIELDS, "routing_key": "a-key"}
+    assert set(sent) - set(request.body) == documented_losses("fields of the request", router)
+    assert set(SAMPLING) - set(request.sampling_params) == documented_losses("sampling parameters", router)
+    kept = {**sent, **SAMPLING}
+    for name, value in {**request.body, **request.sampling_params}.items():
+        if name in kept:
+            assert value == pytest.approx(kept[name])
+    assert request.input_ids == [1, 2, 3]
+    assert request.rid.startswith("mine-")
+    assert request.headers["x-smg-routing-key"] == "a-key"
+
+
+# --- workers that die: these two tests come last ---
+
+TOKENS = 300
+
+
+async def key_on(client: SGLangClient, worker: Worker, name: str) -> str:
+    """A routing key whose requests go to this worker."""
+    while True:
+        key = f"{name}-{uuid.uuid4().hex}"
+        answer = await client.generate(PROMPT, {"max_new_tokens": 1}, routing_key=key)
+        rid = answer["meta_info"]["id"]
+        if rid in worker.logged("Receive"):
+            return key
+
+
+async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_recorded_twice(
+    workers: list[Worker], fronts: dict[str, list[str]]
+) -> None:
+    staying, dying = workers
+    tokenizer = get_tokenizer(staying.server.model_path)
+    params = {"max_new_tokens": TOKENS, "ignore_eos": True}
+    clients = {front: client_of(fronts, front, max_retries=10) for front in fronts}
+    models, calls = {}, {}
+
+    async def ask(model: SGLangModel, text: str) -> None:
+        async for _ in model.stream([{"role": "user", "content": [{"text": text}]}]):
+            pass
+
+    try:
+        for front, client in clients.items():
+            for number in range(2):
+                key = await key_on(client, dying, front)
+                model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=params, routing_key=key)
+                models[front, number] = model
+        before = [len(worker.logged("Receive")) for worker in workers]
+        for (front, number), model in models.items():
+            calls[front, number] = asyncio.create_task(ask(model, f"{front} {number}"))
+        await until(lambda: len(dying.logged("Receive")) == before[1] + len(models), "the worker has all of them")
+        dying.kill()
+        await asyncio.gather(*calls.values())
+    finally:
+        for client in clients.values():
+            await client.close()
+
+    received = [worker.logged("Receive")[skip:] for worker, skip in zip(workers, before, strict=True)]
+    finished = staying.logged("Finish")
+    answered = set()
+    for (front, _), model in models.items():
+        [turn] = model.trajectory.turns
+        assert turn.status is TurnStatus.ANSWERED and turn.generation is not None
+        assert len(turn.output_ids) == TOKENS
+        rid = turn.generation.request_id
+        assert finished.count(rid) == received[0].count(rid) == 1
+        # smg sends the same request again; the others' second attempts are the client's own, with ids of their own
+        assert (rid in received[1]) is (front == "smg")
+        answered.add(rid)
+    assert len(answered) == len(models)
+    assert set(received[0]) == answered  # and nothing else was generated
+
+
+async def test_with_all_workers_dead_every_way_gives_a_clear_error(
+    workers: list[Worker], fronts: dict[str, list[str]]
+) -> None:
+    for worker in workers:
+        if worker.server.exit_code is None:
+            worker.kill()
+            worker.server.stop()
+    for front in fronts:
+        async with client_of(fronts, front, max_retries=2) as client:
+            with pytest.raises(SGLangClientError) as caught:
+                await client.generate(PROMPT, {"max_new_tokens": 1})
+        if front == "client":
+            assert isinstance(caught.value, SGLangConnectionError)
+            assert "could not connect" in str(caught.value)
+        else:
+            assert isinstance(caught.value, SGLangHTTPError)
+            assert caught.value.status in (500, 503)
+            assert re.search(r"no_available_workers|call_upstream", str(caught.value)), caught.value
