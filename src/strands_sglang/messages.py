@@ -36,6 +36,8 @@ from .content import (
 BLANK_TEXT = "[blank text]"
 """What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
 
+_KINDS = {"reasoningContent": "reasoning", "toolUse": "tool call"}  # what blocks are called in words
+
 ChatMessage = dict[str, Any]
 """A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls.
 
@@ -107,6 +109,32 @@ def canonical_content(message: Message) -> list[Mapping[str, Any]]:
     return [
         {"text": BLANK_TEXT} if "text" in block and not (block["text"] or "").strip() else block for block in blocks
     ]
+
+
+def block_digests(message: Message) -> tuple[tuple[str, bytes], ...]:
+    """Kind and digest of each content block, to tell how two messages differ; white space around texts left aside."""
+    blocks = []
+    for block in canonical_content(message):
+        kind = next(iter(block), "")
+        value = block["text"].strip() if kind == "text" else block.get(kind)
+        blocks.append((_KINDS.get(kind, kind), _digest(_dump(value))))
+    return tuple(blocks)
+
+
+def block_difference(recorded: Sequence[tuple[str, bytes]], message: Message) -> str:
+    """How a message differs from a recorded one, in words.
+
+    Args:
+        recorded: The `block_digests` of the recorded one.
+        message: The message.
+    """
+    there = block_digests(message)
+    words = []
+    for kind in dict.fromkeys(kind for kind, _ in (*recorded, *there)):
+        ours, theirs = ([digest for name, digest in blocks if name == kind] for blocks in (recorded, there))
+        if ours != theirs:
+            words.append(f"no {kind}" if not theirs else f"{kind} added" if not ours else f"other {kind}")
+    return ", ".join(words) or "other white space, or another order"
 
 
 def _digest(data: bytes) -> bytes:
@@ -294,6 +322,8 @@ __all__ = [
     "ChatMessage",
     "Conversation",
     "UnsupportedContentError",
+    "block_difference",
+    "block_digests",
     "canonical_content",
     "fingerprint",
     "message_digest",

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from .generation import Generation
-from .turns import Turn, TurnStatus
+from .turns import RecordedError, Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"
 VERSION = "1"
 
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
-    *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles"),
+    *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles", "note"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -38,10 +38,6 @@ _GENERATION_FIELDS: tuple[str, ...] = (
 
 class TrajectoryFileError(ValueError):
     """A file is no trajectory, or one of a version that this library does not know."""
-
-
-class RecordedError(Exception):
-    """The error that failed a turn, as far as a file tells: its kind and its message."""
 
 
 def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping[str, Any]) -> None:
@@ -123,7 +119,8 @@ def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
         "digests": [digest.hex() for digest in turn.digests],
         "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
         "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
-        "cause": None if turn.cause is None else f"{type(turn.cause).__name__}: {turn.cause}",
+        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
+        "cause": turn.failure,
         "prompt_tokens": len(turn.prompt_ids),
         "has_prompt_logprobs": turn.prompt_logprobs is not None,
         "answer": None
@@ -163,6 +160,7 @@ class _Reader:
             cause=None if described["cause"] is None else RecordedError(described["cause"]),
             answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
             answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
+            answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
         )
         if described["has_prompt_logprobs"]:
             turn.prompt_logprobs = self._next("prompt_logprobs", "d", described["prompt_tokens"])

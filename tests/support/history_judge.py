@@ -302,8 +302,12 @@ class Judge:
             own_end = ends.get(call.owner or "", [])
             is_kept = call.full is not None and own_end[: len(call.full)] == call.full
             is_alone = all(other is call or other.ids != call.ids for other in main)
+            # Of several attempts of one agent that say the same one was kept, and nothing tells which.
+            twins = [other for other in main if _said(other) == _said(call)]
             if children or is_kept:
-                require(tuple(call.ids) in given_out, "what an agent kept is given out", call=call.index)
+                shown = [call] if children else twins
+                is_shown = any(tuple(other.ids) in given_out for other in shown)
+                require(is_shown, "what an agent kept is given out", call=call.index)
             elif is_alone and not stands and self._is_thrown_away(call):
                 require(tuple(call.ids) not in given_out, "what an agent threw away is not given out", call=call.index)
 
@@ -320,6 +324,10 @@ class Judge:
             and after.asked[: len(call.asked)] == call.asked
             and after.asked[: len(call.full or ())] != call.full
         )
+
+
+def _said(call: Call) -> tuple[object, ...]:
+    return call.owner, call.system, call.tools, call.full
 
 
 __all__ = ["Judge", "Provable"]

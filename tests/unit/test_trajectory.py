@@ -305,6 +305,34 @@ def test_the_explanation_says_what_became_of_every_call():
     assert lines[3].endswith("[failed]: RuntimeError: server gone")
 
 
+def test_the_explanation_of_a_long_conversation_stays_at_the_left_and_forks_stand_further_in():
+    recorder = Recorder()
+    history = []
+    for i in range(100):
+        history.append(user(f"q{i}"))
+        recorder.call(history, f"a{i}")
+        history.append(assistant(f"a{i}"))
+    recorder.call([*history[:4], user("another way")])
+    recorder.call([user("something else")])
+    lines = recorder.trajectory.explain().splitlines()
+    steps = [len(line) - len(line.lstrip()) for line in lines]
+    assert steps == [0, *[2] * 99, 4, 0]
+
+
+def test_the_explanation_says_why_answers_were_discarded():
+    recorder = Recorder()
+    for messages in ([user("q")], [user("q")], [user("q"), user("Think again.")]):
+        recorder.call(messages, "a", agent="A")
+    recorder.trajectory.settle([user("q"), user("Think again.")])
+    notes = [turn.note for turn in recorder.trajectory.turns]
+    assert notes == [
+        "the agent asked the same again",
+        "message 1 (user) stands in its place",
+        "the agent's messages end before it",
+    ]
+    assert all(note in line for note, line in zip(notes, recorder.trajectory.explain().splitlines(), strict=True))
+
+
 @pytest.mark.parametrize("first_end", ["cut", "discarded"])
 def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
     recorder = Recorder()
