@@ -1,9 +1,9 @@
 """Whose call it is: which episode a call belongs to, and which agent asks.
 
 A model has one trajectory at a time, or one per `with model.episode()`, which follows the code that runs inside it
-(context variables: tasks and threads started with a copied context inherit it). A call that comes without that context,
-as those of a conversation manager's own thread do, is given to the open episode that knows its agent, or else to the
-one whose recorded history it begins with.
+(context variables: tasks and threads started with a copied context inherit it). A call that comes without that context
+is given to the open episode that knows its agent; where no agent asks, or a helper that nobody knows yet, to the one
+whose recorded history it begins with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .trajectory import Trajectory
 
 _STATE_KEY = "strands_sglang"
 
-_current: ContextVar[dict[int, Trajectory]] = ContextVar("strands_sglang_episodes", default={})  # noqa: B039  (never changed in place)
+_current: ContextVar[dict[Episodes, Trajectory]] = ContextVar("strands_sglang_episodes", default={})  # noqa: B039  (never changed in place)
 
 
 def agent_of(model_state: Any) -> str | None:
@@ -58,12 +58,12 @@ class Episodes:
     @property
     def is_inside(self) -> bool:
         """Whether the running code is inside an episode."""
-        return id(self) in _current.get()
+        return self in _current.get()
 
     @property
     def current(self) -> Trajectory:
         """The trajectory of the running code."""
-        return _current.get().get(id(self), self.outside)
+        return _current.get().get(self, self.outside)
 
     @contextmanager
     def episode(self) -> Iterator[Trajectory]:
@@ -71,27 +71,29 @@ class Episodes:
         trajectory = Trajectory()
         with self._lock:
             self._open.append(trajectory)
-        token = _current.set({**_current.get(), id(self): trajectory})
+        token = _current.set({**_current.get(), self: trajectory})
         try:
             yield trajectory
         finally:
-            _current.reset(token)
             with self._lock:
                 self._open = [other for other in self._open if other is not trajectory]
+            _current.reset(token)
 
-    def of_call(self, agent: str | None, digests: Sequence[bytes]) -> Trajectory:
+    def of_call(self, agent: str | None, digests: Sequence[bytes], *, auxiliary: bool = False) -> Trajectory:
         """The trajectory that a call belongs to.
 
         Args:
             agent: Who asks.
             digests: Of the messages that it asks with.
+            auxiliary: Whether it is a helper's.
         """
         with self._lock:
             candidates = list(self._open)
         if self.is_inside or not candidates:
             return self.current
-        if agent is not None:
-            return next((trajectory for trajectory in candidates if trajectory.knows(agent)), self.outside)
+        known = None if agent is None else next((one for one in candidates if one.knows(agent)), None)
+        if known is not None or (agent is not None and not auxiliary):
+            return known or self.outside
         agreement = [trajectory.agreement(digests) for trajectory in [self.outside, *candidates]]
         best = max(agreement)
         return [self.outside, *candidates][agreement.index(best)] if best else self.outside

@@ -39,6 +39,8 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
     trained: dict[int, int] = {}
+    if not auxiliary:  # what an agent goes on from is context there, and a helper's tokens are not trained
+        trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
     sequences = []
     for leaf in leaves:
         sequences.append(sequence_of(leaf, trained))

@@ -81,6 +81,7 @@ class Trajectory:
         self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
         self._agents: set[str] = set()  # who has asked
+        self._helpers: set[str] = set()  # and who has asked as an auxiliary
         self._lock = threading.RLock()
         self._calls = 0
         self._warned_of_several = False
@@ -100,6 +101,7 @@ class Trajectory:
                 "call_ids": self._call_ids,
                 "tool_parse_errors": self.tool_parse_errors,
                 "agents": sorted(self._agents),
+                "helpers": sorted(self._helpers),
             }
             write_turns(path, self._turns, facts)
 
@@ -116,7 +118,7 @@ class Trajectory:
         trajectory._notices = facts["result_notices"]
         trajectory._call_ids = facts["call_ids"]
         trajectory.tool_parse_errors = facts["tool_parse_errors"]
-        trajectory._agents = set(facts["agents"])
+        trajectory._agents, trajectory._helpers = set(facts["agents"]), set(facts["helpers"])
         trajectory._turns = turns
         trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
@@ -165,7 +167,8 @@ class Trajectory:
             constrained: Whether a grammar constrains the sampling.
             agent: Who asks; None for a call from outside an agent's loop.
             cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own (a summary, a judge).
+            auxiliary: Whether the call is none of a rollout's own (a summary, a judge); that of an agent's loop is
+                one only if the caller says so.
             images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
@@ -195,10 +198,12 @@ class Trajectory:
             )
             self._calls += 1
             self._turns.append(turn)
-            if agent is not None and not self._agents:
-                for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
-                    earlier.is_auxiliary = True
-            if agent is not None:
+            if agent is not None and auxiliary:
+                self._helpers.add(agent)
+            elif agent is not None:
+                if not self._agents:
+                    for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
+                        earlier.is_auxiliary = True
                 self._agents.add(agent)
             return turn
 
@@ -355,7 +360,7 @@ class Trajectory:
 
     def knows(self, agent: str) -> bool:
         """Whether an agent has made a call that is recorded here."""
-        return agent in self._agents
+        return agent in self._agents or agent in self._helpers
 
     def agreement(self, digests: Sequence[bytes]) -> int:
         """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""
