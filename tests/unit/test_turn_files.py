@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from array import array
 
 import numpy as np
 import pytest
@@ -10,6 +11,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from strands_sglang import Trajectory
+from strands_sglang.content import Picture
+from strands_sglang.generation import Generation
+from strands_sglang.images import ImageInputs
+from strands_sglang.messages import fingerprint
 from strands_sglang.turn_files import TrajectoryFileError
 from support.agents import call, make_agent, make_tools
 
@@ -112,6 +117,26 @@ async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
     object.__setattr__(generation, "routed_experts", base64.b64encode(experts.tobytes()).decode())
     recorded.save(tmp_path / "t")
     assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
+
+
+def test_images_come_back_bit_by_bit(tmp_path):
+    torch = pytest.importorskip("torch")
+    pixels = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()  # not contiguous
+    pictures = (Picture(b"\x00first", "png", "messages[0]"), Picture(b"second", "jpeg", "messages[2]"))
+    images = ImageInputs(pictures, array("i", [5, 6]), {"pixel_values": pixels, "grid": torch.tensor([[1, 2, 3]])})
+    messages = [{"role": "user", "content": [{"text": "What is that?"}]}]
+    recorded = Trajectory()
+    asked = fingerprint({}, messages)
+    turn = recorded.ask(recorded.attach(asked, messages), asked, [5, 5, 5, 6], images=images)
+    generation = Generation(array("i", [7]), array("d", [-1.0]), "stop")
+    recorded.answer(turn, generation, {"role": "assistant", "content": [{"text": "a"}]})
+    recorded.save(tmp_path / "t")
+    loaded = Trajectory.load(tmp_path / "t")
+    assert loaded.turns[0].images.pictures == pictures
+    assert loaded.turns[0].sent_ids() == turn.sent_ids() == [5, 6, 7]
+    ours, theirs = (trajectory.sequences()[0].multimodal_train_inputs for trajectory in (loaded, recorded))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
 
 
 async def test_an_error_while_writing_leaves_the_old_file(recorded, tmp_path, monkeypatch):
