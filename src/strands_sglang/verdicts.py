@@ -8,7 +8,9 @@ that was answered. The rules:
   began anew, or a copy of it was asked.
 - An answer is kept in another form where its texts stand with more or less beside them (a hook took the reasoning out),
   or where one of its tool calls does: what was sampled was used, and is trained.
-- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it.
+- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. One that a
+  user's message stands in place of was thrown away if that came in the same turn of the loop (a guide); else the agent
+  went back to the question, as it does between attempts at a goal, and the answer is an attempt like the others.
 - An answer that was cut at `max_new_tokens` is rewritten by Strands, and not thrown away.
 """
 
@@ -82,8 +84,9 @@ class AnsweredTurns:
                 if turn.status is not _OPEN or turn is extended or turn.cycle != judged_cycle:
                     continue
                 behind = _Behind(conversation.digests[known:], new_messages, known)
-                if _judge(turn, behind, taken=bool(standing) and turn is not standing[-1], kept=TurnStatus.COMMITTED):
-                    rewritten.append(turn)
+                taken = bool(standing) and turn is not standing[-1]
+                is_guide = turn.cycle == cycle
+                rewritten += _judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
         latest = self._latest.get(agent)
         if latest is not None and latest.status is _OPEN and latest is not extended:
             replaced = _behind_replaced_question(latest, conversation.digests, new_messages)
@@ -130,8 +133,7 @@ class AnsweredTurns:
                         turn.status, turn.note = TurnStatus.FINAL, ""
                 elif turn.status is _OPEN and turn.cycle == judged_cycle:
                     behind = _Behind(digests[known:], messages, known)
-                    if _judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL):
-                        rewritten.append(turn)
+                    rewritten += _judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
         return rewritten
 
     def _judge_replaced_question(
@@ -221,29 +223,32 @@ class _Behind:
         return self.messages[at] if 0 <= at < len(self.messages) else None
 
 
-def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus) -> bool:
-    """Settle the status of an answer; return whether an answer that nobody sampled stands in its place.
+def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False) -> list[Turn]:
+    """Settle the status of an answer; return its turn if an answer that nobody sampled stands in its place.
 
     Args:
         turn: The turn.
         behind: What stands behind its question.
         taken: Whether another recorded answer stands there.
         kept: The status of an answer that the agent kept.
+        is_guide: Whether a user's message that stands there came in the turn of the loop in which the turn was asked.
     """
     first = behind.first
     if not taken and turn.answer_digest in behind.digests:
         turn.status = kept
-        return False
+        return []
     if not taken and _is_kept_in_another_form(turn, behind):
         turn.status = kept
         if first is not None and first["role"] == "assistant":
             difference = block_difference(turn.answer_blocks, first)
             turn.note = f"kept in another form: message {behind.position} (assistant) holds {difference}"
-        return False
+        return []
     if turn.is_cut_short:
         if kept is TurnStatus.FINAL:
             turn.status = kept
-        return False
+        return []
+    if first is not None and first["role"] == "user" and not (taken or is_guide):
+        return []
     turn.status = TurnStatus.DISCARDED
     if not behind.digests:
         ends = kept is TurnStatus.FINAL
@@ -255,8 +260,8 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus) -> boo
     else:
         difference = block_difference(turn.answer_blocks, first)
         turn.note = f"message {behind.position} (assistant) stands in its place, with {difference}"
-        return True
-    return False
+        return [turn]
+    return []
 
 
 def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:

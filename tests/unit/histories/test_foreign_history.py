@@ -80,6 +80,55 @@ async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
 
 
 # Row 15
+@pytest.mark.parametrize("keeps_history", [True, False])
+async def test_attempts_at_the_goal_of_a_later_invocation_are_trained_once_each(judged, caplog, keeps_history):
+    judge = judged(numbered)
+    asked = []
+
+    def is_good(response, agent):
+        asked.append(response)
+        return {"passed": len(asked) % 3 == 0, "feedback": "NOT GOOD ENOUGH"}
+
+    plugin = GoalLoop(goal=is_good, max_attempts=4, preserve_context=keeps_history)
+    agent = make_agent(judge.model, plugins=[plugin])
+    await agent.invoke_async("Question-0?")
+    await agent.invoke_async("Question-1?")
+    judge.model.trajectory.settle(agent.messages)
+    judge.check()
+    assert "discarded" not in statuses(judge.model.trajectory)
+    # By now the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
+    expected = [[1] * 6] if keeps_history else [[1], [1], [1, 1], [0, 1], [0, 1]]
+    assert response_masks(judge.model.trajectory) == expected
+    # Each attempt opens with another message; the main conversation is the first one, and the rest is warned of.
+    first = judge.model.trajectory.sequences()[0].token_ids
+    assert judge.model.token_manager.token_ids == first
+    assert any("one of several sequences" in record.getMessage() for record in caplog.records) != keeps_history
+
+
+# Row 15
+async def test_the_main_sequence_goes_with_the_agent_over_snapshots_and_sessions(judged, tmp_path):
+    judge = judged(numbered)
+    agent = make_agent(judge.model)
+    snapshots = [agent.take_snapshot(preset="session")]
+    await agent.invoke_async("Question-0?")
+    snapshots.append(agent.take_snapshot(preset="session"))
+    await agent.invoke_async("Question-1?")
+    for snapshot, question, sequence in (
+        (snapshots[1], "Question-2?", [0, 2]),  # from the first answer, by the agent itself
+        (snapshots[1], "Question-3?", [0, 3]),  # by a new one
+        (snapshots[0], "Question-0?", [4]),  # from the beginning once more
+    ):
+        if question != "Question-2?":
+            agent = make_agent(judge.model)
+        agent.load_snapshot(snapshot)
+        await agent.invoke_async(question)
+        text = judge.server.tokenizer.decode(judge.model.token_manager.token_ids)
+        assert [i for i in range(5) if f"Answer-{i}." in text] == [i for i in sequence]
+    judge.check()
+    assert "discarded" not in statuses(judge.model.trajectory)
+
+
+# Row 15
 @pytest.mark.parametrize("calls", [0, 2])
 async def test_branches_from_one_snapshot_that_ask_the_same_keep_all_their_answers(judged, calls):
     """One of them uses a tool, and so goes on behind answers of the others that it never had."""
