@@ -13,7 +13,7 @@ from strands.hooks import (
 
 from strands_sglang import SGLangAbortedError
 from strands_sglang.testing import ScriptedAnswer
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, raise_once
 from support.judge import numbered, response_masks, statuses
 
 
@@ -231,14 +231,7 @@ async def test_a_call_that_failed_and_is_retried_leaves_one_turn(judged):
 async def test_an_answer_that_was_lost_because_a_hook_raised_is_discarded(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
-    raised = []
-
-    def raise_once(event: AfterModelCallEvent):
-        if not raised and event.stop_response is not None:
-            raised.append(event)
-            raise ZeroDivisionError("in a hook")
-
-    agent.add_hook(raise_once, AfterModelCallEvent)
+    raise_once(agent, AfterModelCallEvent)
     with pytest.raises(ZeroDivisionError):
         await agent.invoke_async("Question-0?")
     judge.model.trajectory.settle(agent.messages)
