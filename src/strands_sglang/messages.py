@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -144,9 +145,21 @@ def _digest(data: bytes) -> bytes:
 def _dump(value: Any) -> bytes:
     """Bytes that are equal exactly for equal values (dictionaries by content, not by order)."""
     try:
-        return orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        data = orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except TypeError:  # integers beyond 64 bits, lone surrogates: rare, and the standard library can
         return json.dumps(value, default=repr, sort_keys=True).encode()
+    if b"null" in data and _holds_nan(value):  # written as null, too
+        return json.dumps(value, default=repr, sort_keys=True).encode()
+    return data
+
+
+def _holds_nan(value: Any) -> bool:
+    """Whether there is a float in a value that JSON has no form for."""
+    if isinstance(value, dict):
+        return any(map(_holds_nan, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_nan, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _dump_other(value: Any) -> str:

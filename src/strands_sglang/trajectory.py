@@ -331,7 +331,8 @@ class Trajectory:
 
         The main conversation is the first one since the start that was answered, every attempt at its first call
         included, calls from outside the agents' loops left aside; before any answer it is the latest one that was
-        asked, so that its opening prompt can be seen.
+        asked, so that its opening prompt can be seen. It ends with the latest answer that was not thrown away; where
+        all were, with the latest one, whose tokens are not trained then.
 
         Args:
             warn: Whether to log, once, that other sequences hold tokens to train, too.
@@ -348,11 +349,13 @@ class Trajectory:
             first = next((turn for turn in roots if turn.is_answered), None)
             if first is None:
                 return sequence_of(roots[-1]) if roots else TokenManager()
-            leaf = first
-            for turn in self._turns:
-                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key:
-                    leaf = turn
-            return sequence_of(leaf)
+            ends = [
+                turn
+                for turn in self._turns
+                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key
+            ]
+            kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
+            return sequence_of(kept[-1]) if kept else sequence_of(ends[-1], {id(ends[-1]): len(ends[-1].output_ids)})
 
     def _has_several(self) -> bool:
         """Whether there is more than one sequence to train."""

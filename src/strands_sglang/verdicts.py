@@ -8,9 +8,10 @@ that was answered. The rules:
   began anew, or a copy of it was asked.
 - An answer is kept in another form where its texts stand with more or less beside them (a hook took the reasoning out),
   or where one of its tool calls does: what was sampled was used, and is trained.
-- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. One that a
-  user's message stands in place of was thrown away if that came in the same turn of the loop (a guide); else the agent
-  went back to the question, as it does between attempts at a goal, and the answer is an attempt like the others.
+- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. (A summary of
+  a history of one exchange looks the same; to train what a guardrail stopped would be the greater harm.)
+- An answer in whose place a user's message stands was thrown away if that came in the same turn of the loop (a guide).
+  Else the agent went back to the question, as between attempts at a goal, and the answer is an attempt like the others.
 - An answer that was cut at `max_new_tokens` is rewritten by Strands, and not thrown away.
 """
 

@@ -346,6 +346,24 @@ def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
     assert recorder.trajectory.latest_main_sequence().token_ids == after.token_ids()
 
 
+@pytest.mark.parametrize("kept", "abc")
+def test_the_main_sequence_ends_with_the_answer_that_was_kept_and_not_with_the_latest(kept):
+    recorder = Recorder()
+    tries = {answer: recorder.call([user("q")], answer, agent="A") for answer in "abc"}
+    recorder.trajectory.settle([user("q"), assistant(kept)])
+    main = recorder.trajectory.latest_main_sequence()
+    assert (main.token_ids, main.loss_mask) == (tries[kept].token_ids(), [0, 0, 1, 1])
+
+
+def test_where_every_answer_was_thrown_away_the_main_sequence_trains_nothing():
+    recorder = Recorder()
+    turn = recorder.call([user("q")], "a", agent="A")
+    recorder.trajectory.settle([user("q"), assistant("Cancelled by user")])
+    main = recorder.trajectory.latest_main_sequence()
+    assert (main.token_ids, main.loss_mask) == (turn.token_ids(), [0, 0, 0, 0])
+    assert recorder.trajectory.sequences() == []
+
+
 def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():
     recorder = Recorder()
     recorder.call([user("q")], "a")
