@@ -115,9 +115,14 @@ class AnsweredTurns:
             if id(turn) in lengths and turn.answer_digest and not turn.is_auxiliary
         ]
         kept = [turn for turn, known in asked if digests[known : known + 1] == (turn.answer_digest,)]
-        agents = {turn.agent for turn in kept[-1:] or (turn for turn, _ in asked)}
-        if len(agents) > 1:
-            return []  # none of the answers stands there, and those who asked the same are several
+        # The messages are whose question is the longest one in them, and whose answer stands there if any does.
+        longest = max((known for _, known in asked), default=0)
+        last = [turn for turn, known in asked if known == longest]
+        agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
+        if len(agents) > 1:  # several have asked the same, and nothing tells them apart
+            for turn in kept:
+                turn.status = TurnStatus.FINAL if turn.status is _OPEN else turn.status
+            return []
         rewritten = self._judge_replaced_question(messages, digests, {known for _, known in asked})
         rivals: dict[bytes, list[tuple[Turn, int]]] = {}
         for turn, known in asked:

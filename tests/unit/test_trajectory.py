@@ -268,6 +268,17 @@ class TestSettle:
         recorder.trajectory.settle([user("q"), assistant("B")])
         assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
 
+    def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_the_messages_of_that_one(self):
+        recorder = Recorder()
+        recorder.call([user("q")], "a", agent="A")
+        history = [user("q"), assistant("a"), user("r")]
+        kept = recorder.call(history, "b", agent="A")
+        thrown = recorder.call(history, "c", agent="B")
+        recorder.trajectory.settle([*history, assistant("Cancelled by user")])  # B's
+        assert kept.status is TurnStatus.ANSWERED
+        recorder.trajectory.settle([*history, assistant("b")])
+        assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+
     def test_messages_that_were_shortened_tell_nothing(self):
         recorder = Recorder()
         turn = recorder.call([user("q")], "a", agent="A")
