@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from strands.types.content import Messages
 
@@ -24,9 +25,9 @@ def why_here(turns: Sequence[Turn], turn: Turn, known: int, conversation: Conver
     """
     if turn.status is TurnStatus.COMMITTED:
         later = [(leaf, leaf.path_after(turn)) for leaf in _leaves(turns)]
-        differences = [_first_difference(leaf, path, known, conversation, messages) for leaf, path in later if path]
+        differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
-            return f"forks after call {turn.index}: {max(reversed(differences), key=_agreement)[1]}"
+            return f"forks after call {turn.index}: {_deepest(differences, messages)}"
     return f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)"
 
 
@@ -45,8 +46,8 @@ def why_new(turns: Sequence[Turn], conversation: Conversation, messages: Message
     for leaf in leaves:
         # Most differ in their first message, and long paths are worth their walk only where they do not.
         path = [leaf.root] if leaf.root.digests[:1] != conversation.digests[:1] else leaf.path()
-        differences.append(_first_difference(leaf, path, 0, conversation, messages))
-    return "opens a sequence: " + max(reversed(differences), key=_agreement)[1]
+        differences.append(_first_difference(leaf, path, 0, conversation))
+    return "opens a sequence: " + _deepest(differences, messages)
 
 
 def explain(turns: Iterable[Turn]) -> str:
@@ -79,9 +80,24 @@ def _leaves(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in recent if turn.answer_digest and id(turn) not in inner and not turn.is_auxiliary]
 
 
-def _first_difference(
-    leaf: Turn, path: Sequence[Turn], known: int, conversation: Conversation, messages: Messages
-) -> tuple[int, str]:
+@dataclass(frozen=True)
+class _Difference:
+    """What differs first between a conversation and a recorded one.
+
+    Attributes:
+        agreement: How far they agree; the part that differs counts.
+        what: What differs, in words.
+        leaf: The last turn of the recorded one.
+        answer: The turn whose answer differs, and the position of the message in its place; None if it is no answer.
+    """
+
+    agreement: int
+    what: str
+    leaf: Turn
+    answer: tuple[Turn, int] | None = None
+
+
+def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation: Conversation) -> _Difference:
     """How far a conversation agrees with a recorded one, and what differs first.
 
     Args:
@@ -89,25 +105,28 @@ def _first_difference(
         path: Its turns, those left out whose messages are known to agree.
         known: How many messages that are.
         conversation: What arrived.
-        messages: The same as messages.
     """
-    compared = f"(compared with call {leaf.index})"
     for name, digest in leaf.parts.items():
         if conversation.parts.get(name) != digest:
-            return 0, f"the {name} changed {compared}"
+            return _Difference(0, f"the {name} changed", leaf)
     i = known
     for turn in path:
         for recorded, role in (*zip(turn.digests, turn.roles, strict=True), (turn.answer_digest, "assistant")):
             if i == len(conversation.digests):
-                return i + 1, f"it stops after message {i - 1}, before the recorded answer {compared}"
+                return _Difference(i + 1, f"it stops after message {i - 1}, before the recorded answer", leaf)
             if recorded != conversation.digests[i]:
-                found = f"message {i} ({conversation.roles[i]}) is not the recorded one ({role})"
-                if recorded == turn.answer_digest and conversation.roles[i] == role:
-                    found += f": {block_difference(turn.answer_blocks, messages[i])}"
-                return i + 1, f"{found} {compared}"
+                what = f"message {i} ({conversation.roles[i]}) is not the recorded one ({role})"
+                is_answer = recorded == turn.answer_digest and conversation.roles[i] == role
+                return _Difference(i + 1, what, leaf, (turn, i) if is_answer else None)
             i += 1
-    return i + 1, f"it goes on after message {i - 1} {compared}"
+    return _Difference(i + 1, f"it goes on after message {i - 1}", leaf)
 
 
-def _agreement(difference: tuple[int, str]) -> int:
-    return difference[0]
+def _deepest(differences: Sequence[_Difference], messages: Messages) -> str:
+    """The difference from the recorded conversation that agrees the furthest, the latest of several, in words."""
+    chosen = max(reversed(differences), key=lambda difference: difference.agreement)
+    what = chosen.what
+    if chosen.answer is not None:
+        turn, position = chosen.answer
+        what += f": {block_difference(turn.answer_blocks, messages[position])}"
+    return f"{what} (compared with call {chosen.leaf.index})"
