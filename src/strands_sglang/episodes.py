@@ -8,6 +8,7 @@ whose recorded history it begins with.
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from .trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 _STATE_KEY = "strands_sglang"
 
@@ -53,6 +56,7 @@ class Episodes:
         """Start with an empty trajectory for calls outside of episodes."""
         self.outside = Trajectory()
         self._open: list[Trajectory] = []
+        self._warned = False
         self._lock = threading.Lock()
 
     @property
@@ -79,6 +83,16 @@ class Episodes:
                 self._open = [other for other in self._open if other is not trajectory]
             _current.reset(token)
 
+    def _warn_of_outside(self, count: int) -> None:
+        """Say once that an agent runs beside the open episodes: a thread that was started without their context may."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "episodes=<%d> | an agent's call came from outside of the open episodes and is recorded in none of "
+                "them; threads need their context: asyncio.to_thread, or contextvars.copy_context().run",
+                count,
+            )
+
     def of_call(self, agent: str | None, digests: Sequence[bytes], *, auxiliary: bool = False) -> Trajectory:
         """The trajectory that a call belongs to.
 
@@ -92,8 +106,11 @@ class Episodes:
         if self.is_inside or not candidates:
             return self.current
         known = None if agent is None else next((one for one in candidates if one.knows(agent)), None)
-        if known is not None or (agent is not None and not auxiliary):
-            return known or self.outside
+        if known is not None:
+            return known
+        if agent is not None and not auxiliary:
+            self._warn_of_outside(len(candidates))
+            return self.outside
         agreement = [trajectory.agreement(digests) for trajectory in [self.outside, *candidates]]
         best = max(agreement)
         return [self.outside, *candidates][agreement.index(best)] if best else self.outside
