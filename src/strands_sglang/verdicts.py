@@ -6,8 +6,8 @@ that was answered. The rules:
 - Attempts at one question in one turn of the agent's loop are rivals (a hook retried, middleware took the best of
   several): one stands, the others were thrown away. Attempts in other turns of its loop are not judged by it: the agent
   began anew, or a copy of it was asked.
-- An answer is kept in another form where its texts stand with more or less beside them (a hook took the reasoning out),
-  or where one of its tool calls does: what was sampled was used, and is trained.
+- An answer is kept in another form where one of its tool calls stands, or where it has none its texts, with more or
+  less beside them (a hook took the reasoning out): what was sampled was used, and is trained.
 - An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. (A summary of
   a history of one exchange looks the same; to train what a guardrail stopped would be the greater harm.)
 - An answer in whose place a user's message stands was thrown away if that came in the same turn of the loop (a guide).
@@ -271,11 +271,11 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_gui
 
 
 def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:
-    """Whether one of its tool calls stands in the history, or its texts with more or less beside them."""
+    """Whether one of its tool calls stands in the history, or where it has none its texts, more or less beside them."""
     calls = {call["toolUseId"] for call in turn.tool_calls}
-    blocks = (block for message in behind.messages for block in message["content"]) if calls else ()
-    if any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks):
-        return True
+    if calls:
+        blocks = (block for message in behind.messages for block in message["content"])
+        return any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks)
     first = behind.first
     if first is None or first["role"] != "assistant":
         return False

@@ -167,6 +167,24 @@ async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, 
 
 
 # Row 7
+async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
+    judge = judged([f"Let me see. {call(expression='2 * 3')}", "Fine."])
+    tools, ran = make_tools()
+    agent = make_agent(judge.model, tools)
+
+    def forbid(event: AfterModelCallEvent):
+        message = event.stop_response.message
+        message["content"] = [block for block in message["content"] if "toolUse" not in block]
+
+    agent.add_hook(forbid, AfterModelCallEvent)
+    await agent.invoke_async("Compute.")
+    judge.model.trajectory.settle(agent.messages)
+    assert ran == []
+    judge.check(discarded=[0])
+    assert "no tool call" in judge.model.trajectory.turns[0].note
+
+
+# Row 7
 async def test_a_user_message_that_a_hook_edits_before_the_first_call_is_seen_edited(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
