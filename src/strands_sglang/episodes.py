@@ -1,13 +1,14 @@
 """Whose call it is: which episode a call belongs to, and which agent asks.
 
 A model has one trajectory at a time, or one per `with model.episode()`, which follows the code that runs inside it
-(context variables: tasks and threads started with a copied context inherit it). A call that comes without that context,
-as those of a conversation manager's own thread do, is given to the open episode that knows its agent, or else to the
-one whose recorded history it begins with.
+(context variables: tasks and threads started with a copied context inherit it). A call that comes without that context
+is given to the open episode that knows its agent; where no agent asks, or a helper that nobody knows yet, to the one
+whose recorded history it begins with.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,11 @@ from typing import Any
 
 from .trajectory import Trajectory
 
+logger = logging.getLogger(__name__)
+
 _STATE_KEY = "strands_sglang"
 
-_current: ContextVar[dict[int, Trajectory]] = ContextVar("strands_sglang_episodes", default={})  # noqa: B039  (never changed in place)
+_current: ContextVar[dict[Episodes, Trajectory]] = ContextVar("strands_sglang_episodes", default={})  # noqa: B039  (never changed in place)
 
 
 def agent_of(model_state: Any) -> str | None:
@@ -53,17 +56,18 @@ class Episodes:
         """Start with an empty trajectory for calls outside of episodes."""
         self.outside = Trajectory()
         self._open: list[Trajectory] = []
+        self._warned = False
         self._lock = threading.Lock()
 
     @property
     def is_inside(self) -> bool:
         """Whether the running code is inside an episode."""
-        return id(self) in _current.get()
+        return self in _current.get()
 
     @property
     def current(self) -> Trajectory:
         """The trajectory of the running code."""
-        return _current.get().get(id(self), self.outside)
+        return _current.get().get(self, self.outside)
 
     @contextmanager
     def episode(self) -> Iterator[Trajectory]:
@@ -71,27 +75,42 @@ class Episodes:
         trajectory = Trajectory()
         with self._lock:
             self._open.append(trajectory)
-        token = _current.set({**_current.get(), id(self): trajectory})
+        token = _current.set({**_current.get(), self: trajectory})
         try:
             yield trajectory
         finally:
-            _current.reset(token)
             with self._lock:
                 self._open = [other for other in self._open if other is not trajectory]
+            _current.reset(token)
 
-    def of_call(self, agent: str | None, digests: Sequence[bytes]) -> Trajectory:
+    def _warn_of_outside(self, count: int) -> None:
+        """Say once that an agent runs beside the open episodes: a thread that was started without their context may."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "episodes=<%d> | an agent's call came from outside of the open episodes and is recorded in none of "
+                "them; threads need their context: asyncio.to_thread, or contextvars.copy_context().run",
+                count,
+            )
+
+    def of_call(self, agent: str | None, digests: Sequence[bytes], *, auxiliary: bool = False) -> Trajectory:
         """The trajectory that a call belongs to.
 
         Args:
             agent: Who asks.
             digests: Of the messages that it asks with.
+            auxiliary: Whether it is a helper's.
         """
         with self._lock:
             candidates = list(self._open)
         if self.is_inside or not candidates:
             return self.current
-        if agent is not None:
-            return next((trajectory for trajectory in candidates if trajectory.knows(agent)), self.outside)
+        known = None if agent is None else next((one for one in candidates if one.knows(agent)), None)
+        if known is not None:
+            return known
+        if agent is not None and not auxiliary:
+            self._warn_of_outside(len(candidates))
+            return self.outside
         agreement = [trajectory.agreement(digests) for trajectory in [self.outside, *candidates]]
         best = max(agreement)
         return [self.outside, *candidates][agreement.index(best)] if best else self.outside

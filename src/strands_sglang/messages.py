@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,6 +37,8 @@ from .content import (
 
 BLANK_TEXT = "[blank text]"
 """What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
+
+_KINDS = {"reasoningContent": "reasoning", "toolUse": "tool call"}  # what blocks are called in words
 
 ChatMessage = dict[str, Any]
 """A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls.
@@ -119,6 +122,32 @@ def canonical_content(message: Message) -> list[Mapping[str, Any]]:
     ]
 
 
+def block_digests(message: Message) -> tuple[tuple[str, bytes], ...]:
+    """Kind and digest of each content block, to tell how two messages differ; white space around texts left aside."""
+    blocks = []
+    for block in canonical_content(message):
+        kind = next(iter(block), "")
+        value = block["text"].strip() if kind == "text" else block.get(kind)
+        blocks.append((_KINDS.get(kind, kind), _digest(_dump(value))))
+    return tuple(blocks)
+
+
+def block_difference(recorded: Sequence[tuple[str, bytes]], message: Message) -> str:
+    """How a message differs from a recorded one, in words.
+
+    Args:
+        recorded: The `block_digests` of the recorded one.
+        message: The message.
+    """
+    there = block_digests(message)
+    words = []
+    for kind in dict.fromkeys(kind for kind, _ in (*recorded, *there)):
+        ours, theirs = ([digest for name, digest in blocks if name == kind] for blocks in (recorded, there))
+        if ours != theirs:
+            words.append(f"no {kind}" if not theirs else f"{kind} added" if not ours else f"other {kind}")
+    return ", ".join(words) or "other white space, or another order"
+
+
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
@@ -126,9 +155,21 @@ def _digest(data: bytes) -> bytes:
 def _dump(value: Any) -> bytes:
     """Bytes that are equal exactly for equal values (dictionaries by content, not by order)."""
     try:
-        return orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        data = orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except TypeError:  # integers beyond 64 bits, lone surrogates: rare, and the standard library can
         return json.dumps(value, default=repr, sort_keys=True).encode()
+    if b"null" in data and _holds_nan(value):  # written as null, too
+        return json.dumps(value, default=repr, sort_keys=True).encode()
+    return data
+
+
+def _holds_nan(value: Any) -> bool:
+    """Whether there is a float in a value that JSON has no form for."""
+    if isinstance(value, dict):
+        return any(map(_holds_nan, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_nan, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _dump_other(value: Any) -> str:
@@ -304,6 +345,8 @@ __all__ = [
     "ChatMessage",
     "Conversation",
     "UnsupportedContentError",
+    "block_difference",
+    "block_digests",
     "canonical_content",
     "fingerprint",
     "message_digest",

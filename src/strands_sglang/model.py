@@ -24,6 +24,7 @@ from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
 from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
+from .auxiliary import AuxiliaryModel
 from .calls import Caller, kept_if_unreadable
 from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
@@ -202,6 +203,16 @@ class SGLangModel(Model):
         return self._episodes.episode()
 
     @property
+    def auxiliary(self) -> AuxiliaryModel:
+        """This model for helpers: a judge, a writer of summaries, any agent whose answers are not to be trained.
+
+        `Agent(model=model.auxiliary)` for a helper of your own, `Agent(model=model, aux_model=model.auxiliary)` for
+        those that Strands makes. Their calls are recorded in the same trajectory as auxiliary: `token_manager` leaves
+        them aside, and `trajectory.sequences(auxiliary=True)` has them.
+        """
+        return AuxiliaryModel(self)
+
+    @property
     def trajectory(self) -> Trajectory:
         """All calls of the episode that the running code belongs to."""
         return self._episodes.current
@@ -242,6 +253,7 @@ class SGLangModel(Model):
         tool_choice: ToolChoice | None = None,
         system_prompt_content: list[SystemContentBlock] | None = None,
         cancel_signal: threading.Event | None = None,
+        auxiliary: bool = False,
         **kwargs: Any,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Make one model call and stream its answer as Strands events.
@@ -258,6 +270,7 @@ class SGLangModel(Model):
             system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
             cancel_signal: Once it is set, the request is aborted, what was sampled until then is recorded as a cut
                 turn, and the stream ends with the stop reason "cancelled". `agent.cancel()` sets it.
+            auxiliary: Whether the call is a helper's, and not to be trained; see the property of this name.
             **kwargs: Whatever else Strands passes.
 
         Yields:
@@ -281,7 +294,7 @@ class SGLangModel(Model):
         agent = agent_of(kwargs.get("model_state"))
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
-        trajectory = self._episodes.of_call(agent, conversation.digests)
+        trajectory = self._episodes.of_call(agent, conversation.digests, auxiliary=auxiliary)
 
         caller = self._caller()  # `update_config` while the request is on its way is for the next call
 
@@ -301,6 +314,7 @@ class SGLangModel(Model):
                 grammar=grammar,
                 agent=agent,
                 cycle=cycle_of(kwargs.get("invocation_state")),
+                auxiliary=auxiliary,
                 cancel_signal=cancel_signal,
             )
         except SGLangCancelledError:

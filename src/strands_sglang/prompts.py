@@ -7,6 +7,7 @@ place says why.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from strands.types.content import Messages
@@ -54,12 +55,14 @@ def next_prompt(
     turn = place.turn
     if turn is not None:
         known = len(messages) - len(place.new_messages)
+        # One walk over what is known: which kinds of blocks it holds.
+        blocks = Counter(kind for message in messages[:known] for block in message["content"] for kind in block)
         new = to_chat_messages(
             place.new_messages,
             known_calls=turn.tool_calls,
             result_notice=trajectory.result_notice,
             call_id=call_id,
-            calls_before=sum("toolUse" in block for old in messages[:known] for block in old["content"]),
+            calls_before=blocks["toolUse"],
             first=known,
             images=images is not None,
         )
@@ -75,7 +78,7 @@ def next_prompt(
                 new,
                 tools,
                 has_system=system is not None,
-                had_tool_results=any("toolResult" in block for old in messages[:known] for block in old["content"]),
+                had_tool_results=blocks["toolResult"] > 0,
                 ends_in_reasoning=turn.ends_in_reasoning,
             )
         except UnprovenContinuationError as error:

@@ -30,16 +30,24 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
         and (discarded or turn.status is not TurnStatus.DISCARDED)
         and (auxiliary or not turn.is_auxiliary)
     ]
-    # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
-    # An auxiliary call goes on in a sequence of its own, which the main one must not need.
-    inner = {
-        id(turn.parent)
-        for turn in shown
-        if turn.parent is not None and turn.parent_kept is None and (turn.parent.is_auxiliary or not turn.is_auxiliary)
-    }
+    given_out = {id(turn) for turn in shown}
+    inner: set[int] = set()
+    for turn in shown:
+        step = turn
+        # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
+        # An auxiliary call goes on in a sequence of its own, which the main one must not need.
+        while (
+            step.parent is not None and step.parent_kept is None and (step.parent.is_auxiliary or not turn.is_auxiliary)
+        ):
+            step = step.parent
+            inner.add(id(step))
+            if id(step) in given_out:
+                break
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
     trained: dict[int, int] = {}
+    if not auxiliary:  # what an agent goes on from is context there, and a helper's tokens are not trained
+        trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
     sequences = []
     for leaf in leaves:
         sequences.append(sequence_of(leaf, trained))

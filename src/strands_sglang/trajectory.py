@@ -29,11 +29,12 @@ from .drift import Drift, measure_drift
 from .explanations import explain, why_here, why_new
 from .generation import Generation
 from .images import ImageInputs
-from .messages import Conversation, message_digest, next_link
+from .messages import Conversation, block_digests, message_digest, next_link
 from .sequences import export_sequences, sequence_of
 from .tokens import TokenManager
 from .turn_files import read_turns, write_turns
 from .turns import Turn, TurnStatus
+from .verdicts import AnsweredTurns, agreement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,16 +77,17 @@ class Trajectory:
         """Start empty."""
         self._id = uuid.uuid4().hex
         self._turns: list[Turn] = []
-        self._answers: dict[bytes, list[Turn]] = {}
+        self._answered = AnsweredTurns()
         self._failures: dict[tuple[int, bytes], Turn] = {}
         self._notices: dict[str, str] = {}
         self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
         self._agents: set[str] = set()  # who has asked
-        self._asked_by: dict[tuple[str, bytes], list[Turn]] = {}  # answered turns, by their agent and its question
+        self._helpers: set[str] = set()  # and who has asked as an auxiliary
         self._lock = threading.RLock()
         self._calls = 0
-        self._warned = False
+        self._warned_of_several = False
+        self._warned_of_rewriting = False
 
     # --- files ---
 
@@ -101,6 +103,7 @@ class Trajectory:
                 "call_ids": self._call_ids,
                 "tool_parse_errors": self.tool_parse_errors,
                 "agents": sorted(self._agents),
+                "helpers": sorted(self._helpers),
             }
             write_turns(path, self._turns, facts)
 
@@ -117,7 +120,7 @@ class Trajectory:
         trajectory._notices = facts["result_notices"]
         trajectory._call_ids = facts["call_ids"]
         trajectory.tool_parse_errors = facts["tool_parse_errors"]
-        trajectory._agents = set(facts["agents"])
+        trajectory._agents, trajectory._helpers = set(facts["agents"]), set(facts["helpers"])
         trajectory._turns = turns
         trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
@@ -136,11 +139,10 @@ class Trajectory:
         """
         with self._lock:
             for known in range(len(messages), 0, -1):
-                same = self._answers.get(conversation.chain[known])
-                if same:
-                    turn = next((turn for turn in reversed(same) if turn.agent == agent), same[-1])
-                    return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation))
-            return Place(None, messages, why_new(self._turns, conversation))
+                turn = self._answered.find(conversation.chain[known], agent)
+                if turn is not None:
+                    return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
+            return Place(None, messages, why_new(self._turns, conversation, messages))
 
     def ask(
         self,
@@ -167,12 +169,15 @@ class Trajectory:
             constrained: Whether a grammar constrains the sampling.
             agent: Who asks; None for a call from outside an agent's loop.
             cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own (a summary, a judge).
+            auxiliary: Whether the call is none of a rollout's own (a summary, a judge); that of an agent's loop is
+                one only if the caller says so.
             images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
         with self._lock:
-            self._find_thrown_away(agent, cycle, conversation, place)
+            if agent is not None:
+                extended, new = place.turn, place.new_messages
+                self._tell_rewritten(self._answered.judge_by_call(conversation, new, extended, agent, cycle))
             replaced = self._failures.pop((id(place.turn), conversation.key), None)
             if replaced is not None:
                 self._turns.remove(replaced)
@@ -195,32 +200,25 @@ class Trajectory:
             )
             self._calls += 1
             self._turns.append(turn)
-            if agent is not None and not self._agents:
-                for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
-                    earlier.is_auxiliary = True
-            if agent is not None:
+            if agent is not None and auxiliary:
+                self._helpers.add(agent)
+            elif agent is not None:
+                if not self._agents:
+                    for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
+                        earlier.is_auxiliary = True
                 self._agents.add(agent)
             return turn
 
-    def _find_thrown_away(self, agent: str | None, cycle: str | None, conversation: Conversation, place: Place) -> None:
-        """Mark answers of the agent as discarded if it goes on from their questions without them.
-
-        A hook that retries, a guide, a cancel, the best of several: the same messages arrive, and then something else
-        or nothing. An answer that was cut at `max_new_tokens` is rewritten by Strands, not thrown away; and an agent
-        that begins anew, as one that is a tool does, may ask the same in another cycle of its loop.
-        """
-        if agent is None:
-            return
-        for known, link in enumerate(conversation.chain):
-            for turn in self._asked_by.get((agent, link), ()):
-                if place.turn is turn or turn.status is not TurnStatus.ANSWERED:
-                    continue
-                if known == len(conversation.digests) and turn.cycle != cycle:
-                    continue
-                if turn.is_used_in(place.new_messages, conversation.digests[known:]):
-                    turn.status = TurnStatus.COMMITTED  # the call builds on it, in a sequence of its own
-                elif not turn.is_cut_short:
-                    turn.status = TurnStatus.DISCARDED
+    def _tell_rewritten(self, rewritten: Sequence[Turn]) -> None:
+        """Warn once that sampled answers were replaced, which costs training data and may well be an oversight."""
+        if rewritten and not self._warned_of_rewriting:
+            self._warned_of_rewriting = True
+            logger.warning(
+                "call=<%d>, note=<%s> | a sampled answer was replaced in the agent's history, by a hook, a cancel or a "
+                "guardrail: it is discarded and not trained, as are others like it; see trajectory.explain()",
+                rewritten[0].index,
+                rewritten[0].note,
+            )
 
     def answer(
         self,
@@ -255,6 +253,7 @@ class Trajectory:
             for name in parse_errors:
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
             turn.answer_digest = message_digest(message)
+            turn.answer_blocks = block_digests(message)
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
             self._index(turn)
@@ -279,10 +278,7 @@ class Trajectory:
         """Make a turn that has ended findable by what it was asked and what it answered."""
         if turn.status is TurnStatus.FAILED:
             self._failures[id(turn.parent), turn.key] = turn
-        if turn.answer_key is not None:
-            self._answers.setdefault(turn.answer_key, []).append(turn)
-            if turn.agent is not None:
-                self._asked_by.setdefault((turn.agent, turn.key), []).append(turn)
+        self._answered.add(turn)
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
         turn.generation = generation
@@ -291,7 +287,7 @@ class Trajectory:
         if len(logprobs) == len(turn.prompt_ids):
             turn.prompt_logprobs = logprobs
         parent = turn.parent
-        if parent is not None and not turn.is_auxiliary and parent.status is not TurnStatus.CUT:
+        if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
             parent.status = TurnStatus.COMMITTED
 
     def settle(self, messages: Messages) -> None:
@@ -304,24 +300,8 @@ class Trajectory:
         Args:
             messages: The agent's messages.
         """
-        digests = tuple(message_digest(message) for message in messages)
         with self._lock:
-            open_turns = []
-            for turn in self._turns:
-                asked = turn.asked()
-                if turn.answer_digest and not turn.is_auxiliary and digests[: len(asked)] == asked:
-                    open_turns.append((turn, len(asked)))
-            kept = [turn for turn, known in open_turns if digests[known : known + 1] == (turn.answer_digest,)]
-            agents = {turn.agent for turn in kept[-1:] or (turn for turn, _ in open_turns)}
-            if len(agents) != 1:
-                return  # none of the answers stands there, and those who asked the same are several
-            for turn, known in open_turns:
-                if turn in kept:
-                    if turn.status in (TurnStatus.ANSWERED, TurnStatus.DISCARDED):
-                        turn.status = TurnStatus.FINAL
-                elif turn.agent in agents and turn.status is TurnStatus.ANSWERED:
-                    in_use = turn.is_cut_short or turn.is_used_in(messages, digests[known:])
-                    turn.status = TurnStatus.FINAL if in_use else TurnStatus.DISCARDED
+            self._tell_rewritten(self._answered.judge_by_messages(self._turns, messages))
 
     # --- reading ---
 
@@ -353,14 +333,15 @@ class Trajectory:
 
         The main conversation is the first one since the start that was answered, every attempt at its first call
         included, calls from outside the agents' loops left aside; before any answer it is the latest one that was
-        asked, so that its opening prompt can be seen.
+        asked, so that its opening prompt can be seen. It ends with the latest answer that was not thrown away; where
+        all were, with the latest one, whose tokens are not trained then.
 
         Args:
             warn: Whether to log, once, that other sequences hold tokens to train, too.
         """
         with self._lock:
-            if warn and not self._warned and self._has_several():
-                self._warned = True
+            if warn and not self._warned_of_several and self._has_several():
+                self._warned_of_several = True
                 logger.warning(
                     "turns=<%d> | token_manager is one of several sequences of this episode: train on "
                     "trajectory.sequences(), or see trajectory.explain()",
@@ -370,11 +351,13 @@ class Trajectory:
             first = next((turn for turn in roots if turn.is_answered), None)
             if first is None:
                 return sequence_of(roots[-1]) if roots else TokenManager()
-            leaf = first
-            for turn in self._turns:
-                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key:
-                    leaf = turn
-            return sequence_of(leaf)
+            ends = [
+                turn
+                for turn in self._turns
+                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key
+            ]
+            kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
+            return sequence_of(kept[-1]) if kept else sequence_of(ends[-1], {id(ends[-1]): len(ends[-1].output_ids)})
 
     def _has_several(self) -> bool:
         """Whether there is more than one sequence to train."""
@@ -382,19 +365,12 @@ class Trajectory:
 
     def knows(self, agent: str) -> bool:
         """Whether an agent has made a call that is recorded here."""
-        return agent in self._agents
+        return agent in self._agents or agent in self._helpers
 
     def agreement(self, digests: Sequence[bytes]) -> int:
         """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""
         with self._lock:
-            best = 0
-            for turn in self._turns:
-                if not turn.digests[:1] == tuple(digests[:1]) and turn.parent is None:
-                    continue
-                recorded = (*turn.asked(), turn.answer_digest)
-                same = next((i for i, (a, b) in enumerate(zip(recorded, digests, strict=False)) if a != b), None)
-                best = max(best, min(len(recorded), len(digests)) if same is None else same)
-            return best
+            return agreement(self._turns, digests)
 
     def routing_key(self, turn: Turn) -> str:
         """What keeps the calls of one root conversation, its forks and retries included, on one server.

@@ -2,10 +2,12 @@
 
 Layout (format version 1). Tensors hold the tokens of all turns, one after the other: `prompt_ids` and `output_ids`
 (int32), `logprobs` (float64, of the sampled tokens), `prompt_logprobs` (float64, of the turns that recorded them), and
-`routed_experts.<n>` (int32, rows x columns, of turn n) where there are any. The file's metadata has `format`, `version`
-and `trajectory`: JSON with the turns in the order of their calls (`parent` is a position in that list; `prompt_tokens`,
-`sampled_tokens` say how many entries of the tensors are theirs), and what the trajectory knows of tool calls. Digests
-are hexadecimal.
+`routed_experts.<n>` (int32, rows x columns, of turn n) where there are any. The images of turn n's prompt are in
+`images.<n>.sent_ids` (int32, the prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of image i)
+and `images.<n>.train.<name>` (what the model's processor made of them). The file's metadata has `format`, `version` and
+`trajectory`: JSON with `turns` in the order of their calls (`parent` is a position in that list; `prompt_tokens`,
+`sampled_tokens` say how many entries of the tensors are theirs), and what else the trajectory knows: `agents` and
+`helpers` that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls. Digests are hexadecimal.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from .content import Picture
 from .generation import Generation, VersionSpan
-from .turns import Turn, TurnStatus
+from .images import ImageInputs
+from .turns import RecordedError, Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"
 VERSION = "1"
 
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
-    *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles"),
+    *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles", "note"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -38,10 +42,6 @@ _GENERATION_FIELDS: tuple[str, ...] = (
 
 class TrajectoryFileError(ValueError):
     """A file is no trajectory, or one of a version that this library does not know."""
-
-
-class RecordedError(Exception):
-    """The error that failed a turn, as far as a file tells: its kind and its message."""
 
 
 def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping
 
     Raises:
         OSError: The file cannot be written.
-        TypeError: A sampling parameter is not JSON-like.
+        TypeError: A sampling parameter is not JSON-like, or numpy has no such type as an image tensor.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -75,6 +75,8 @@ def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping
         experts = turn.generation.expert_ids() if turn.generation is not None else None
         if experts is not None:
             tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
+        for name, values in _image_tensors(turn.images):
+            tensors[f"images.{position}.{name}"] = np.ascontiguousarray(values)
     content = {"turns": [_described(turn, positions) for turn in turns], **facts}
     metadata = {"format": FORMAT, "version": VERSION, "trajectory": json.dumps(content)}
     _write(Path(path), save(tensors, metadata=metadata))
@@ -111,6 +113,19 @@ def read_turns(path: str | PathLike[str]) -> tuple[list[Turn], dict[str, Any]]:
     return turns, content
 
 
+def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
+    """The images of a turn as arrays, by name."""
+    import numpy as np
+
+    if images is None:
+        return
+    yield "sent_ids", np.asarray(images.sent_ids, dtype="<i4")
+    for i, picture in enumerate(images.pictures):
+        yield f"file.{i}", np.frombuffer(picture.data, dtype="uint8")
+    for name, values in images.train_inputs.items():
+        yield f"train.{name}", np.asarray(values)
+
+
 def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
     """A turn without its tokens."""
     generation = turn.generation
@@ -123,9 +138,13 @@ def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
         "digests": [digest.hex() for digest in turn.digests],
         "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
         "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
-        "cause": None if turn.cause is None else f"{type(turn.cause).__name__}: {turn.cause}",
+        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
+        "cause": turn.failure,
         "prompt_tokens": len(turn.prompt_ids),
         "has_prompt_logprobs": turn.prompt_logprobs is not None,
+        "images": None
+        if turn.images is None
+        else [{"format": picture.format, "where": picture.where} for picture in turn.images.pictures],
         "answer": None
         if generation is None
         else {
@@ -148,6 +167,15 @@ class _Reader:
         self._read[name] = start + count
         return array(kind, self._tensors[name][start : start + count].tobytes())
 
+    def _images(self, prefix: str, described: Sequence[Mapping[str, str]]) -> ImageInputs:
+        train = prefix + "train."
+        files = [self._tensors[f"{prefix}file.{i}"].tobytes() for i in range(len(described))]
+        return ImageInputs(
+            tuple(Picture(data, **picture) for data, picture in zip(files, described, strict=True)),
+            array("i", self._tensors[prefix + "sent_ids"].tobytes()),
+            {name.removeprefix(train): values for name, values in self._tensors.items() if name.startswith(train)},
+        )
+
     def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
         parent = None if described["parent"] is None else turns[described["parent"]]
         turn = Turn(
@@ -163,7 +191,10 @@ class _Reader:
             cause=None if described["cause"] is None else RecordedError(described["cause"]),
             answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
             answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
+            answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
         )
+        if described["images"] is not None:
+            turn.images = self._images(f"images.{position}.", described["images"])
         if described["has_prompt_logprobs"]:
             turn.prompt_logprobs = self._next("prompt_logprobs", "d", described["prompt_tokens"])
         answer = described["answer"]

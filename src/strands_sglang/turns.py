@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from strands.types.content import Message, Messages
-
 from .generation import Generation
 from .images import ImageInputs
-from .messages import message_digest
 
 
 class TurnStatus(str, Enum):
@@ -27,11 +24,15 @@ class TurnStatus(str, Enum):
     FINAL = "final"
     """The agent's messages end with the answer, or kept it in another form; see `Trajectory.settle`."""
     DISCARDED = "discarded"
-    """The agent threw the answer away: a hook retried the call, a guide or a cancel took its place."""
+    """The agent threw the answer away: a hook retried the call, or a guide, a cancel, another text took its place."""
     CUT = "cut"
     """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
     FAILED = "failed"
     """No answer came. A retry of the same call replaces the turn."""
+
+
+class RecordedError(Exception):
+    """The error that failed a turn, as far as a file tells: its kind and its message."""
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +66,8 @@ class Turn:
         tool_calls: The answer's tool calls, `{"toolUseId", "name", "id"}` in order; the model knows them by `id`.
         answer_key: Identifies the conversation with the answer; None until it came.
         answer_digest: Digest of the answer as the agent hands it back.
+        answer_blocks: Kinds and digests of its content blocks (see `messages.block_digests`).
+        note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
         prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
     """
 
@@ -93,6 +96,8 @@ class Turn:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     answer_key: bytes | None = None
     answer_digest: bytes | None = None
+    answer_blocks: tuple[tuple[str, bytes], ...] = ()
+    note: str = ""
     prompt_logprobs: array[float] | None = None
     _root: Turn | None = field(default=None, init=False)
 
@@ -126,25 +131,12 @@ class Turn:
         """Whether the answer ended at `max_new_tokens` or at the end of the context."""
         return self.generation is not None and self.generation.finish_type == "length"
 
-    def is_used_in(self, messages: Messages, digests: Sequence[bytes]) -> bool:
-        """Whether a history holds the answer: as it was, with other input to its tool calls, or with more behind it.
-
-        Args:
-            messages: The history, or as much of its end as no recorded turn covers.
-            digests: Of all messages behind the turn's question.
-        """
-        if self.answer_digest in digests:
-            return True
-        calls = {call["toolUseId"] for call in self.tool_calls}
-        blocks = (block for message in messages for block in message["content"]) if calls else ()
-        if any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks):
-            return True
-        behind = len(messages) - len(digests)
-        if not 0 <= behind < len(messages) or messages[behind]["role"] != "assistant":
-            return False
-        content = messages[behind]["content"]  # Strands merges neighbours of one role
-        beginnings = (Message(role="assistant", content=content[:end]) for end in range(1, len(content)))
-        return any(message_digest(beginning) == self.answer_digest for beginning in beginnings)
+    @property
+    def failure(self) -> str | None:
+        """Kind and message of the error that failed the turn; None if there was none."""
+        if self.cause is None or isinstance(self.cause, RecordedError):
+            return None if self.cause is None else str(self.cause)
+        return f"{type(self.cause).__name__}: {self.cause}"
 
     def __repr__(self) -> str:
         """Counts and the reason; never the tokens, which may be many."""
@@ -166,6 +158,15 @@ class Turn:
             turns.append(turn)
             turn = turn.parent
         return turns[::-1]
+
+    def path_after(self, earlier: Turn) -> list[Turn]:
+        """The turns behind an earlier one up to this one; empty if that one is not on the way from the root."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None and turn.index > earlier.index:  # a turn is younger than what it extends
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1] if turn is earlier else []
 
     @property
     def calls_before(self) -> int:

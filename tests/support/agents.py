@@ -44,6 +44,18 @@ def make_tools() -> tuple[list[Any], list[str]]:
     return [calculator, broken], ran
 
 
+def raise_once(agent: Agent, event_type: type[Any]) -> None:
+    """Make the agent's hooks raise `ZeroDivisionError` at the first event of a kind."""
+    raised: list[Any] = []
+
+    def raise_at_first(event: Any) -> None:
+        if not raised:
+            raised.append(event)
+            raise ZeroDivisionError("in a hook")
+
+    agent.add_hook(raise_at_first, event_type)
+
+
 def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any) -> Agent:
     """An agent without printing, without history management and without hidden retries."""
     defaults: dict[str, Any] = {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from strands_sglang import TokenManager, Trajectory
+from strands_sglang import TokenManager, Trajectory, TurnStatus
 
 from .history_log import Call, Message, Notebook, ViolationError, as_line, require, require_equal
 
@@ -159,7 +159,8 @@ class Judge:
         sampled = sum(len(call.output_ids) for call in self._recorded() if not call.is_structured)
         masks = sum(sum(sequence.loss_mask) for sequence in sequences)
         require(masks == sampled, "each sampled token is trained once", masks=masks, sampled=sampled)
-        self._check_main(trajectory.latest_main_sequence())
+        discarded = {turn.index for turn in trajectory.turns if turn.status is TurnStatus.DISCARDED}
+        self._check_main(trajectory.latest_main_sequence(), discarded)
         extended = sum(call.parent is not None for call in self.calls)
         forked = sum(map(self._is_fork, self.calls))
         return {
@@ -263,8 +264,13 @@ class Judge:
         require_equal(sequence.loss_mask, mask, once, leaf=leaf.index)
         require_equal(sequence.logprobs, logprobs, "logprobs are the server's", leaf=leaf.index)
 
-    def _check_main(self, main: TokenManager) -> None:
-        """The main sequence is the latest one of the conversation that was answered first."""
+    def _check_main(self, main: TokenManager, discarded: set[int]) -> None:
+        """The main sequence is the latest one of the conversation that was answered first.
+
+        Args:
+            main: The main sequence.
+            discarded: Which answers the library takes for thrown away; whether they are is judged once it is settled.
+        """
         answered = [call for call in self._recorded() if not call.is_auxiliary]
         opening = next((call for call in answered if call.parent is None), None)
         if opening is None:
@@ -273,7 +279,8 @@ class Judge:
         def conversation(call: Call) -> tuple[str | None, str, list[str]]:
             return call.system, call.tools, call.asked
 
-        latest = [call for call in answered if conversation(call.path()[0]) == conversation(opening)][-1]
+        ends = [call for call in answered if conversation(call.path()[0]) == conversation(opening)]
+        latest = ([call for call in ends if call.index not in discarded] or ends)[-1]
         require_equal(main.token_ids, latest.ids, "the main sequence is the latest of the first conversation")
 
     # --- what became of answers ---
@@ -302,8 +309,12 @@ class Judge:
             own_end = ends.get(call.owner or "", [])
             is_kept = call.full is not None and own_end[: len(call.full)] == call.full
             is_alone = all(other is call or other.ids != call.ids for other in main)
+            # Of several attempts of one agent that say the same one was kept, and nothing tells which.
+            twins = [other for other in main if _said(other) == _said(call)]
             if children or is_kept:
-                require(tuple(call.ids) in given_out, "what an agent kept is given out", call=call.index)
+                shown = [call] if children else twins
+                is_shown = any(tuple(other.ids) in given_out for other in shown)
+                require(is_shown, "what an agent kept is given out", call=call.index)
             elif is_alone and not stands and self._is_thrown_away(call):
                 require(tuple(call.ids) not in given_out, "what an agent threw away is not given out", call=call.index)
 
@@ -320,6 +331,10 @@ class Judge:
             and after.asked[: len(call.asked)] == call.asked
             and after.asked[: len(call.full or ())] != call.full
         )
+
+
+def _said(call: Call) -> tuple[object, ...]:
+    return call.owner, call.system, call.tools, call.full
 
 
 __all__ = ["Judge", "Provable"]

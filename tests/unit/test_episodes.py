@@ -74,6 +74,18 @@ async def test_a_call_from_a_thread_without_the_context_goes_to_the_episode_whos
     assert len(model.trajectory) == 0
 
 
+async def test_an_agent_in_a_thread_without_the_context_is_recorded_outside_and_that_is_said_once(rollout, caplog):
+    _, model = rollout(lambda request: "ok")
+    with model.episode() as trajectory:
+        await asyncio.to_thread(make_agent(model), "with the context")
+        assert not caplog.records
+        for _ in range(2):
+            await asyncio.get_running_loop().run_in_executor(None, make_agent(model), "without it")
+    assert (len(trajectory), len(model.trajectory)) == (1, 2)
+    (record,) = caplog.records
+    assert "asyncio.to_thread" in record.getMessage()
+
+
 async def test_a_reset_inside_an_episode_is_refused(rollout):
     _, model = rollout(["ok"])
     with model.episode() as trajectory:

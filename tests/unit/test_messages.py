@@ -264,6 +264,8 @@ class TestFingerprints:
             (user(tool_result("a", image(b"x" * 9 + b"1"))), user(tool_result("a", image(b"x" * 9 + b"2")))),
             (user(image(b"x")), user(image(b"x", "jpeg"))),
             (user("10000000000000000000000"), user(tool_result("a", {"json": 10**22}))),
+            (assistant(tool_use("a", x=float("nan"))), assistant(tool_use("a", x=None))),
+            (user(tool_result("a", {"json": [1e999]})), user(tool_result("a", {"json": [-1e999]}))),
         ],
     )
     def test_different_messages_have_different_digests(self, one, other):

@@ -646,18 +646,19 @@ class TestRewrittenHistories:
         assert "trajectory.sequences()" in record.getMessage()
 
     async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(self, rollout):
-        server, model = rollout(["One.", "Two."])
+        server, model = rollout(["One.", "Two.", "Three."])
         agent = make_agent(model)
         await agent.invoke_async("first question")
+        await agent.invoke_async("another question")
         agent.messages[:] = [
             {"role": "user", "content": [{"text": "SUMMARY"}]},
             {"role": "assistant", "content": [{"text": "NOTED"}]},
         ]
-        await agent.invoke_async("second question")
-        text = server.requests[1].text
-        assert all(part in text for part in ("SUMMARY", "NOTED", "second question"))
+        await agent.invoke_async("last question")
+        text = server.requests[2].text
+        assert all(part in text for part in ("SUMMARY", "NOTED", "last question"))
         assert "first question" not in text
-        assert "message 0 (user) is not the recorded one" in model.trajectory.turns[1].reason
+        assert "message 0 (user) is not the recorded one" in model.trajectory.turns[2].reason
         assert len(model.trajectory.sequences()) == 2
 
     async def test_assistant_text_that_was_not_sampled_is_never_trained(self, rollout, chatml_tokenizer):

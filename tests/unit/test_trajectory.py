@@ -268,6 +268,17 @@ class TestSettle:
         recorder.trajectory.settle([user("q"), assistant("B")])
         assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
 
+    def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_the_messages_of_that_one(self):
+        recorder = Recorder()
+        recorder.call([user("q")], "a", agent="A")
+        history = [user("q"), assistant("a"), user("r")]
+        kept = recorder.call(history, "b", agent="A")
+        thrown = recorder.call(history, "c", agent="B")
+        recorder.trajectory.settle([*history, assistant("Cancelled by user")])  # B's
+        assert kept.status is TurnStatus.ANSWERED
+        recorder.trajectory.settle([*history, assistant("b")])
+        assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+
     def test_messages_that_were_shortened_tell_nothing(self):
         recorder = Recorder()
         turn = recorder.call([user("q")], "a", agent="A")
@@ -305,6 +316,34 @@ def test_the_explanation_says_what_became_of_every_call():
     assert lines[3].endswith("[failed]: RuntimeError: server gone")
 
 
+def test_the_explanation_of_a_long_conversation_stays_at_the_left_and_forks_stand_further_in():
+    recorder = Recorder()
+    history = []
+    for i in range(100):
+        history.append(user(f"q{i}"))
+        recorder.call(history, f"a{i}")
+        history.append(assistant(f"a{i}"))
+    recorder.call([*history[:4], user("another way")])
+    recorder.call([user("something else")])
+    lines = recorder.trajectory.explain().splitlines()
+    steps = [len(line) - len(line.lstrip()) for line in lines]
+    assert steps == [0, *[2] * 99, 4, 0]
+
+
+def test_the_explanation_says_why_answers_were_discarded():
+    recorder = Recorder()
+    for messages in ([user("q")], [user("q")], [user("q"), user("Think again.")]):
+        recorder.call(messages, "a", agent="A")
+    recorder.trajectory.settle([user("q"), user("Think again.")])
+    notes = [turn.note for turn in recorder.trajectory.turns]
+    assert notes == [
+        "the agent asked the same again",
+        "message 1 (user) stands in its place",
+        "the agent's messages end before it",
+    ]
+    assert all(note in line for note, line in zip(notes, recorder.trajectory.explain().splitlines(), strict=True))
+
+
 @pytest.mark.parametrize("first_end", ["cut", "discarded"])
 def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
     recorder = Recorder()
@@ -316,6 +355,24 @@ def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
     assert recorder.trajectory.latest_main_sequence().token_ids == kept.token_ids()
     after = recorder.call([user("q"), assistant("kept"), user("r")])
     assert recorder.trajectory.latest_main_sequence().token_ids == after.token_ids()
+
+
+@pytest.mark.parametrize("kept", "abc")
+def test_the_main_sequence_ends_with_the_answer_that_was_kept_and_not_with_the_latest(kept):
+    recorder = Recorder()
+    tries = {answer: recorder.call([user("q")], answer, agent="A") for answer in "abc"}
+    recorder.trajectory.settle([user("q"), assistant(kept)])
+    main = recorder.trajectory.latest_main_sequence()
+    assert (main.token_ids, main.loss_mask) == (tries[kept].token_ids(), [0, 0, 1, 1])
+
+
+def test_where_every_answer_was_thrown_away_the_main_sequence_trains_nothing():
+    recorder = Recorder()
+    turn = recorder.call([user("q")], "a", agent="A")
+    recorder.trajectory.settle([user("q"), assistant("Cancelled by user")])
+    main = recorder.trajectory.latest_main_sequence()
+    assert (main.token_ids, main.loss_mask) == (turn.token_ids(), [0, 0, 0, 0])
+    assert recorder.trajectory.sequences() == []
 
 
 def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():

@@ -80,6 +80,96 @@ async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
 
 
 # Row 15
+@pytest.mark.parametrize("keeps_history", [True, False])
+async def test_attempts_at_the_goal_of_a_later_invocation_are_trained_once_each(judged, caplog, keeps_history):
+    judge = judged(numbered)
+    asked = []
+
+    def is_good(response, agent):
+        asked.append(response)
+        return {"passed": len(asked) % 3 == 0, "feedback": "NOT GOOD ENOUGH"}
+
+    plugin = GoalLoop(goal=is_good, max_attempts=4, preserve_context=keeps_history)
+    agent = make_agent(judge.model, plugins=[plugin])
+    await agent.invoke_async("Question-0?")
+    await agent.invoke_async("Question-1?")
+    judge.model.trajectory.settle(agent.messages)
+    judge.check()
+    assert "discarded" not in statuses(judge.model.trajectory)
+    # By now the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
+    expected = [[1] * 6] if keeps_history else [[1], [1], [1, 1], [0, 1], [0, 1]]
+    assert response_masks(judge.model.trajectory) == expected
+    # Each attempt opens with another message; the main conversation is the first one, and the rest is warned of.
+    first = judge.model.trajectory.sequences()[0].token_ids
+    assert judge.model.token_manager.token_ids == first
+    assert any("one of several sequences" in record.getMessage() for record in caplog.records) != keeps_history
+
+
+# Row 15
+async def test_the_main_sequence_goes_with_the_agent_over_snapshots_and_sessions(judged, tmp_path):
+    judge = judged(numbered)
+    agent = make_agent(judge.model)
+    snapshots = [agent.take_snapshot(preset="session")]
+    await agent.invoke_async("Question-0?")
+    snapshots.append(agent.take_snapshot(preset="session"))
+    await agent.invoke_async("Question-1?")
+    for snapshot, question, sequence in (
+        (snapshots[1], "Question-2?", [0, 2]),  # from the first answer, by the agent itself
+        (snapshots[1], "Question-3?", [0, 3]),  # by a new one
+        (snapshots[0], "Question-0?", [4]),  # from the beginning once more
+    ):
+        if question != "Question-2?":
+            agent = make_agent(judge.model)
+        agent.load_snapshot(snapshot)
+        await agent.invoke_async(question)
+        text = judge.server.tokenizer.decode(judge.model.token_manager.token_ids)
+        assert [i for i in range(5) if f"Answer-{i}." in text] == [i for i in sequence]
+    judge.check()
+    assert "discarded" not in statuses(judge.model.trajectory)
+
+
+# Row 15
+@pytest.mark.parametrize("calls", [0, 2])
+async def test_branches_from_one_snapshot_that_ask_the_same_keep_all_their_answers(judged, calls):
+    """One of them uses a tool, and so goes on behind answers of the others that it never had."""
+    asked = []
+
+    def answer(request):
+        if "Branch" not in request.text or "<tool_response>" in request.text:
+            return numbered(request)
+        asked.append(request)
+        return call(expression="2 * 3") if len(asked) == calls + 1 else numbered(request)
+
+    judge = judged(answer)
+    trunk = make_agent(judge.model, make_tools()[0])
+    await trunk.invoke_async("Question?")
+    snapshot = trunk.take_snapshot(preset="session")
+    branches = [make_agent(judge.model, make_tools()[0]) for _ in range(3)]
+    for branch in branches:
+        branch.load_snapshot(snapshot)
+    await asyncio.gather(*(branch.invoke_async("Branch?") for branch in branches))
+    judge.check()
+    for branch in branches:
+        judge.model.trajectory.settle(branch.messages)
+    judge.check()
+    assert len({turn.agent for turn in judge.model.trajectory.turns}) == 1
+    assert statuses(judge.model.trajectory).count("final") == 3
+
+
+# Row 16
+async def test_an_agent_that_is_emptied_and_asked_the_same_again_keeps_its_first_answer(judged):
+    judge = judged(["At once.", call(expression="2 * 3"), "It is 6."])
+    agent = make_agent(judge.model, make_tools()[0])
+    await agent.invoke_async("2 * 3?")
+    agent.messages.clear()
+    await agent.invoke_async("2 * 3?")
+    judge.model.trajectory.settle(agent.messages)
+    judge.check()
+    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
+    assert judge.model.token_manager.token_ids == judge.model.trajectory.sequences()[1].token_ids
+
+
+# Row 15
 async def test_a_run_that_stops_at_every_checkpoint_is_one_sequence(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     agent = make_agent(judge.model, make_tools()[0], checkpointing=True)
@@ -261,7 +351,7 @@ class Guarded(SGLangModel):
     [
         ({"redactUserContentMessage": "[user redacted]"}, []),
         ({"redactAssistantContentMessage": "[answer redacted]"}, [0]),
-        ({"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"}, []),
+        ({"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"}, [0]),
     ],
 )
 async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_is_prompt(judged, redaction, discarded):
@@ -275,6 +365,24 @@ async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_
     assert ("Answer-0" in judge.server.requests[1].text) == ("redactAssistantContentMessage" not in redaction)
     judge.check(discarded=discarded)
     assert all(text not in judge.trained_text() for text in redaction.values())
+
+
+# Row 24
+@pytest.mark.parametrize("before", [0, 1])
+async def test_settling_discards_an_answer_that_a_guardrail_redacted_with_its_question_last(judged, before):
+    judge = judged(numbered, model_class=Guarded)
+    agent = make_agent(judge.model)
+    other = make_agent(judge.model, system_prompt="Another agent.")
+    await other.invoke_async("Another question?")
+    for i in range(before):
+        await agent.invoke_async(f"Question-{i}?")
+    judge.model.redaction = {"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"}
+    await agent.invoke_async("SECRET QUESTION?")
+    judge.model.trajectory.settle(other.messages)
+    judge.model.trajectory.settle(agent.messages)
+    judge.check(discarded=[before + 1])
+    assert statuses(judge.model.trajectory) == ["final", *["committed"] * before, "discarded"]
+    assert "(assistant) stand in place of both" in judge.model.trajectory.turns[-1].note
 
 
 # Row 24

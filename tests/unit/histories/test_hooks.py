@@ -13,7 +13,7 @@ from strands.hooks import (
 
 from strands_sglang import SGLangAbortedError
 from strands_sglang.testing import ScriptedAnswer
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, raise_once
 from support.judge import numbered, response_masks, statuses
 
 
@@ -105,6 +105,86 @@ async def test_an_answer_whose_text_a_hook_replaces_is_discarded_and_the_new_tex
 
 
 # Row 7
+@pytest.mark.parametrize("settled", [True, False])
+async def test_that_a_hook_replaces_answers_is_told_once_with_what_differs(judged, caplog, settled):
+    judge = judged(lambda request: f"<think>\nhm\n</think>\n\n{numbered(request)}")
+    agent = make_agent(judge.model)
+
+    def redact(event: MessageAddedEvent):
+        if event.message["role"] == "assistant":
+            event.message["content"] = [{"text": "REDACTED"}]
+
+    agent.add_hook(redact, MessageAddedEvent)
+    for i in range(1 if settled else 3):
+        await agent.invoke_async(f"Question-{i}?")
+    if settled:
+        judge.model.trajectory.settle(agent.messages)
+    (warning,) = [record.getMessage() for record in caplog.records if "was replaced" in record.getMessage()]
+    said = "message 1 (assistant) stands in its place, with no reasoning, other text"
+    assert said in warning
+    assert "call=<0>" in warning
+    assert said in judge.model.trajectory.explain().splitlines()[0]
+    if not settled:
+        opened = judge.model.trajectory.turns[1].reason
+        assert "message 1 (assistant) is not the recorded one (assistant): no reasoning, other text" in opened
+
+
+# Row 7
+@pytest.mark.parametrize(
+    ("answer", "tidy", "difference"),
+    [
+        (
+            lambda request: f"<think>\nhm\n</think>\n\n{numbered(request)}",
+            lambda content: [block for block in content if "text" in block],
+            "no reasoning",
+        ),
+        (
+            lambda request: f"  {numbered(request)}\n\n",
+            lambda content: [{"text": content[0]["text"].strip()}],
+            "other white space",
+        ),
+        (numbered, lambda content: [*content, {"text": "(checked)"}], "other text"),
+    ],
+    ids=["reasoning", "white space", "more text"],
+)
+async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, answer, tidy, difference):
+    judge = judged(answer)
+    agent = make_agent(judge.model)
+
+    def edit(event: MessageAddedEvent):
+        if event.message["role"] == "assistant":
+            event.message["content"] = tidy(event.message["content"])
+
+    agent.add_hook(edit, MessageAddedEvent)
+    for i in range(2):
+        await agent.invoke_async(f"Question-{i}?")
+    judge.model.trajectory.settle(agent.messages)
+    judge.check()
+    assert response_masks(judge.model.trajectory) == [[1], [1]]
+    assert statuses(judge.model.trajectory) == ["committed", "final"]
+    assert f"kept in another form: message 1 (assistant) holds {difference}" in judge.model.trajectory.explain()
+    assert not caplog.records
+
+
+# Row 7
+async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
+    judge = judged([f"Let me see. {call(expression='2 * 3')}", "Fine."])
+    tools, ran = make_tools()
+    agent = make_agent(judge.model, tools)
+
+    def forbid(event: AfterModelCallEvent):
+        message = event.stop_response.message
+        message["content"] = [block for block in message["content"] if "toolUse" not in block]
+
+    agent.add_hook(forbid, AfterModelCallEvent)
+    await agent.invoke_async("Compute.")
+    judge.model.trajectory.settle(agent.messages)
+    assert ran == []
+    judge.check(discarded=[0])
+    assert "no tool call" in judge.model.trajectory.turns[0].note
+
+
+# Row 7
 async def test_a_user_message_that_a_hook_edits_before_the_first_call_is_seen_edited(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
@@ -169,14 +249,7 @@ async def test_a_call_that_failed_and_is_retried_leaves_one_turn(judged):
 async def test_an_answer_that_was_lost_because_a_hook_raised_is_discarded(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
-    raised = []
-
-    def raise_once(event: AfterModelCallEvent):
-        if not raised and event.stop_response is not None:
-            raised.append(event)
-            raise ZeroDivisionError("in a hook")
-
-    agent.add_hook(raise_once, AfterModelCallEvent)
+    raise_once(agent, AfterModelCallEvent)
     with pytest.raises(ZeroDivisionError):
         await agent.invoke_async("Question-0?")
     judge.model.trajectory.settle(agent.messages)

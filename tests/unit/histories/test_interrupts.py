@@ -7,12 +7,17 @@ from strands import tool
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.types.exceptions import EventLoopException
 
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, raise_once
 from support.judge import numbered, response_masks
 
 
 def responses(result, answer):
     return [{"interruptResponse": {"interruptId": i.id, "response": answer}} for i in result.interrupts]
+
+
+def ask_a_person(event: BeforeToolCallEvent):
+    if event.interrupt("approve", reason="may it?") != "yes":
+        event.cancel_tool = "DENIED BY A PERSON"
 
 
 # Row 13
@@ -44,14 +49,7 @@ async def test_a_call_that_a_raising_hook_left_unanswered_runs_without_a_model_c
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
-    raised = []
-
-    def raise_once(event: BeforeToolCallEvent):
-        if not raised:
-            raised.append(event)
-            raise ZeroDivisionError("in a hook")
-
-    agent.add_hook(raise_once, BeforeToolCallEvent)
+    raise_once(agent, BeforeToolCallEvent)
     with pytest.raises(EventLoopException):
         await agent.invoke_async("Compute.")
     assert ran == []
@@ -66,12 +64,7 @@ async def test_an_interrupted_call_goes_on_behind_its_resume(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
-
-    def ask(event: BeforeToolCallEvent):
-        if event.interrupt("approve", reason="may it?") != "yes":
-            event.cancel_tool = "DENIED"
-
-    agent.add_hook(ask, BeforeToolCallEvent)
+    agent.add_hook(ask_a_person, BeforeToolCallEvent)
     result = await agent.invoke_async("Compute.")
     assert (result.stop_reason, ran) == ("interrupt", [])
     await agent.invoke_async(responses(result, "yes"))
@@ -105,12 +98,7 @@ async def test_a_denied_call_is_told_to_the_model(judged):
     judge = judged([call(expression="2 * 3"), "A pity."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
-
-    def ask(event: BeforeToolCallEvent):
-        if event.interrupt("approve", reason="may it?") != "yes":
-            event.cancel_tool = "DENIED BY A PERSON"
-
-    agent.add_hook(ask, BeforeToolCallEvent)
+    agent.add_hook(ask_a_person, BeforeToolCallEvent)
     result = await agent.invoke_async("Compute.")
     await agent.invoke_async(responses(result, "no"))
     assert ran == []

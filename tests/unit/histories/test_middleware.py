@@ -117,6 +117,30 @@ async def test_the_next_call_tells_which_of_several_answers_was_taken(judged, ke
 
 # Row 6
 @needs_middleware
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_of_several_answers_that_say_the_same_one_is_trained(judged, goes_on):
+    from strands.middleware import InvokeModelStage
+
+    judge = judged(lambda request: "Always the same.")
+    asked = iter([3, 1])
+
+    async def best_of(context, next_fn):
+        answers = await asyncio.gather(*(collect(next_fn(context)) for _ in range(next(asked))))
+        for event in answers[0]:
+            yield event
+
+    agent = make_agent(judge.model)
+    agent.add_middleware(InvokeModelStage, best_of)
+    await agent.invoke_async("Question-0?")
+    if goes_on:
+        await agent.invoke_async("Question-1?")
+    judge.model.trajectory.settle(agent.messages)
+    assert statuses(judge.model.trajectory).count("discarded") == 2
+    assert response_masks(judge.model.trajectory) == ([[1, 1]] if goes_on else [[1]])
+
+
+# Row 6
+@needs_middleware
 async def test_an_answer_that_middleware_made_up_is_prompt(judged):
     from strands.middleware import InvokeModelStage, ModelStopReason
 

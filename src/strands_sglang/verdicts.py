@@ -1,0 +1,313 @@
+"""What became of an agent's answers: built on, kept in another form, or thrown away.
+
+Nobody tells the model. The agent's later calls show it, and at the end its messages: by what stands behind a question
+that was answered. The rules:
+
+- Attempts at one question in one turn of the agent's loop are rivals (a hook retried, middleware took the best of
+  several): one stands, the others were thrown away. Attempts in other turns of its loop are not judged by it: the agent
+  began anew, or a copy of it was asked.
+- An answer is kept in another form where one of its tool calls stands, or where it has none its texts, with more or
+  less beside them (a hook took the reasoning out): what was sampled was used, and is trained.
+- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. (A summary of
+  a history of one exchange looks the same; to train what a guardrail stopped would be the greater harm.)
+- An answer in whose place a user's message stands was thrown away if that came in the same turn of the loop (a guide).
+  Else the agent went back to the question, as between attempts at a goal, and the answer is an attempt like the others.
+- An answer that was cut at `max_new_tokens` is rewritten by Strands, and not thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strands.types.content import Message, Messages
+
+from .messages import Conversation, block_difference, block_digests, message_digest
+from .turns import Turn, TurnStatus
+
+_OPEN = TurnStatus.ANSWERED
+
+
+class AnsweredTurns:
+    """The answered turns of a trajectory, by what they answered. The trajectory locks."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._by_answer: dict[bytes, list[Turn]] = {}
+        self._by_question: dict[tuple[str, bytes], list[Turn]] = {}
+        self._latest: dict[str, Turn] = {}
+        self._digests: set[bytes] = set()
+
+    def add(self, turn: Turn) -> None:
+        """Take in a turn whose answer is recorded; one without an answer is left out."""
+        if turn.answer_key is None or turn.answer_digest is None:
+            return
+        self._by_answer.setdefault(turn.answer_key, []).append(turn)
+        self._digests.add(turn.answer_digest)
+        if turn.agent is not None:
+            self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
+            self._latest[turn.agent] = turn
+
+    def find(self, answer_key: bytes, agent: str | None) -> Turn | None:
+        """The latest turn that ended a conversation with its answer, the agent's own one if there is one."""
+        same = self._by_answer.get(answer_key)
+        return next((turn for turn in reversed(same) if turn.agent == agent), same[-1]) if same else None
+
+    # --- by a later call ---
+
+    def judge_by_call(
+        self, conversation: Conversation, new_messages: Messages, extended: Turn | None, agent: str, cycle: str | None
+    ) -> list[Turn]:
+        """Settle which answers an agent threw away, from a call that it makes now.
+
+        Args:
+            conversation: What it asks.
+            new_messages: The last messages of it, those that no recorded turn covers.
+            extended: The turn that the call extends.
+            agent: Who asks.
+            cycle: The turn of its loop that it asks in.
+
+        Returns:
+            The turns in whose place stands an answer that nobody sampled.
+        """
+        rewritten = []
+        for known, link in enumerate(conversation.chain):
+            turns = self._by_question.get((agent, link))
+            if turns is None:
+                continue
+            after = conversation.chain[known + 1] if known < len(conversation.digests) else None
+            standing = [turn for turn in turns if turn.answer_key == after]
+            if standing or after is None or any(turn.cycle == cycle for turn in turns):
+                judged_cycle = standing[-1].cycle if standing else cycle
+            else:
+                judged_cycle = turns[-1].cycle
+            for turn in turns:
+                if turn.status is not _OPEN or turn is extended or turn.cycle != judged_cycle:
+                    continue
+                behind = _Behind(conversation.digests[known:], new_messages, known)
+                taken = bool(standing) and turn is not standing[-1]
+                is_guide = turn.cycle == cycle
+                rewritten += _judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
+        latest = self._latest.get(agent)
+        if latest is not None and latest.status is _OPEN and latest is not extended:
+            replaced = _behind_replaced_question(latest, conversation.digests, new_messages)
+            if replaced is not None and replaced.digests[0] not in self._digests:
+                rewritten += _discard_with_question(latest, replaced)
+        return rewritten
+
+    # --- by the messages at the end ---
+
+    def judge_by_messages(self, turns: Sequence[Turn], messages: Messages) -> list[Turn]:
+        """Settle which answers an agent kept, from the messages that it ended with.
+
+        Args:
+            turns: All turns in the order of their calls.
+            messages: The agent's messages.
+
+        Returns:
+            The turns in whose place stands an answer that nobody sampled.
+        """
+        digests = tuple(message_digest(message) for message in messages)
+        lengths = covered(turns, digests)
+        asked = [
+            (turn, lengths[id(turn)])
+            for turn in turns
+            if id(turn) in lengths and turn.answer_digest and not turn.is_auxiliary
+        ]
+        kept = [turn for turn, known in asked if digests[known : known + 1] == (turn.answer_digest,)]
+        # The messages are whose question is the longest one in them, and whose answer stands there if any does.
+        longest = max((known for _, known in asked), default=0)
+        last = [turn for turn, known in asked if known == longest]
+        agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
+        if len(agents) > 1:  # several have asked the same, and nothing tells them apart
+            for turn in kept:
+                turn.status = TurnStatus.FINAL if turn.status is _OPEN else turn.status
+            return []
+        rewritten = self._judge_replaced_question(messages, digests, {known for _, known in asked})
+        rivals: dict[bytes, list[tuple[Turn, int]]] = {}
+        for turn, known in asked:
+            if turn.agent in agents:
+                rivals.setdefault(turn.key, []).append((turn, known))
+            elif turn in kept and turn.status is _OPEN:
+                turn.status = TurnStatus.FINAL
+        for attempts in rivals.values():
+            standing = _that_stands([turn for turn, _ in attempts if turn in kept])
+            judged_cycle = (standing or attempts[-1][0]).cycle
+            for turn, known in attempts:
+                if turn is standing:
+                    if turn.status in (_OPEN, TurnStatus.DISCARDED):
+                        turn.status, turn.note = TurnStatus.FINAL, ""
+                elif turn.status is _OPEN and turn.cycle == judged_cycle:
+                    behind = _Behind(digests[known:], messages, known)
+                    rewritten += _judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
+        return rewritten
+
+    def _judge_replaced_question(
+        self, messages: Messages, digests: tuple[bytes, ...], questions: set[int]
+    ) -> list[Turn]:
+        """Find the answer that a guardrail replaced together with its question: nothing but their places tells.
+
+        Args:
+            messages: The agent's messages.
+            digests: Of them.
+            questions: The lengths in messages of the recorded questions that stand at their beginning.
+        """
+        found = []
+        for turn in self._latest.values():
+            if turn.status is _OPEN and not turn.is_auxiliary:
+                behind = _behind_replaced_question(turn, digests, messages)
+                if behind is None or len(behind.digests) > 1 or behind.digests[0] in self._digests:
+                    continue
+                if behind.position not in questions:
+                    found.append((turn, behind))
+        longest = max((behind.position for _, behind in found), default=0)
+        found = [(turn, behind) for turn, behind in found if behind.position == longest]
+        return _discard_with_question(*found[0]) if len(found) == 1 else []
+
+
+def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
+    """The lengths in messages of the questions that stand at the beginning of a history, by `id` of their turns.
+
+    Args:
+        turns: All turns in the order of their calls.
+        digests: Of the messages of the history.
+    """
+    known = tuple(digests)
+    lengths: dict[int, int] = {}
+    for turn in turns:
+        start = 0
+        if turn.parent is not None:
+            before = lengths.get(id(turn.parent))
+            if before is None or known[before : before + 1] != (turn.parent.answer_digest,):
+                continue
+            start = before + 1
+        end = start + len(turn.digests)
+        if known[start:end] == turn.digests:
+            lengths[id(turn)] = end
+    return lengths
+
+
+def agreement(turns: Sequence[Turn], digests: Sequence[bytes]) -> int:
+    """With how many of a conversation's messages a recorded one begins, whatever stands before the messages.
+
+    Args:
+        turns: All turns in the order of their calls.
+        digests: Of the messages of the conversation.
+    """
+    known = tuple(digests)
+    lengths = covered(turns, known)
+    best = 0
+    for turn in turns:
+        start = 0 if turn.parent is None else lengths.get(id(turn.parent))
+        if start is not None:
+            before = () if turn.parent is None else (turn.parent.answer_digest,)
+            said = (*before, *turn.digests, turn.answer_digest)
+            pairs = zip(said, known[start : start + len(said)], strict=False)
+            same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(said), len(known) - start))
+            best = max(best, start + same)
+    return best
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """What stands behind a question.
+
+    Attributes:
+        digests: Of the messages behind it.
+        messages: As many of the last messages as are at hand.
+        position: Of the first message behind it.
+    """
+
+    digests: tuple[bytes, ...]
+    messages: Messages
+    position: int
+
+    @property
+    def first(self) -> Message | None:
+        """The first message behind it, if it is at hand."""
+        at = len(self.messages) - len(self.digests)
+        return self.messages[at] if 0 <= at < len(self.messages) else None
+
+
+def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False) -> list[Turn]:
+    """Settle the status of an answer; return its turn if an answer that nobody sampled stands in its place.
+
+    Args:
+        turn: The turn.
+        behind: What stands behind its question.
+        taken: Whether another recorded answer stands there.
+        kept: The status of an answer that the agent kept.
+        is_guide: Whether a user's message that stands there came in the turn of the loop in which the turn was asked.
+    """
+    first = behind.first
+    if not taken and turn.answer_digest in behind.digests:
+        turn.status = kept
+        return []
+    if not taken and _is_kept_in_another_form(turn, behind):
+        turn.status = kept
+        if first is not None and first["role"] == "assistant":
+            difference = block_difference(turn.answer_blocks, first)
+            turn.note = f"kept in another form: message {behind.position} (assistant) holds {difference}"
+        return []
+    if turn.is_cut_short:
+        if kept is TurnStatus.FINAL:
+            turn.status = kept
+        return []
+    if first is not None and first["role"] == "user" and not (taken or is_guide):
+        return []
+    turn.status = TurnStatus.DISCARDED
+    if not behind.digests:
+        ends = kept is TurnStatus.FINAL
+        turn.note = "the agent's messages end before it" if ends else "the agent asked the same again"
+    elif taken or first is None:
+        turn.note = "another answer was kept"
+    elif first["role"] != "assistant":
+        turn.note = f"message {behind.position} ({first['role']}) stands in its place"
+    else:
+        difference = block_difference(turn.answer_blocks, first)
+        turn.note = f"message {behind.position} (assistant) stands in its place, with {difference}"
+        return [turn]
+    return []
+
+
+def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:
+    """Whether one of its tool calls stands in the history, or where it has none its texts, more or less beside them."""
+    calls = {call["toolUseId"] for call in turn.tool_calls}
+    if calls:
+        blocks = (block for message in behind.messages for block in message["content"])
+        return any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks)
+    first = behind.first
+    if first is None or first["role"] != "assistant":
+        return False
+    sampled, there = set(turn.answer_blocks), set(block_digests(first))
+    texts = {block for block in sampled if block[0] == "text"}
+    return texts <= there if texts else bool(sampled & there)
+
+
+def _that_stands(turns: Sequence[Turn]) -> Turn | None:
+    """Of several turns with one and the same answer, the one that the agent has most likely kept."""
+    committed = [turn for turn in turns if turn.status is TurnStatus.COMMITTED]
+    open_ones = [turn for turn in turns if turn.status is not TurnStatus.DISCARDED]
+    return next((group[-1] for group in (committed, open_ones, turns) if group), None)
+
+
+def _behind_replaced_question(turn: Turn, digests: tuple[bytes, ...], messages: Messages) -> _Behind | None:
+    """What stands behind the last message of a turn's question, if that message alone is another one now."""
+    asked = turn.asked()
+    last = len(asked) - 1
+    if len(digests) <= len(asked) or turn.roles[-1:] != ("user",) or digests[:last] != asked[:-1]:
+        return None
+    behind = _Behind(digests[last + 1 :], messages, last + 1)
+    at = len(messages) - len(digests) + last
+    if digests[last] == asked[-1] or at < 0 or messages[at]["role"] != "user":
+        return None
+    return behind if behind.first is not None and behind.first["role"] == "assistant" else None
+
+
+def _discard_with_question(turn: Turn, behind: _Behind) -> list[Turn]:
+    """Mark an answer whose question was replaced, if it is not kept; return it if it is not."""
+    if turn.is_cut_short or turn.answer_digest in behind.digests or _is_kept_in_another_form(turn, behind):
+        return []
+    turn.status = TurnStatus.DISCARDED
+    turn.note = f"messages {behind.position - 1} (user) and {behind.position} (assistant) stand in place of both"
+    return [turn]
