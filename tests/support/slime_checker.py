@@ -100,8 +100,6 @@ def check_end(sample: Any, args: Any) -> None:
         key = getattr(args, "reward_key", None)
         value = reward[key] if key else reward
         demand(math.isfinite(float(value)), "a reward is a finite number")
-    sampled = any(sample.loss_mask)
-    demand(status != "COMPLETED" or sampled or sample.remove_sample, "a completed sample has tokens to train")
 
 
 def check_replay(sample: Any, args: Any, replayed: bool) -> None:
@@ -236,12 +234,12 @@ def check_against_server(
         for number, mask in enumerate(sample.loss_mask):
             if not mask:
                 continue
-            place = _sampled_at(answered, sample.tokens, start + number)
-            demand(place is not None, "a token that is trained was sampled after the tokens before it")
-            assert place is not None
-            demand(place not in trained, "a token is trained once")
-            trained.add(place)
-            logprob = answered[place[0]][2][place[1]]
+            places = _sampled_at(answered, sample.tokens, start + number)
+            demand(places, "a token that is trained was sampled after the tokens before it")
+            places = [place for place in places if place not in trained]  # several may have sampled the same
+            demand(places, "a token is trained once")
+            trained.add(places[0])
+            logprob = answered[places[0][0]][2][places[0][1]]
             demand(sample.rollout_log_probs[number] == logprob, "and has the logprob that the server gave it")
         if experts is not None and sample.rollout_routed_experts is not None and any(sample.loss_mask):
             rows = torch.as_tensor(sample.rollout_routed_experts).reshape(len(sample.tokens) - 1, -1).tolist()
@@ -254,10 +252,11 @@ def check_against_server(
 
 def _sampled_at(
     answered: list[tuple[list[int], list[int], list[float]]], tokens: list[int], position: int
-) -> tuple[int, int] | None:
-    """Which answer's which token stands at a position of a sequence."""
+) -> list[tuple[int, int]]:
+    """Which answers' which token stands at a position of a sequence."""
+    found = []
     for number, (prompt, output, _) in enumerate(answered):
         offset = position - len(prompt)
         if 0 <= offset < len(output) and [*prompt, *output[: offset + 1]] == tokens[: position + 1]:
-            return number, offset
-    return None
+            found.append((number, offset))
+    return found

@@ -37,7 +37,8 @@ class Rollouts:
         self.state = SlimeState(tokenizer)
         self.server = ScriptedSGLang(tokenizer, answers, **(server or {}))
         self.tools, self.ran = make_tools()
-        settings = {"client_settings": {"max_retries": 0, "transport": self.server.transport()}, **settings}
+        client = {"max_retries": 0, **settings.pop("client_settings", {}), "transport": self.server.transport()}
+        settings["client_settings"] = client
         if "agent_factory" not in settings:
             settings = {"tools": self.tools, "system_prompt": "Be brief.", **settings}
         self.generate: Callable[..., Awaitable[Any]] = slime.make_generate(

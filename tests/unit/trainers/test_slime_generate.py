@@ -229,7 +229,11 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a connection that breaks": ([CALL, ScriptedFault("drop")], {}, "infrastructure_error"),
     "half an answer": ([CALL, ScriptedFault("half")], {}, "infrastructure_error"),
     "no JSON": ([ScriptedFault("garbage", message="<html>")], {}, "infrastructure_error"),
-    "too busy": ([ScriptedFault("status", status=503)], {}, "infrastructure_error"),
+    "too busy": (
+        [ScriptedFault("status", status=503)],
+        {"client_settings": {"max_retries": 1, "retry_delay": 0.0}},
+        "infrastructure_error",
+    ),
     "an abort": ([CUT], {}, "aborted"),
 }
 

@@ -103,10 +103,11 @@ def test_episodes_that_go_wrong_in_every_way_become_samples(
                 this_time = copy.copy(log)
                 this_time.requests, this_time.responses = log.requests[before:], log.responses[before:]
                 check_against_server(result, this_time, experts=EXPERTS if replayed else None)
-            if not rollouts.state.aborted:
-                break
             rollouts.state.aborted = False
-            sample = Sample.from_dict(copy.deepcopy((result[-1] if fan_out else result).to_dict()))
-        assert not rollouts.state.aborted
+            sample = result[-1] if fan_out else result
+            if sample.status.name != "ABORTED":
+                return
+            sample = Sample.from_dict(copy.deepcopy(sample.to_dict()))
+        raise AssertionError("the rollout never ended")
 
     asyncio.run(play())
