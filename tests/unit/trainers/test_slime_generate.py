@@ -434,6 +434,8 @@ async def test_a_partial_rollout_goes_on_from_the_tokens_that_it_had(
     assert rollouts.server.requests[-1].input_ids == left.tokens
     assert done.weight_versions == ["default", "default", "2"]
     assert done.strands_sglang_kept is None
+    facts = done.metadata["strands_sglang"]
+    assert (facts["model_calls"], facts["other_sequences"]) == (2, 0)  # what was cut is a part of the second call
     if mask_off_policy:
         old = left.response_length
         assert not any(done.loss_mask[:old]) and all(done.loss_mask[old:])

@@ -220,7 +220,7 @@ async def test_without_fan_out_the_latest_sequence_is_the_sample(chatml_tokenize
 
 async def test_fan_out_trains_every_token_once_and_keeps_the_sample_object(chatml_tokenizer):
     episode = await forked(chatml_tokenizer)
-    given = stale_sample()
+    given = stale_sample(metadata={"own": []})
     samples = to_slime_samples(
         episode.trajectory, given, episode.reason, tokenizer=chatml_tokenizer, fan_out=True, reward=1.0
     )
@@ -230,12 +230,20 @@ async def test_fan_out_trains_every_token_once_and_keeps_the_sample_object(chatm
     assert {sample.rollout_id for sample in samples} == {3}
     assert [sample.metadata["strands_sglang"]["is_main"] for sample in samples] == [False, True]
     assert [sample.reward for sample in samples] == [1.0, 1.0]
+    assert samples[0].metadata["own"] is not samples[1].metadata["own"]
 
 
 async def test_fan_out_without_an_index_still_has_a_rollout_id(chatml_tokenizer):
     episode = await forked(chatml_tokenizer)
     samples = to_slime_samples(episode.trajectory, Sample(), episode.reason, tokenizer=chatml_tokenizer, fan_out=True)
     check_rollouts([samples], slime_args(), chatml_tokenizer)
+
+
+async def test_a_cut_answer_that_was_asked_for_again_is_no_sample_of_its_own(chatml_tokenizer):
+    episode = await play(chatml_tokenizer, [CALL, CUT, ANSWER])
+    await episode.agent.invoke_async([])
+    [sample] = export(episode, chatml_tokenizer, "task_complete", fan_out=True)
+    assert sample.status.name == "COMPLETED" and sample.loss_mask[-1] == 1
 
 
 async def test_a_failed_rollout_fans_out_to_one_removed_sample(chatml_tokenizer):
@@ -323,6 +331,20 @@ async def test_sequences_that_fork_have_their_own_rows(chatml_tokenizer):
     episode = await forked(chatml_tokenizer, **MOE)
     samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
     assert len(samples) == 2
+
+
+async def test_a_sequence_that_forks_one_token_before_an_odd_stop_has_its_own_rows(chatml_tokenizer):
+    stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
+    odd = ScriptedAnswer(CALL, stop_token_id=stops[1])
+    episode = await play(
+        chatml_tokenizer,
+        [odd, odd, ANSWER],
+        server={"experts": EXPERTS, "stop_token_ids": stops},
+        return_routed_experts=True,
+    )
+    samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
+    assert len(samples) == 3
+    check_against_server(samples, episode.server, experts=EXPERTS, all_trained=True)
 
 
 async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(chatml_tokenizer):

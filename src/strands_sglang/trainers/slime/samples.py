@@ -134,7 +134,6 @@ def to_slime_samples(
     own_mask = not fan_out
     samples = []
     for branch in chosen:
-        target = sample if branch is main else copy.deepcopy(sample)
         rows, told = None, verdict
         if branch is not None and branch.sampled:
             tokens = sequence_of(branch.leaf) if own_mask else branch.tokens
@@ -145,8 +144,11 @@ def to_slime_samples(
                 keep_cut=verdict.status == "ABORTED",
                 off_policy_tokens=off_policy_tokens or {},
             )
+            if branch is not main and not any(rows.loss_mask):
+                continue  # a retry took the place of what was cut
             if replay.experts is not None and rows.experts is None:
                 told = _Verdict("FAILED", as_reward(args, failure_reward), True)
+        target = sample if branch is main else copy.deepcopy(sample)
         _fill(target, branch, rows, told, tokenizer, args, replay, evaluation)
         target.non_generation_time = float(non_generation_time)
         problems = list(rows.problems) if rows is not None else []
