@@ -114,6 +114,8 @@ def _differences(
         i, j = i + width[0], j + width[1]
     if i < len(recorded):
         yield i, len(recorded)
+    elif j < len(again) and recorded:  # the beginning of a character came back as a whole one
+        yield len(recorded) - 1, len(recorded)
 
 
 def _same_text(

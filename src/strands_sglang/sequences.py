@@ -12,8 +12,8 @@ from .turns import Turn, TurnStatus
 _NONE: Mapping[int, int] = {}
 
 
-def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[TokenManager]:
-    """The sequences from each root to each leaf, in the order of their last call, auxiliary and cut ones last.
+def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[tuple[Turn, TokenManager]]:
+    """The sequences from each root to each leaf, each behind its leaf; by their last call, auxiliary and cut ones last.
 
     Every sampled token has loss mask 1 in exactly one of them, the first that contains it, unless a grammar constrained
     it.
@@ -50,7 +50,7 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
         trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
     sequences = []
     for leaf in leaves:
-        sequences.append(sequence_of(leaf, trained))
+        sequences.append((leaf, sequence_of(leaf, trained)))
         for turn, kept in leaf.steps():
             trained[id(turn)] = max(kept, trained.get(id(turn), 0))
     return sequences

@@ -32,7 +32,7 @@ from .images import ImageInputs
 from .messages import Conversation, block_digests, message_digest, next_link
 from .sequences import export_sequences, sequence_of
 from .tokens import TokenManager
-from .turn_files import read_turns, write_turns
+from .turn_files import decode_turns, encode_turns, write_file
 from .turns import Turn, TurnStatus
 from .verdicts import AnsweredTurns, agreement
 
@@ -97,6 +97,10 @@ class Trajectory:
         Raises:
             OSError: The file cannot be written; what was there stays as it was.
         """
+        write_file(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
         with self._lock:
             facts = {
                 "result_notices": self._notices,
@@ -105,7 +109,7 @@ class Trajectory:
                 "agents": sorted(self._agents),
                 "helpers": sorted(self._helpers),
             }
-            write_turns(path, self._turns, facts)
+            return encode_turns(self._turns, facts)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trajectory:
@@ -115,7 +119,21 @@ class Trajectory:
             OSError: The file cannot be read.
             TrajectoryFileError: It is no trajectory, or one of another version.
         """
-        turns, facts = read_turns(path)
+        with open(path, "rb") as file:
+            return cls.from_bytes(file.read(), name=str(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, name: str = "the bytes") -> Trajectory:
+        """Read what `to_bytes` returned.
+
+        Args:
+            content: It.
+            name: What an error calls it.
+
+        Raises:
+            TrajectoryFileError: It is no trajectory, or one of another version.
+        """
+        turns, facts = decode_turns(content, name)
         trajectory = cls()
         trajectory._notices = facts["result_notices"]
         trajectory._call_ids = facts["call_ids"]
@@ -267,6 +285,18 @@ class Trajectory:
             else:
                 self.fail(turn, cause)
 
+    def take_cut(self, turn: Turn) -> Generation | None:
+        """Hand out what a cut turn had sampled, to somebody who goes on from there: None if it is no cut turn.
+
+        The turn counts as failed from then on, so the call that goes on replaces it, and its tokens are recorded once.
+        """
+        with self._lock:
+            if turn.status is not TurnStatus.CUT:
+                return None
+            generation, turn.generation = turn.generation, None
+            self.fail(turn, turn.cause or RuntimeError("the call was cut"))
+            return generation
+
     def fail(self, turn: Turn, cause: BaseException) -> None:
         """Record that a turn got no answer."""
         with self._lock:
@@ -325,6 +355,10 @@ class Trajectory:
             discarded: Whether answers that the agent threw away are given out, too.
             auxiliary: Whether calls from outside the agents' loops are given out, too.
         """
+        return [sequence for _, sequence in self.branches(discarded=discarded, auxiliary=auxiliary)]
+
+    def branches(self, *, discarded: bool = False, auxiliary: bool = False) -> list[tuple[Turn, TokenManager]]:
+        """The same as `sequences`, each behind the turn that it ends with, whose `path()` has all its turns."""
         with self._lock:
             return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary)
 
@@ -347,17 +381,26 @@ class Trajectory:
                     "trajectory.sequences(), or see trajectory.explain()",
                     len(self._turns),
                 )
+            leaf = self.main_leaf()
+            if leaf is None:
+                return TokenManager()
+            is_thrown_away = leaf.status is TurnStatus.DISCARDED
+            return sequence_of(leaf, {id(leaf): len(leaf.output_ids)} if is_thrown_away else {})
+
+    def main_leaf(self) -> Turn | None:
+        """The turn that `latest_main_sequence` ends with; None before any call."""
+        with self._lock:
             roots = [turn for turn in self._turns if turn.parent is None and not turn.is_auxiliary]
             first = next((turn for turn in roots if turn.is_answered), None)
             if first is None:
-                return sequence_of(roots[-1]) if roots else TokenManager()
+                return roots[-1] if roots else None
             ends = [
                 turn
                 for turn in self._turns
                 if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key
             ]
             kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
-            return sequence_of(kept[-1]) if kept else sequence_of(ends[-1], {id(ends[-1]): len(ends[-1].output_ids)})
+            return kept[-1] if kept else ends[-1]
 
     def _has_several(self) -> bool:
         """Whether there is more than one sequence to train."""

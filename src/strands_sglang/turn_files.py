@@ -44,16 +44,14 @@ class TrajectoryFileError(ValueError):
     """A file is no trajectory, or one of a version that this library does not know."""
 
 
-def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping[str, Any]) -> None:
-    """Write turns to one file, in place of what is there; an error leaves the old file as it was.
+def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
+    """The content of a file with these turns.
 
     Args:
-        path: The file.
         turns: In the order of their calls, parents first.
         facts: What is known beside them; JSON-like.
 
     Raises:
-        OSError: The file cannot be written.
         TypeError: A sampling parameter is not JSON-like, or numpy has no such type as an image tensor.
     """
     import numpy as np
@@ -79,38 +77,37 @@ def write_turns(path: str | PathLike[str], turns: Sequence[Turn], facts: Mapping
             tensors[f"images.{position}.{name}"] = np.ascontiguousarray(values)
     content = {"turns": [_described(turn, positions) for turn in turns], **facts}
     metadata = {"format": FORMAT, "version": VERSION, "trajectory": json.dumps(content)}
-    _write(Path(path), save(tensors, metadata=metadata))
+    return bytes(save(tensors, metadata=metadata))
 
 
-def read_turns(path: str | PathLike[str]) -> tuple[list[Turn], dict[str, Any]]:
-    """Read turns that were written, and what was known beside them.
+def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]:
+    """Read the turns of a file, and what was known beside them.
 
     Args:
-        path: The file.
+        content: The file's content.
+        name: What an error calls it.
 
     Raises:
-        OSError: The file cannot be read.
         TrajectoryFileError: It is no trajectory, or one of another version.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
-    with open(path, "rb"):  # safetensors' own errors do not name the file
-        pass
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        tensors = load(content)
     except SafetensorError as error:
-        raise TrajectoryFileError(f"{path}: not a safetensors file, or cut off: {error}") from error
+        raise TrajectoryFileError(f"{name}: not a safetensors file, or cut off: {error}") from error
+    # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-        raise TrajectoryFileError(f"{path}: holds {found}, and not {FORMAT!r}, version {VERSION!r}")
-    content = json.loads(metadata["trajectory"])
+        raise TrajectoryFileError(f"{name}: holds {found}, and not {FORMAT!r}, version {VERSION!r}")
+    recorded = json.loads(metadata["trajectory"])
     reader = _Reader(tensors)
     turns: list[Turn] = []
-    for position, described in enumerate(content.pop("turns")):
+    for position, described in enumerate(recorded.pop("turns")):
         turns.append(reader.turn(described, position, turns))
-    return turns, content
+    return turns, recorded
 
 
 def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
@@ -211,8 +208,13 @@ class _Reader:
         return turn
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Put a whole file in place at once: a full disk or a kill leaves what was there."""
+def write_file(path: str | PathLike[str], content: bytes) -> None:
+    """Put a whole file in place at once: a full disk or a kill leaves what was there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -7,12 +7,36 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+
+@dataclass
+class SpecInfo:
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass
+class PrefixCacheInfo:
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
 
 @dataclass
@@ -26,18 +50,55 @@ class Sample:
         ABORTED = "aborted"
         FAILED = "failed"
 
+    group_index: int | None = None
     index: int | None = None
+    rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     label: str | None = None
     tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
     loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    teacher_log_probs: list[float] | None = None
     reward: float | dict[str, Any] | None = None
     status: Status = Status.PENDING
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "status": self.status.value,
+            "spec_info": asdict(self.spec_info),
+            "prefix_cache_info": asdict(self.prefix_cache_info),
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        known = {
+            **data,
+            "status": Sample.Status(data["status"]),
+            "spec_info": SpecInfo(**data["spec_info"]),
+            "prefix_cache_info": PrefixCacheInfo(**data["prefix_cache_info"]),
+        }
+        names = {one.name for one in fields(Sample)}
+        sample = Sample(**{name: value for name, value in known.items() if name in names})
+        for name, value in known.items():
+            if name not in names:
+                setattr(sample, name, value)
+        return sample
 
 
 def slime_args(base_url: str = "http://127.0.0.1:30000", **overrides: Any) -> SimpleNamespace:
@@ -71,14 +132,18 @@ def slime_sampling_params(**overrides: Any) -> dict[str, Any]:
     return {**parameters, **overrides}
 
 
-def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: bool = False) -> None:
-    """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test."""
+def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: bool = False) -> type:
+    """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test.
+
+    `aborted` of the class that is returned is the flag of every state, as slime's state is a singleton.
+    """
 
     class GenerateState:
         def __init__(self, args: Any) -> None:
             self.args = args
             self.tokenizer = tokenizer
-            self.aborted = aborted
+
+    GenerateState.aborted = aborted  # type: ignore[attr-defined]
 
     modules = {
         "slime": {},
@@ -91,6 +156,7 @@ def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: b
         module = ModuleType(name)
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, name, module)
+    return GenerateState
 
 
 def check_sample(sample: Sample, tokenizer: Any) -> None:

@@ -62,6 +62,13 @@ def test_the_drift_of_several_episodes_adds_up(chatml_tokenizer, digits):
     assert (total.share_affected, sum(total.drifted.values())) == (0.5, 2)
 
 
+def test_a_character_that_was_cut_drifts_though_its_first_bytes_come_back(chatml_tokenizer):
+    whole = chatml_tokenizer.encode("\N{REPLACEMENT CHARACTER}")  # what a part of a character decodes to
+    assert len(whole) > 1
+    (only,) = measure_drift([sequence(whole[:1])], chatml_tokenizer).sequences
+    assert (only.drifted["template"], only.first) == (1, 0)
+
+
 @given(st.data())
 def test_no_drift_is_reported_exactly_where_encoding_gives_the_same_ids(chatml_tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, len(chatml_tokenizer) - 1), min_size=1, max_size=30))

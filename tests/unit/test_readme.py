@@ -29,6 +29,7 @@ from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support import slime_stub
 from support.agents import call, make_agent
 from support.readme import README, ROOT, Block, blocks, names_in_code, table
+from support.slime_checker import check_rollouts
 
 DOCUMENTED_URL = "http://localhost:30000"
 DOCUMENTED_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
@@ -109,19 +110,21 @@ EPISODES: dict[str, tuple[list[Any], str]] = {
 async def test_the_readmes_generate_leaves_samples_that_slime_can_use(end, snippets, chatml_tokenizer, monkeypatch):
     answers, status = EPISODES[end]
     server = ScriptedSGLang(chatml_tokenizer, answers)
-    generate = snippets["namespace"]["generate"]
-    monkeypatch.setitem(generate.__globals__, "get_client_from_slime_args", lambda args: server.client())
+    namespace = snippets["namespace"]
     slime_stub.install_slime(monkeypatch, chatml_tokenizer)
 
-    sample = slime_stub.Sample(prompt="What is 25 * 17?", reward=1.0)
-    sample = await generate(slime_stub.slime_args(), sample, slime_stub.slime_sampling_params())
+    sample = slime_stub.Sample(prompt="What is 25 * 17?", label="425", reward=1.0)
+    with server.serve() as base_url:
+        args = slime_stub.slime_args(base_url)
+        sample = await namespace["generate"](args, sample, slime_stub.slime_sampling_params())
 
-    slime_stub.check_sample(sample, chatml_tokenizer)
+    check_rollouts(sample, args, chatml_tokenizer)
     assert sample.status is slime_stub.Sample.Status[status]
     removed = status == "FAILED" or "abort" in end
     assert sample.remove_sample is removed
     assert sample.reward == (0.0 if removed else None)
-    assert any(sample.loss_mask) is bool(answers)
+    assert any(sample.loss_mask) is not removed
+    assert await namespace["reward_func"](args, sample) == float("425" in sample.response and not removed)
 
 
 # --- tables ---

@@ -168,3 +168,12 @@ def test_other_files_are_refused_by_name(tmp_path):
 def test_an_empty_trajectory_is_saved_and_loaded(tmp_path):
     Trajectory().save(tmp_path / "t")
     assert Trajectory.load(tmp_path / "t").sequences() == []
+
+
+async def test_bytes_are_what_a_file_holds(recorded, tmp_path):
+    recorded.save(tmp_path / "t")
+    content = recorded.to_bytes()
+    assert Trajectory.from_bytes(content).sequences()[0].tokens == recorded.sequences()[0].tokens
+    assert len(content) == (tmp_path / "t").stat().st_size
+    with pytest.raises(TrajectoryFileError, match="a sample: not a safetensors file"):
+        Trajectory.from_bytes(content[:-1], name="a sample")

@@ -37,6 +37,7 @@ from strands_sglang import (
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
 from support.agents import call
+from support.slime_checker import convert
 from support.slime_stub import Sample, check_sample, install_slime, slime_args, slime_sampling_params
 
 pytestmark = pytest.mark.filterwarnings("ignore:calculator is deprecated")
@@ -156,6 +157,7 @@ def exchanged_ids(server: ScriptedSGLang, call_index: int) -> list[int]:
 async def test_an_answered_episode_is_completed_and_holds_what_the_server_saw(generate, chatml_tokenizer):
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, ANSWER])
     check_sample(sample, chatml_tokenizer)
+    convert([sample], slime_args())
     assert sample.status is Sample.Status.COMPLETED
     assert sample.tokens == exchanged_ids(server, 1)
     assert len(sample.tokens) - sample.response_length == len(server.requests[0].input_ids)

@@ -1,0 +1,1 @@
+"""Adapters to RL trainers, one per trainer; each imports its trainer only when used."""

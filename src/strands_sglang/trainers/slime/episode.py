@@ -1,0 +1,174 @@
+"""One episode of a Strands agent for a slime sample: its agent, its limits, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strands import Agent
+from strands.agent.conversation_manager import NullConversationManager
+
+from ...model import SGLangModel
+from ...outcomes import OUTCOMES, RewardRule, TerminationReason, termination_reason
+from ...tool_limiter import ToolLimiter, limit_cause
+from ...trajectory import Trajectory
+from ...turns import TurnStatus
+from .gate import EpisodeGate, ResponseBudgetReachedError
+from .partial import Kept
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `make_generate`."""
+
+    agent_factory: Callable[..., Any] | None
+    tools: Sequence[Any]
+    system_prompt: str | None
+    prompt: Callable[[Any], Any] | None
+    limits: Mapping[str, int | None]
+    max_turns: int | None
+    timeout: float | None
+    reward: Callable[..., Any] | None
+    fan_out: bool
+    requeue_aborted: bool | None
+    tool_parser: Any
+    model_config: Mapping[str, Any]
+    client_settings: Mapping[str, Any]
+    generate_state: Callable[[Any], Any] | None
+    failure_reward: float
+
+
+@dataclass(eq=False)
+class Part:
+    """One run of an episode, which is all of it unless slime aborts it in between.
+
+    Attributes:
+        gate: What holds for its requests.
+        limiter: The limits on its tools.
+        kept: What the part before it left.
+        began: When it began, on the monotonic clock.
+        agent: Its agent, once that is made.
+        end: What the agent returned or raised.
+        answered_before: How many answers the parts before it got.
+    """
+
+    gate: EpisodeGate
+    limiter: ToolLimiter
+    kept: Kept | None
+    began: float = field(default_factory=time.monotonic)
+    agent: Any = None
+    end: Any = None
+    answered_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note where the part begins."""
+        self.answered_before = self._answered()
+
+    def _answered(self) -> int:
+        return sum(turn.is_answered for turn in self.trajectory.turns)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The episode's calls."""
+        return self.gate.trajectory
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether this part got an answer."""
+        return self._answered() > self.answered_before
+
+    def elapsed_s(self) -> float:
+        """Seconds that the episode has taken."""
+        return time.monotonic() - self.began + (self.kept.elapsed_s if self.kept is not None else 0.0)
+
+    def non_generation_s(self) -> float:
+        """Seconds of those that went to other things than generating."""
+        own = max(time.monotonic() - self.began - self.gate.generating_s, 0.0)
+        return own + (self.kept.non_generation_s if self.kept is not None else 0.0)
+
+
+async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, system: str | None, asked: Any) -> None:
+    """Run the agent; what it returned or raised is the part's end."""
+    try:
+        part.agent = agent = await _agent(settings, model, sample)
+        agent.hooks.add_hook(part.limiter)
+        if system is not None:
+            own = agent.system_prompt
+            agent.system_prompt = f"{own}\n\n{system}" if own else system
+        if part.kept is not None and part.kept.messages:
+            part.kept.apply(agent, part.limiter)
+            asked = None
+        invoked = agent.invoke_async(asked, **_limits(settings, part.trajectory))
+        if settings.timeout is not None:
+            invoked = asyncio.wait_for(invoked, max(settings.timeout - part.elapsed_s(), 0.0))
+        part.end = await invoked
+    except Exception as error:
+        part.end = error
+
+
+async def _agent(settings: Settings, model: SGLangModel, sample: Any) -> Any:
+    if settings.agent_factory is not None:
+        agent = settings.agent_factory(model, sample)
+        return await agent if inspect.isawaitable(agent) else agent
+    return Agent(
+        model=model,
+        tools=list(settings.tools),
+        system_prompt=settings.system_prompt,
+        callback_handler=None,
+        conversation_manager=NullConversationManager(),
+    )
+
+
+def _limits(settings: Settings, trajectory: Trajectory) -> dict[str, Any]:
+    """Strands' limits for what is left of the turns."""
+    if settings.max_turns is None:
+        return {}
+    leaf = trajectory.main_leaf()
+    done = 0
+    if leaf is not None:
+        done = sum(1 for turn in leaf.path() if turn.is_answered and turn.status is not TurnStatus.CUT)
+    return {"limits": {"turns": max(settings.max_turns - done, 1)}}
+
+
+def reason_of(part: Part) -> TerminationReason:
+    """Why the episode ended."""
+    if isinstance(part.end, Exception) and isinstance(limit_cause(part.end), ResponseBudgetReachedError):
+        return TerminationReason.TOKEN_BUDGET_REACHED
+    reason = termination_reason(part.end, trajectory=part.trajectory, limiter=part.limiter)
+    if reason is TerminationReason.AGENT_ERROR:
+        logger.warning("an agent's own code failed", exc_info=_raised(part.end))
+    elif isinstance(part.end, Exception):
+        logger.info("outcome=<%s>, error=<%s> | an episode ended with an error", reason.value, part.end)
+    return reason
+
+
+def _raised(end: Any) -> Exception | None:
+    return end if isinstance(end, Exception) else None
+
+
+async def own_reward(settings: Settings, part: Part, sample: Any, reason: TerminationReason) -> Any:
+    """The episode's own reward; one that raises is no number, so the sample is removed."""
+    if settings.reward is None or part.agent is None or OUTCOMES[reason].reward is RewardRule.NONE:
+        return None
+    try:
+        reward = settings.reward(part.agent, sample)
+        return await reward if inspect.isawaitable(reward) else reward
+    except Exception:
+        logger.warning("sample=<%s> | the reward function raised", getattr(sample, "index", None), exc_info=True)
+        return float("nan")
+
+
+def clean_up(agent: Any) -> None:
+    """Let an agent give back what it holds."""
+    try:
+        if agent is not None:
+            agent.cleanup()
+    except Exception:
+        logger.warning("an agent could not be cleaned up", exc_info=True)

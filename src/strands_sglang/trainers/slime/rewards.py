@@ -1,0 +1,169 @@
+"""Rewards under slime: a function for `--custom-rm-path`, one for `--custom-reward-post-process-path`.
+
+Promises: samples of one rollout have one reward, which is asked for once and counts once in its group; removed samples
+neither get a reward from the function nor move their group's baseline; a reward that is missing or no finite number
+removes its rollout, and never gets into the baseline or the loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from .arguments import as_reward
+from .samples import METADATA_KEY
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+
+_CENTRED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+_SCALED = frozenset({"grpo", "gspo", "cispo"})
+
+
+def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Callable[..., Awaitable[Any]]:
+    """Make a function for `--custom-rm-path` from one that scores a single sample.
+
+    slime calls it with a sample, or with a list of them. The samples of a rollout get the reward of the one that holds
+    the main conversation. Whatever the function raises, and a reward that is None or no finite number, removes the
+    rollout's samples.
+
+    Args:
+        function: `function(args, sample, **kwargs)`, sync or async, which returns a number, or a dictionary for
+            `reward_key`. A sync one runs in a thread.
+        failure_reward: The reward of samples that are removed.
+    """
+
+    async def score(args: Any, sample: Any, **kwargs: Any) -> Any:
+        """What the function says; None if it is nothing to train on."""
+        try:
+            if inspect.iscoroutinefunction(function):
+                reward = await function(args, sample, **kwargs)
+            else:
+                reward = await asyncio.to_thread(function, args, sample, **kwargs)
+                if inspect.isawaitable(reward):
+                    reward = await reward
+        except Exception:
+            logger.warning("sample=<%s> | the reward function raised", getattr(sample, "index", None), exc_info=True)
+            return None
+        if _value(args, reward) is None:
+            logger.warning("reward=<%r> | a reward is no finite number", reward)
+            return None
+        return reward
+
+    async def score_rollout(args: Any, samples: list[Any], **kwargs: Any) -> Any:
+        kept = [sample for sample in samples if not sample.remove_sample]
+        if not kept:
+            known = samples[0].reward
+            return as_reward(args, failure_reward) if known is None else known
+        reward = await score(args, _main(kept), **kwargs)
+        if reward is None:
+            for sample in samples:
+                sample.remove_sample = True
+            return as_reward(args, failure_reward)
+        return reward
+
+    async def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
+        """The reward of a sample, or a list of rewards for a list of samples."""
+        if not isinstance(samples, list):
+            return await score_rollout(args, [samples], **kwargs)
+        rollouts = list(_by_rollout(samples).values())
+        scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
+        rewards = {id(sample): one for rollout, one in zip(rollouts, scored, strict=True) for sample in rollout}
+        return [rewards[id(sample)] for sample in samples]
+
+    return reward
+
+
+def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """For `--custom-reward-post-process-path`: rewards relative to those of the same prompt's rollouts.
+
+    slime's own way needs the same number of samples for each prompt and takes the whole batch for one group otherwise,
+    as it does with fan-out. Here a group is what has one `group_index`; each rollout counts once in it, and those whose
+    samples are all removed do not count. As slime does, the mean is taken off, and for GRPO, GSPO and CISPO the rest is
+    divided by the standard deviation (of a sample, n - 1).
+
+    Args:
+        args: slime's parsed arguments: `advantage_estimator`, `rewards_normalization`, `grpo_std_normalization`,
+            `reward_key`.
+        samples: The batch.
+
+    Returns:
+        The raw rewards and those to train on, both in the order of the samples; 0.0 to train on for removed samples.
+
+    Raises:
+        ValueError: A sample has no `group_index`.
+    """
+    values = [_value(args, sample.reward) for sample in samples]
+    for sample, value in zip(samples, values, strict=True):
+        if value is None:
+            # slime zeroes the masks of removed samples after this function has run.
+            logger.warning("reward=<%r> | a sample came without a usable reward and is removed", sample.reward)
+            sample.remove_sample = True
+    raw = [0.0 if value is None else value for value in values]
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in _CENTRED or not getattr(args, "rewards_normalization", True):
+        return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
+    scaled = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
+    own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
+    trained = {id(sample): 0.0 for sample in samples}
+    for group in _by_group(samples).values():
+        rollouts = [
+            [sample for sample in rollout if not sample.remove_sample] for rollout in _by_rollout(group).values()
+        ]
+        rollouts = [rollout for rollout in rollouts if rollout]
+        rewards = [own[id(_main(rollout))] for rollout in rollouts]
+        for rollout, reward in zip(rollouts, _normalized(rewards, scaled), strict=True):
+            trained.update((id(sample), reward) for sample in rollout)
+    return raw, [trained[id(sample)] for sample in samples]
+
+
+def _normalized(rewards: list[float], scaled: bool) -> list[float]:
+    if not rewards:
+        return []
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not scaled or len(rewards) == 1:
+        return centred
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
+    return [value / (deviation + 1e-6) for value in centred]
+
+
+def _by_group(samples: Iterable[Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for sample in samples:
+        if sample.group_index is None:
+            raise ValueError(f"sample {sample.index} has no group_index, so nothing tells which prompt it belongs to")
+        groups.setdefault(sample.group_index, []).append(sample)
+    return groups
+
+
+def _by_rollout(samples: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Samples by the rollout that they came from: `rollout_id`, or `index`, as slime has it, or each for itself."""
+    rollouts: dict[Any, list[Any]] = {}
+    for sample in samples:
+        known = getattr(sample, "rollout_id", None)
+        known = sample.index if known is None else known
+        rollouts.setdefault(("lone", id(sample)) if known is None else known, []).append(sample)
+    return rollouts
+
+
+def _main(samples: list[Any]) -> Any:
+    """The sample of a rollout that holds its main conversation."""
+    told = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
+    return next(told, samples[-1])
+
+
+def _value(args: Any, reward: Any) -> float | None:
+    """A reward as a number; None if it is none, or not finite."""
+    if isinstance(reward, Mapping):
+        reward = reward.get(getattr(args, "reward_key", None))
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,294 @@
+"""What slime has per token, for one sequence of a trajectory: mask, logprobs, top-p ids, routed experts.
+
+Promises: everything belongs to the tokens at the same place; a token with loss mask 1 was sampled on-policy and has a
+finite logprob; whatever lacks something that training replays has loss mask 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...exceptions import SGLangDecodingError
+from ...generation import Generation
+from ...tokens import TokenManager
+from ...turns import Turn, TurnStatus
+from .arguments import Replay, SlimeExportError
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_COUNTS: Mapping[int, int] = {}
+_TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+_TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One sequence, prompt and response apart. R is the response's length, T that of both.
+
+    Attributes:
+        token_ids: Prompt and response, shape (T,).
+        loss_mask: 0 or 1 for each token of the response, shape (R,).
+        logprobs: 0.0 where the mask is 0, shape (R,).
+        top_p: Ids that top-p kept, one span after the other, and where they start, shape (R + 1,); both int32. None if
+            they are not replayed.
+        experts: int32, shape (T - 1, layers, experts per token); None if they are not replayed, or not all there.
+        problems: What is wrong with tokens that therefore have loss mask 0, for people.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    top_p: tuple[torch.Tensor, torch.Tensor] | None
+    experts: torch.Tensor | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the sampled tokens of a turn stand in a sequence: from `start` up to `stop`."""
+
+    turn: Turn
+    start: int
+    stop: int
+
+
+def spans_of(leaf: Turn) -> Iterator[Span]:
+    """The sampled tokens of every turn of the sequence that ends with `leaf`."""
+    position = 0
+    for turn, kept in leaf.steps():
+        start = position + len(turn.prompt_ids)
+        position = start + kept
+        yield Span(turn, start, position)
+
+
+def rows_of(
+    leaf: Turn,
+    sequence: TokenManager,
+    *,
+    replay: Replay,
+    keep_cut: bool = False,
+    off_policy_tokens: Mapping[int, int] = _NO_COUNTS,
+) -> Rows:
+    """Lay out a sequence that has at least one sampled token.
+
+    Args:
+        leaf: The turn that it ends with.
+        sequence: Its tokens, with the mask that they have in this sequence.
+        replay: What training replays.
+        keep_cut: Whether turns that were cut keep their mask: the sample is to be continued, not trained.
+        off_policy_tokens: By `Turn.index`, how many of its first tokens older weights sampled; they have mask 0.
+
+    Raises:
+        SlimeExportError: Logprobs, top-p ids or experts were never asked for, or are another model's.
+    """
+    spans = list(spans_of(leaf))
+    start = len(spans[0].turn.prompt_ids)
+    mask, recorded = sequence.loss_mask, sequence.logprobs
+    problems: list[str] = []
+    for span in spans:
+        if span.turn.status is TurnStatus.DISCARDED or (span.turn.status is TurnStatus.CUT and not keep_cut):
+            _clear(mask, span.start, span.stop)
+        old = span.start + off_policy_tokens.get(span.turn.index, 0)
+        _clear(mask, span.start, min(span.stop, old))
+        if any(mask[span.start : span.stop]):
+            problems += _mask_unknown(span, mask, recorded)
+    top_p = _top_p(spans, mask, start, problems) if replay.top_p else None
+    experts = None
+    if replay.experts is not None:
+        try:
+            experts = expert_rows(leaf, *replay.experts)
+        except SGLangDecodingError as error:
+            problems.append(str(error))
+        if experts is None:
+            _require_experts(leaf)
+            problems.append("its routed experts are not complete")
+    logprobs = [logprob if kept and logprob is not None else 0.0 for kept, logprob in zip(mask, recorded, strict=True)]
+    return Rows(sequence.token_ids, mask[start:], logprobs[start:], top_p, experts, tuple(problems))
+
+
+def _clear(mask: list[int], start: int, stop: int) -> None:
+    mask[start:stop] = [0] * len(mask[start:stop])
+
+
+def _ended_by_itself(turn: Turn) -> bool:
+    """Whether the server answered in full, so that all that was asked for is there."""
+    return turn.generation is not None and turn.generation.finish_type != "abort"
+
+
+def _mask_unknown(span: Span, mask: list[int], logprobs: list[float | None]) -> list[str]:
+    """Take tokens without a finite logprob out of the mask.
+
+    Raises:
+        SlimeExportError: Logprobs were not asked for.
+    """
+    generation = span.turn.generation
+    if generation is not None and generation.logprobs is None and _ended_by_itself(span.turn):
+        raise SlimeExportError(
+            f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
+            "SGLangModel at its default, True"
+        )
+    unknown = 0
+    for position in range(span.start, span.stop):
+        logprob = logprobs[position]
+        if mask[position] and (logprob is None or not math.isfinite(logprob)):
+            mask[position] = 0
+            unknown += 1
+    return [f"{unknown} tokens of call {span.turn.index} have no finite logprob"] if unknown else []
+
+
+# --- top-p ---
+
+
+def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids that top-p kept, an empty span for every token with mask 0; tokens that have none get mask 0."""
+    import torch
+
+    ids: list[torch.Tensor] = []
+    offsets = torch.zeros(len(mask) - start + 1, dtype=torch.int32)
+    for span in spans:
+        if not any(mask[span.start : span.stop]) or span.turn.generation is None:
+            continue
+        try:
+            kept_ids, starts = top_p_arrays(span.turn.generation)
+        except ValueError as error:
+            problems.append(f"call {span.turn.index}: {error}")
+            _clear(mask, span.start, span.stop)
+            continue
+        if kept_ids is None or starts is None:
+            if _ended_by_itself(span.turn):
+                raise SlimeExportError(
+                    f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
+                    "SGLang, and pass slime's sampling_params (custom_params) on"
+                )
+            problems.append(f"call {span.turn.index} was aborted and has no top-p ids")
+            _clear(mask, span.start, span.stop)
+            continue
+        for number, position in enumerate(range(span.start, span.stop)):
+            if mask[position]:
+                ids.append(kept_ids[int(starts[number]) : int(starts[number + 1])])
+                offsets[position - start + 1] = len(ids[-1])
+    return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
+
+
+def top_p_arrays(generation: Generation) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The ids that top-p kept for the sampled tokens, one span after the other, and where the spans start.
+
+    Returns:
+        Two int32 arrays, the second of shape (sampled tokens + 1,); None for both where the server told nothing.
+
+    Raises:
+        ValueError: They are not consistent.
+    """
+    ids = int32_array(next((generation.meta_info[key] for key in _TOP_P_IDS if key in generation.meta_info), None))
+    starts = int32_array(
+        next((generation.meta_info[key] for key in _TOP_P_OFFSETS if key in generation.meta_info), None)
+    )
+    if ids is None and starts is None:
+        return None, None
+    count = generation.completion_tokens
+    whole = ids is not None and starts is not None and len(starts) == count + 1
+    if not whole or int(starts[0]) != 0 or int(starts[-1]) != len(ids) or bool((starts.diff() < 0).any()):  # type: ignore[index, arg-type, union-attr]
+        raise ValueError(f"the server's top-p ids and offsets are not those of {count} tokens")
+    return ids, starts
+
+
+def int32_array(value: Any) -> torch.Tensor | None:
+    """An int32 array as SGLang puts it into JSON: base64 of its bytes, or a list; None stays None.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    import torch
+
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            content = bytearray(base64.b64decode(value, validate=True))
+            return torch.frombuffer(content, dtype=torch.int32) if content else torch.zeros(0, dtype=torch.int32)
+        return torch.as_tensor(value, dtype=torch.int32).reshape(-1)
+    except (binascii.Error, ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"not an int32 array: {error}") from error
+
+
+# --- routed experts ---
+
+
+def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
+    """The experts of every token of a sequence but the last, each as the call told them that first ran the token.
+
+    So the rows of sampled tokens are those that were in force when they were sampled.
+
+    Args:
+        leaf: The turn that the sequence ends with.
+        layers: Layers of the model, those without experts too.
+        top_k: Experts per token.
+
+    Returns:
+        int32, shape (T - 1, layers, top_k); None if rows are missing.
+
+    Raises:
+        SlimeExportError: The server's model has other numbers of layers and experts.
+    """
+    import torch
+
+    parts: list[torch.Tensor] = []
+    have = position = 0
+    for turn, kept in leaf.steps():
+        position += len(turn.prompt_ids)
+        generation = turn.generation
+        rows = position + len(turn.output_ids) - 1
+        if generation is not None and generation.routed_experts is not None and generation.routed_rows == rows > have:
+            if generation.routed_width != layers * top_k:
+                raise SlimeExportError(
+                    f"call {turn.index} has {generation.routed_width} routed experts per token, and num_layers * "
+                    f"moe_router_topk is {layers} * {top_k}: the arguments are another model's"
+                )
+            parts.append(_tail(generation, have).reshape(-1, layers, top_k))
+            have = rows
+        position += kept
+        if have > position:  # rows of tokens that no later call kept
+            parts, have = [torch.cat(parts)[:position]], position
+    needed = position - 1
+    if have < needed or not parts:
+        return None
+    return torch.cat(parts)[:needed]
+
+
+def _tail(generation: Generation, start: int) -> torch.Tensor:
+    """A generation's expert ids from row `start` on; only that part of the text is decoded."""
+    import torch
+
+    skipped = start * (generation.routed_width or 0) * _ID_BYTES
+    try:
+        content = base64.b64decode((generation.routed_experts or "")[skipped // 3 * 4 :], validate=True)
+    except binascii.Error as error:
+        raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
+    return torch.frombuffer(bytearray(content[skipped % 3 :]), dtype=torch.int32)
+
+
+def _require_experts(leaf: Turn) -> None:
+    """Tell rows that were never asked for from rows that an abort left out.
+
+    Raises:
+        SlimeExportError: They were not asked for.
+    """
+    if _ended_by_itself(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
+        raise SlimeExportError(
+            f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
+            "return_routed_experts=True of SGLangModel, and start the server with --enable-return-routed-experts"
+        )
+
+
+def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tensor:
+    """Rows for a sample that is not trained: different experts for each token, since slime refuses layers of zeros."""
+    import torch
+
+    return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)

@@ -1,0 +1,233 @@
+"""The slime example: its functions run, its tool has limits, its data and its script are what they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from strands_sglang.testing import ScriptedSGLang
+from support.agents import call
+from support.slime_checker import check_rollouts
+from support.slime_stub import Sample, install_slime, slime_args, slime_sampling_params
+
+FOLDER = Path(__file__).parents[3] / "examples" / "slime"
+SCRIPT = FOLDER / "strands_qwen3_8b.sh"
+NAMES = ("python_tool", "generate_with_strands", "prepare_data")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a module of the example, as the script's PYTHONPATH does."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def tool(example: Any) -> ModuleType:
+    return example("python_tool")
+
+
+# --- generate and reward ---
+
+
+async def test_the_examples_generate_runs_python_and_its_reward_scores_the_answer(
+    example, chatml_tokenizer, monkeypatch
+):
+    install_slime(monkeypatch, chatml_tokenizer)
+    asked = []
+
+    def compute_score(response: str, label: str, strict_box_verify: bool) -> dict[str, Any]:
+        asked.append(strict_box_verify)
+        right = strict_box_verify and f"\\boxed{{{label}}}" in response
+        return {"score": 1.0 if right else -1.0, "pred": "[INVALID]"}
+
+    for name in ("slime.rollout.rm_hub", "slime.rollout.rm_hub.math_dapo_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["slime.rollout.rm_hub.math_dapo_utils"].compute_score = compute_score  # type: ignore[attr-defined]
+    module = example("generate_with_strands")
+    code = call("execute_python_code", code="print(25 * 17)")
+    server = ScriptedSGLang(chatml_tokenizer, [code, "\\boxed{425}", code, code, code, code, "\\boxed{1}"])
+    with server.serve() as url:
+        args = slime_args(url)
+        samples = [
+            await module.generate(args, Sample(index=number, prompt="25 * 17?", label="425"), slime_sampling_params())
+            for number in range(2)
+        ]
+    check_rollouts(samples, args, chatml_tokenizer)
+    assert "<tool_response>\n425\n" in server.requests[1].text
+    assert await module.reward_func(args, samples[0]) == 1.0
+    assert asked == [False, True]
+    assert await module.reward_func(args, samples) == [1.0, -0.9]
+
+
+# --- the tool ---
+
+
+async def test_code_runs_in_an_empty_folder_and_what_it_prints_comes_back(tool):
+    code = "import os, sys\nprint(os.listdir('.'), len(sys.argv))\nprint('x', file=sys.stderr)"
+    assert (await tool.run_python(code)).split("\n")[:2] == ["['main.py'] 1", "x"]
+
+
+async def test_an_error_is_shown_with_its_line(tool):
+    output = await tool.run_python("a = 1\nb = a / 0")
+    assert "ZeroDivisionError" in output and 'File "main.py", line 2' in output
+
+
+async def test_a_program_that_prints_nothing_is_told_to_print(tool):
+    assert await tool.run_python("1 + 1") == "[nothing was printed: print what you want to see]"
+
+
+async def test_code_that_runs_for_too_long_is_stopped_with_all_its_children(tool, tmp_path):
+    mark = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(mark)!r}, 'w').write(str(child.pid))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(600)"
+    )
+    began = time.monotonic()
+    output = await tool.run_python(code, tool.Limits(wall_s=3.0))
+    assert output == "started\n\n[stopped after 3 seconds]"
+    assert time.monotonic() - began < 30
+    state = Path(f"/proc/{mark.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+async def test_a_child_that_stays_behind_does_not_hold_the_run_up(tool):
+    code = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nprint(1)"
+    began = time.monotonic()
+    assert (await tool.run_python(code)).strip() == "1"
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("x = bytearray(8 << 30)", "MemoryError"),
+        ("open('big', 'wb').write(bytes(64 << 20))", "File too large|SIGXFSZ"),
+        ("while True: pass", "SIGXCPU|SIGKILL"),
+        ("files = [open('f', 'w') for _ in range(500)]", "Too many open files"),
+        ("while True: print('x' * 1000)", "output was cut"),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("input()", "EOFError"),
+        ("\ud800", "SyntaxError|invalid"),
+    ],
+)
+async def test_limits_hold_and_are_told(code, told, tool):
+    output = await tool.run_python(code, tool.Limits(cpu_s=1))
+    assert re.search(told, output)
+    assert len(output) < 9000
+
+
+async def test_a_run_that_is_cancelled_leaves_nothing_behind(tool, tmp_path):
+    mark = tmp_path / "pid"
+    code = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    task = asyncio.ensure_future(tool.run_python(code))
+    while not (mark.exists() and mark.read_text()):
+        await asyncio.sleep(0.01)  # until the program says so
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not Path(f"/proc/{mark.read_text()}").exists()
+
+
+def test_several_event_loops_can_use_the_tool(tool):
+    async def many() -> list[str]:
+        return await asyncio.gather(*(tool.run_python(f"print({n})") for n in range(tool.CONCURRENT_RUNS + 1)))
+
+    for _ in range(2):
+        assert [output.strip() for output in asyncio.run(many())] == [str(n) for n in range(tool.CONCURRENT_RUNS + 1)]
+
+
+# --- data ---
+
+
+def test_data_is_prepared_from_local_files(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1 + 1?"}], "label": "2"},
+        {"prompt": "2 + 2? ü", "label": 4, "source": "x"},
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = [sys.executable, FOLDER / "prepare_data.py", tmp_path / "data", "--dapo", source, "--aime", source]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.count("2 rows") == 2
+    for name in ("dapo-math-17k", "aime-2024"):
+        lines = (tmp_path / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == [
+            rows[0],
+            {"prompt": [{"role": "user", "content": "2 + 2? ü"}], "label": "4", "source": "x"},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"label": "1"}'], "no prompt"),
+        (['{"prompt": "x"}'], "no label"),
+        (['{"prompt": "x", "label": " "}'], "no label"),
+        (["{"], "line 1: not JSON"),
+        (["[1]"], "not a JSON object"),
+        ([], "no rows"),
+    ],
+)
+def test_rows_without_prompt_or_label_are_errors_that_leave_no_file(lines, message, example, tmp_path):
+    module = example("prepare_data")
+    source, target = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        module.write(module.rows_of(str(source)), target)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_dataset_is_loaded_from_the_hub_by_name(example, monkeypatch):
+    datasets = ModuleType("datasets")
+    datasets.load_dataset = lambda name, split: [{"name": name, "split": split}]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    module = example("prepare_data")
+    assert list(module.rows_of(module.DATASETS["aime-2024"])) == [{"name": "zhuzilin/aime-2024", "split": "train"}]
+
+
+# --- the script and the README ---
+
+
+def test_the_script_is_shell_and_names_functions_that_exist(example, monkeypatch):
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+    text = SCRIPT.read_text(encoding="utf-8")
+    paths = dict(re.findall(r"--(custom-[a-z-]+-path) ([\w.]+)", text))
+    assert set(paths) == {"custom-generate-function-path", "custom-rm-path", "custom-reward-post-process-path"}
+    for path in paths.values():
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(example(module), name))
+    assert "--apply-chat-template" not in re.sub(r"#.*", "", text)
+    declared, used = set(re.findall(r"^([A-Z]+_ARGS)=", text, re.M)), set(re.findall(r"\{([A-Z]+_ARGS)\[@\]", text))
+    assert used == declared | {"MODEL_ARGS"}
+
+
+def test_the_script_says_what_is_missing(tmp_path):
+    run = subprocess.run(
+        ["bash", SCRIPT], env={"PATH": "/usr/bin:/bin", "SLIME_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and f"{tmp_path}/train.py is not there: see README.md" in run.stderr
+
+
+def test_the_readme_names_files_that_exist():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w.]+\.(?:py|sh|txt))`", text):
+        assert (FOLDER / name).is_file(), name
+    for target in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+        assert (FOLDER / target).is_file(), target
