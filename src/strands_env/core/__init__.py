@@ -1,0 +1,24 @@
+"""Environments: one step is one whole episode of an agent."""
+
+from strands_sglang import TerminationReason
+
+from .types import (
+    Action,
+    Observation,
+    RewardFunction,
+    RewardResult,
+    StepResult,
+    TaskContext,
+    TokenObservation,
+)
+
+__all__ = [
+    "Action",
+    "Observation",
+    "RewardFunction",
+    "RewardResult",
+    "StepResult",
+    "TaskContext",
+    "TerminationReason",
+    "TokenObservation",
+]

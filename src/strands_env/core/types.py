@@ -1,0 +1,169 @@
+"""The vocabulary of environments: what goes into a step, what comes out of it, and how it is rewarded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from strands.types.content import Message, Messages
+
+from strands_sglang import TerminationReason, TokenManager, Trajectory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class TaskContext(BaseModel):
+    """What is known of a task beside its question. Further fields are kept as they are given.
+
+    Attributes:
+        id: Names the task; evaluations keep results by it.
+        ground_truth: What rewards compare with.
+        conversation_history: Messages before the question.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | int | None = None
+    ground_truth: Any = None
+    conversation_history: list[Any] = Field(default_factory=list)
+
+
+class Action(BaseModel):
+    """One task for an agent.
+
+    Attributes:
+        message: The question: text, one Strands message, or a whole chat (Strands messages, or `{"role", "content"}`
+            with content as text).
+        task_context: What is known of the task beside it.
+    """
+
+    message: str | dict[str, Any] | list[Any]
+    task_context: TaskContext = Field(default_factory=TaskContext)
+
+
+class TokenObservation(BaseModel):
+    """An episode as the token sequence that a trainer takes (models that record tokens only).
+
+    Attributes:
+        token_ids: All ids, shape (T,).
+        prompt_length: Number of tokens of the opening prompt.
+        loss_mask: 1 for tokens that the model sampled, 0 for all others; shape (T,).
+        logprobs: One number or None per token, shape (T,).
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    token_ids: list[int]
+    prompt_length: int
+    loss_mask: list[int]
+    logprobs: list[float | None]
+
+    @classmethod
+    def from_token_manager(cls, tokens: TokenManager) -> Self | None:
+        """The observation of a recorded sequence; None if nothing was recorded."""
+        if not len(tokens):
+            return None
+        return cls(
+            token_ids=tokens.token_ids,
+            prompt_length=tokens.initial_prompt_length,
+            loss_mask=tokens.loss_mask,
+            logprobs=tokens.logprobs,
+        )
+
+    @property
+    def initial_prompt_token_ids(self) -> list[int]:
+        """The ids of the opening prompt, shape (P,)."""
+        return self.token_ids[: self.prompt_length]
+
+    @property
+    def rollout_token_ids(self) -> list[int]:
+        """The ids behind the opening prompt, shape (T - P,)."""
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def rollout_loss_mask(self) -> list[int]:
+        """The loss mask behind the opening prompt, shape (T - P,)."""
+        return self.loss_mask[self.prompt_length :]
+
+    @property
+    def rollout_logprobs(self) -> list[float | None]:
+        """The logprobs behind the opening prompt, shape (T - P,)."""
+        return self.logprobs[self.prompt_length :]
+
+
+class Observation(BaseModel):
+    """What an episode left.
+
+    Attributes:
+        messages: The agent's messages since the start of the step.
+        tokens: The main conversation's latest token sequence; None for models that record none.
+        metrics: Numbers of the episode: model calls, tool calls, tokens, seconds, and what `compute_metrics` adds.
+        trajectory: All recorded model calls; None for models that record none.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    messages: list[Any] = Field(default_factory=list)
+    tokens: TokenObservation | None = None
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    trajectory: Trajectory | None = Field(default=None, exclude=True, repr=False)
+
+    @property
+    def final_response(self) -> str | None:
+        """The text of the last message if the assistant wrote it; None if it did not, or wrote no text."""
+        return final_text(self.messages)
+
+
+class RewardResult(BaseModel):
+    """A reward and how it came about.
+
+    Attributes:
+        reward: The reward.
+        info: What a person who looks at it wants to know.
+    """
+
+    reward: float
+    info: dict[str, Any] = Field(default_factory=dict)
+
+
+class StepResult(BaseModel):
+    """One episode.
+
+    Attributes:
+        observation: What it left.
+        reward: Its reward; None where there is none: no reward function, or an end that says nothing of the policy.
+        termination_reason: How it ended.
+        error: What went wrong, as text; None if nothing did.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    observation: Observation
+    reward: RewardResult | None = None
+    termination_reason: TerminationReason
+    error: str | None = None
+
+
+class RewardFunction(ABC):
+    """Judges an episode."""
+
+    @abstractmethod
+    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
+        """Compute the reward.
+
+        Args:
+            action: The task.
+            step_result: The episode, its reward still None.
+        """
+
+
+def final_text(messages: Messages | list[Any]) -> str | None:
+    """The text of the last message, if the assistant wrote it and it has any."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return None
+    message: Message | Mapping[str, Any] = messages[-1]
+    texts = [block["text"] for block in message["content"] if "text" in block]
+    return "\n".join(texts) if texts else None
