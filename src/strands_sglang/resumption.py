@@ -16,6 +16,7 @@ from typing import Any
 
 from .exceptions import SGLangDecodingError
 from .generation import Generation, VersionSpan, check_routed_rows
+from .top_p import is_top_p_key, joined_top_p
 
 _BUDGETS = ("max_new_tokens", "min_new_tokens")
 
@@ -63,9 +64,13 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         weight_versions=tuple(_merged(spans)),
         # Of later parts these would be those of tokens that this answer sampled.
         prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
-        resumed_ids=tuple(part.request_id for part in parts[:-1]),
+        resumed_ids=tuple(rid for part in parts for rid in (*part.resumed_ids, part.request_id))[:-1],
         routed_experts=_joined_experts(parts),
         latency_s=sum(part.latency_s for part in parts),
+        meta_info={
+            **{key: value for key, value in last.meta_info.items() if not is_top_p_key(key)},
+            **joined_top_p(parts),
+        },
     )
     check_routed_rows(joined)
     return joined
@@ -95,14 +100,15 @@ def _joined_experts(parts: Sequence[Generation]) -> str | None:
     Every part returns the rows of its whole prompt. Those of tokens that an earlier part had are left out: the weights
     may have changed since, and with them where these tokens go.
     """
-    if parts[-1].routed_experts is not None and any(part.output_ids and not part.routed_experts for part in parts):
+    sampling = [part for part in parts if part.output_ids] or parts[-1:]
+    if sampling[-1].routed_experts is not None and any(part.routed_experts is None for part in sampling):
         raise SGLangDecodingError(
             "the server aborted a request without its routed experts, which its tokens were sampled with; "
             'with on_abort="raise" such tokens are recorded without them'
         )
-    told = [part for part in parts if part.routed_experts is not None and part.routed_rows]
-    if not told or parts[-1].routed_experts is None:
-        return parts[-1].routed_experts
+    told = [part for part in sampling if part.routed_experts is not None and part.routed_rows]
+    if not told:
+        return sampling[-1].routed_experts
     rows = b""
     width = 0
     for part in told:

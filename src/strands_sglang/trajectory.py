@@ -199,6 +199,7 @@ class Trajectory:
             replaced = self._failures.pop((id(place.turn), conversation.key), None)
             if replaced is not None:
                 self._turns.remove(replaced)
+            resumes = None if replaced is None or constrained else replaced.resumes
             turn = Turn(
                 index=self._calls,
                 parent=place.turn,
@@ -215,6 +216,7 @@ class Trajectory:
                 is_auxiliary=auxiliary or (agent is None and bool(self._agents)),
                 parent_kept=place.kept,
                 images=images,
+                resumes=resumes,
             )
             self._calls += 1
             self._turns.append(turn)
@@ -285,17 +287,23 @@ class Trajectory:
             else:
                 self.fail(turn, cause)
 
-    def take_cut(self, turn: Turn) -> Generation | None:
-        """Hand out what a cut turn had sampled, to somebody who goes on from there: None if it is no cut turn.
+    def resume(self, turn: Turn) -> None:
+        """Let the call that asks the same as a cut turn go on from its tokens, in place of asking anew.
 
-        The turn counts as failed from then on, so the call that goes on replaces it, and its tokens are recorded once.
+        That is what a partial rollout does, perhaps after `save` and `load`. The turn counts as failed until then, and
+        the call that goes on replaces it, so its tokens are recorded once.
+
+        Args:
+            turn: A cut turn of this trajectory.
+
+        Raises:
+            ValueError: It is no cut turn, or a grammar constrained it: a grammar begins at the first token.
         """
         with self._lock:
-            if turn.status is not TurnStatus.CUT:
-                return None
-            generation, turn.generation = turn.generation, None
+            if turn.status is not TurnStatus.CUT or turn.constrained:
+                raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
+            turn.resumes, turn.generation = turn.generation, None
             self.fail(turn, turn.cause or RuntimeError("the call was cut"))
-            return generation
 
     def fail(self, turn: Turn, cause: BaseException) -> None:
         """Record that a turn got no answer."""

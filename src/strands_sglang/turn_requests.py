@@ -80,6 +80,10 @@ class TurnRequests:
             self.config, len(self.input_ids), self.known, context_length=server.context_length, grammar=self.grammar
         )
         self.turn.sampling_params, self.turn.clamped = plan.sampling_params, plan.clamped
+        if self.turn.resumes is not None:
+            self.parts.append(self.turn.resumes)
+            if self._has_no_budget_left(plan):
+                return self._ended_by_length()
         closings, in_vain = client.closings, 0
         while True:
             deadline = None if client.deadline is None else max(client.deadline + started - time.monotonic(), 0.001)
@@ -92,8 +96,8 @@ class TurnRequests:
                 return answer
             if self.grammar is not None:
                 self.parts.clear()  # a grammar begins at the first token; nobody trains on what it forced
-            elif answer.completion_tokens == plan.sampling_params.get("max_new_tokens"):
-                return replace(answer, finish_type="length", abort_message=None)
+            elif self._has_no_budget_left(plan):
+                return self._ended_by_length()
             logger.debug("call=<%d>, tokens=<%d> | aborted, going on", self.turn.index, answer.completion_tokens)
             if in_vain:
                 pause = min(client.retry_delay * 2 ** (in_vain - 1), _LONGEST_PAUSE_S)
@@ -109,6 +113,13 @@ class TurnRequests:
                 logger.warning("call=<%d>, error=<%s> | a partial answer is not readable", self.turn.index, error)
         return join_parts(parts) if parts else None
 
+    def _has_no_budget_left(self, plan: RequestPlan) -> bool:
+        budget = plan.sampling_params.get("max_new_tokens")
+        return budget is not None and sum(part.completion_tokens for part in self.parts) >= budget
+
+    def _ended_by_length(self) -> Generation:
+        return replace(join_parts(self.parts), finish_type="length", abort_message=None)
+
     def _goes_on(self, closings: int, in_vain: int) -> bool:
         """Whether the call goes on after an abort."""
         client = self.client
@@ -117,6 +128,8 @@ class TurnRequests:
 
     def _check(self, part: Generation) -> None:
         """Refuse what is no answer to what was asked."""
+        if self.parts and not part.output_ids and part.finish_type == "length":
+            return  # it adds nothing: whoever gives out the budget had none left
         before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
         prompt_tokens = len(self.input_ids) + sum(earlier.completion_tokens for earlier in self.parts)
         check_answer(part, self.config, prompt_tokens, prompt_tokens - self.known, parent=before)

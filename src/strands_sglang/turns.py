@@ -68,6 +68,7 @@ class Turn:
         answer_digest: Digest of the answer as the agent hands it back.
         answer_blocks: Kinds and digests of its content blocks (see `messages.block_digests`).
         note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
+        resumes: What an earlier attempt at this call had sampled, where it goes on from there.
         prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
     """
 
@@ -99,6 +100,7 @@ class Turn:
     answer_blocks: tuple[tuple[str, bytes], ...] = ()
     note: str = ""
     prompt_logprobs: array[float] | None = None
+    resumes: Generation | None = None
     _root: Turn | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

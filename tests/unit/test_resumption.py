@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from strands_sglang import SGLangDecodingError
 from strands_sglang.generation import read_generation
 from strands_sglang.resumption import join_parts, sampling_params_of_the_rest
+from strands_sglang.top_p import top_p_arrays
 
 WIDTH = 2
 PROMPT = 3
@@ -100,3 +101,20 @@ def test_what_is_left_of_a_budget_is_asked_for():
     params = {"max_new_tokens": 10, "min_new_tokens": 3, "temperature": 0.5}
     assert sampling_params_of_the_rest(params, 4) == {"max_new_tokens": 6, "min_new_tokens": 0, "temperature": 0.5}
     assert sampling_params_of_the_rest({"min_new_tokens": None}, 4) == {"min_new_tokens": None}
+
+
+def top_p(*counts):
+    """What slime's SGLang tells of tokens for which top-p kept so many ids."""
+    offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return {"top_p_token_ids": list(range(offsets[-1])), "top_p_token_offsets": offsets}
+
+
+def test_the_ids_that_top_p_kept_are_joined():
+    first, second = part([11, 12], **top_p(2, 1)), part([13, 2], before=2, finish="stop", **top_p(1, 3))
+    ids, starts = top_p_arrays(join_parts([first, queued(), second]))
+    assert (ids.tolist(), starts.tolist()) == ([0, 1, 2, 0, 1, 2, 3], [0, 2, 3, 4, 7])
+
+
+def test_without_those_of_one_part_there_are_none():
+    joined = join_parts([part([11, 12]), part([13, 2], before=2, finish="stop", **top_p(1, 3))])
+    assert top_p_arrays(joined) is None

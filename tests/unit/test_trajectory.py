@@ -103,16 +103,17 @@ def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
     assert recorder.call([user("q"), assistant("partial"), user("r")]).parent is None
 
 
-def test_whoever_takes_what_was_cut_replaces_the_call():
+def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
     recorder = Recorder()
     turn = recorder.ask([user("q")])
     recorder.trajectory.cut(turn, generation(7, 8, finish="abort"), RuntimeError("abort"))
-    taken = recorder.trajectory.take_cut(turn)
-    assert list(taken.output_ids) == [7, 8]
-    assert recorder.trajectory.take_cut(turn) is None
+    recorder.trajectory.resume(turn)
+    with pytest.raises(ValueError, match="only a cut turn"):
+        recorder.trajectory.resume(turn)
     assert (turn.status, recorder.trajectory.branches()) == (TurnStatus.FAILED, [])
     again = recorder.ask([user("q")])
     assert recorder.trajectory.turns == [again]
+    assert again.resumes.output_ids.tolist() == [7, 8]
 
 
 def test_an_abort_before_the_first_token_is_a_failure():

@@ -7,6 +7,7 @@ import pytest
 from strands_sglang import (
     SGLangModel,
     TerminationReason,
+    Trajectory,
     termination_reason,
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang
@@ -203,3 +204,51 @@ async def test_the_deadline_is_for_all_parts_together(resuming):
 def test_an_unknown_policy_is_refused(chatml_tokenizer, name):
     with pytest.raises(ValueError, match=f"{name} must be '.*' or '.*', not 'maybe'"):
         SGLangModel(tokenizer=chatml_tokenizer, base_url="http://localhost:1", **{name: "maybe"})
+
+
+# --- going on with a cut turn later ---
+
+
+async def cut(resuming, answers, **config):
+    """A server, a model and an agent whose first call was aborted."""
+    server, model = resuming(answers, on_abort="raise", **config)
+    agent = make_agent(model)
+    with pytest.raises(Exception, match="aborted the request"):
+        await agent.invoke_async("2+2?")
+    return server, model, agent
+
+
+async def test_a_partial_rollout_goes_on_from_its_tokens_after_save_and_load(resuming, tmp_path):
+    server, model, agent = await cut(resuming, [aborted("The answer "), "is 4."])
+    model.trajectory.save(tmp_path / "part")
+    model.trajectory = Trajectory.load(tmp_path / "part")
+    model.trajectory.resume(model.trajectory.turns[0])
+    result = await agent.invoke_async()
+    assert str(result).strip() == "The answer is 4."
+    first, second = sent(server)
+    assert second == first + sampled(server, 0)
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.token_ids == second + sampled(server, 1)
+    assert sum(sequence.loss_mask) == len(sampled(server, 0)) + len(sampled(server, 1))
+
+
+async def test_a_resumed_call_that_is_aborted_again_keeps_all_of_its_tokens(resuming):
+    server, model, agent = await cut(resuming, [aborted("The "), aborted("answer "), "is 4."])
+    model.trajectory.resume(model.trajectory.turns[0])
+    with pytest.raises(Exception, match="aborted the request"):
+        await agent.invoke_async()
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
+    model.trajectory.resume(turn)
+    assert str(await agent.invoke_async()).strip() == "The answer is 4."
+
+
+async def test_a_resumed_call_without_a_budget_ends_by_length(resuming):
+    server, model, agent = await cut(resuming, [aborted("One two three")], sampling_params={"max_new_tokens": 20})
+    model.update_config(sampling_params={"max_new_tokens": 2})
+    model.trajectory.resume(model.trajectory.turns[0])
+    with pytest.raises(Exception, match="max_tokens|MaxTokens|maximum"):
+        await agent.invoke_async()
+    assert len(server.requests) == 1
+    (turn,) = model.trajectory.turns
+    assert (turn.generation.finish_type, turn.output_ids.tolist()) == ("length", sampled(server, 0))

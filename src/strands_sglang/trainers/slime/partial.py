@@ -1,8 +1,9 @@
 """Partial rollouts: what an aborted episode leaves on its sample, and how the next part goes on from it.
 
 Kept are the trajectory, the agent's messages and state, and the counts of its limits, as plain data in one attribute of
-the sample, which slime's `Sample.to_dict` and `from_dict` carry along. The next part asks the same call again, and the
-gate goes on from the tokens that it had sampled, so kept tokens are extended and never sampled or tokenised anew.
+the sample, which slime's `Sample.to_dict` and `from_dict` carry along. The next part asks the same call again, which
+goes on from the tokens that it had sampled (`Trajectory.resume`): kept tokens are extended, and never sampled or
+tokenised anew.
 
 Not kept, so that the sample starts from its prompt again: episodes with images, and those in which the abort hit
 another agent than the sample's own, as one that is a tool, since its error is in the messages by then.
@@ -22,7 +23,6 @@ from ...exceptions import SGLangAbortedError, causes
 from ...tool_limiter import ToolLimiter
 from ...trajectory import Trajectory
 from ...turns import Turn, TurnStatus
-from .gate import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class Kept:
         elapsed_s: Seconds that its earlier parts took.
         non_generation_s: Seconds of those that went to other things than generating.
         old_tokens: By `Turn.index`, how many tokens the earlier parts sampled.
-        cut_tokens: How many the call had that the abort cut.
     """
 
     trajectory: Trajectory
@@ -55,19 +54,13 @@ class Kept:
     elapsed_s: float
     non_generation_s: float
     old_tokens: dict[int, int]
-    cut_tokens: int = 0
 
-    def take_cut(self) -> Cut | None:
-        """The call that the abort had cut, which counts as failed from then on."""
-        cuts = [turn for turn in self.trajectory.turns if turn.status is TurnStatus.CUT]
-        taken = None
-        for turn in cuts:
-            prompt_ids = turn.token_ids()[: len(turn.token_ids()) - len(turn.output_ids)]  # without images, as sent
-            generation = self.trajectory.take_cut(turn)
-            self.old_tokens.pop(turn.index, None)
-            if generation is not None:
-                taken, self.cut_tokens = Cut(prompt_ids, generation), generation.completion_tokens
-        return taken
+    def resume(self) -> None:
+        """Let the call that the abort had cut go on from its tokens."""
+        for turn in self.trajectory.turns:
+            if turn.status is TurnStatus.CUT and not turn.constrained:
+                self.trajectory.resume(turn)
+                self.old_tokens.pop(turn.index, None)
 
     def apply(self, agent: Any, limiter: ToolLimiter) -> None:
         """Put an agent where the aborted one was."""

@@ -187,12 +187,13 @@ def _begin(
     kept: Kept | None,
     evaluation: bool,
 ) -> Part:
+    if kept is not None:
+        kept.resume()
     gate = EpisodeGate(
         trajectory=kept.trajectory if kept is not None else Trajectory(),
         aborted=lambda: bool(state.aborted),
         budget=sampling_params.get("max_new_tokens"),
         context_limit=context_limit(args, evaluation=evaluation),
-        cut=kept.take_cut() if kept is not None else None,
     )
     return Part(gate, ToolLimiter(**settings.limits, on_limit="stop"), kept)
 
@@ -206,7 +207,8 @@ def _model(
     part: Part,
     evaluation: bool,
 ) -> SGLangModel:
-    config: dict[str, Any] = {"sampling_params": dict(sampling_params), **routing(sample)}
+    # slime's session is the routing key, which keeps an episode on one worker.
+    config: dict[str, Any] = {"sampling_params": dict(sampling_params), "routing_key": sample.session_id}
     if getattr(args, "use_rollout_routing_replay", False) and not evaluation:
         config["return_routed_experts"] = True
     processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
@@ -220,12 +222,6 @@ def _model(
     )
     model.trajectory = part.trajectory
     return model
-
-
-def routing(sample: Any) -> dict[str, Any]:
-    """The model's configuration that keeps an episode on one worker: slime's session is the routing key."""
-    known = "routing_key" in SGLangModel.SGLangConfig.__annotations__
-    return {"routing_key": sample.session_id} if known else {}
 
 
 def _export(
@@ -245,7 +241,8 @@ def _export(
         requeued = runs_aborted_again(args) and not fan_out and not evaluation
     aborted = reason in (TerminationReason.ABORTED, TerminationReason.CANCELLED)
     requested = aborted and (requeued or bool(state.aborted))
-    if requested and partial and part.gate.cut is not None and not part.has_sampled:
+    waits = any(turn.resumes is not None and not turn.is_answered for turn in part.trajectory.turns)
+    if requested and partial and waits and not part.has_sampled:
         # Aborted before anything was asked: the sample is what the part before has left.
         sample.status, sample.reward = type(sample).Status.ABORTED, None
         return sample
@@ -286,10 +283,8 @@ def _off_policy_tokens(args: Any, part: Part) -> dict[int, int]:
     """What earlier parts sampled, if that is not to be trained on."""
     if part.kept is None or not getattr(args, "mask_offpolicy_in_partial_rollout", False):
         return {}
-    tokens = dict(part.kept.old_tokens)
-    if part.gate.continued is not None:
-        tokens[part.gate.continued] = part.kept.cut_tokens
-    return tokens
+    went_on = {turn.index: turn.resumes for turn in part.trajectory.turns if turn.resumes is not None}
+    return {**part.kept.old_tokens, **{index: cut.completion_tokens for index, cut in went_on.items()}}
 
 
 generate = make_generate()

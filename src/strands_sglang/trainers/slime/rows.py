@@ -11,11 +11,12 @@ import binascii
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...exceptions import SGLangDecodingError
 from ...generation import Generation
 from ...tokens import TokenManager
+from ...top_p import top_p_arrays
 from ...turns import Turn, TurnStatus
 from .arguments import Replay, SlimeExportError
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 _NO_COUNTS: Mapping[int, int] = {}
-_TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
-_TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 _ID_BYTES = 4
 
 
@@ -156,12 +155,12 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
         if not any(mask[span.start : span.stop]) or span.turn.generation is None:
             continue
         try:
-            kept_ids, starts = top_p_arrays(span.turn.generation)
+            arrays = top_p_arrays(span.turn.generation)
         except ValueError as error:
             problems.append(f"call {span.turn.index}: {error}")
             _clear(mask, span.start, span.stop)
             continue
-        if kept_ids is None or starts is None:
+        if arrays is None:
             if _ended_by_itself(span.turn):
                 raise SlimeExportError(
                     f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
@@ -170,52 +169,12 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
             problems.append(f"call {span.turn.index} was aborted and has no top-p ids")
             _clear(mask, span.start, span.stop)
             continue
+        kept_ids, starts = torch.tensor(arrays[0]), arrays[1]
         for number, position in enumerate(range(span.start, span.stop)):
             if mask[position]:
                 ids.append(kept_ids[int(starts[number]) : int(starts[number + 1])])
                 offsets[position - start + 1] = len(ids[-1])
     return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
-
-
-def top_p_arrays(generation: Generation) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The ids that top-p kept for the sampled tokens, one span after the other, and where the spans start.
-
-    Returns:
-        Two int32 arrays, the second of shape (sampled tokens + 1,); None for both where the server told nothing.
-
-    Raises:
-        ValueError: They are not consistent.
-    """
-    ids = int32_array(next((generation.meta_info[key] for key in _TOP_P_IDS if key in generation.meta_info), None))
-    starts = int32_array(
-        next((generation.meta_info[key] for key in _TOP_P_OFFSETS if key in generation.meta_info), None)
-    )
-    if ids is None and starts is None:
-        return None, None
-    count = generation.completion_tokens
-    whole = ids is not None and starts is not None and len(starts) == count + 1
-    if not whole or int(starts[0]) != 0 or int(starts[-1]) != len(ids) or bool((starts.diff() < 0).any()):  # type: ignore[index, arg-type, union-attr]
-        raise ValueError(f"the server's top-p ids and offsets are not those of {count} tokens")
-    return ids, starts
-
-
-def int32_array(value: Any) -> torch.Tensor | None:
-    """An int32 array as SGLang puts it into JSON: base64 of its bytes, or a list; None stays None.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    import torch
-
-    if value is None:
-        return None
-    try:
-        if isinstance(value, str):
-            content = bytearray(base64.b64decode(value, validate=True))
-            return torch.frombuffer(content, dtype=torch.int32) if content else torch.zeros(0, dtype=torch.int32)
-        return torch.as_tensor(value, dtype=torch.int32).reshape(-1)
-    except (binascii.Error, ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"not an int32 array: {error}") from error
 
 
 # --- routed experts ---

@@ -320,10 +320,9 @@ def _weight_versions(turn: Turn) -> list[str]:
     generation = turn.generation
     if generation is None or generation.weight_version is None:
         return []
-    spans = generation.meta_info.get("weight_versions") or []
-    versions = [str(span["version"]) for span in spans if isinstance(span, Mapping) and "version" in span]
+    versions = [span.version for span in generation.weight_versions]
     changed = [version for version, before in zip(versions, [None, *versions], strict=False) if version != before]
-    return changed or [str(generation.weight_version)]
+    return changed or [generation.weight_version]
 
 
 def _nothing_sampled(
