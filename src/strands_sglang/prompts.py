@@ -16,7 +16,8 @@ from strands.types.tools import ToolSpec
 from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError
 from .images import ImageProcessor
 from .messages import ChatMessage, pictures_of, to_chat_messages, to_chat_tools
-from .trajectory import Place, Trajectory
+from .recording import Place
+from .trajectory import Trajectory
 from .turns import Turn
 
 

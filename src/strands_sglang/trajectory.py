@@ -1,9 +1,7 @@
-"""All model calls of an episode, as a forest of turns.
+"""All model calls of an episode, as a forest of turns: what is read of it, exported and saved.
 
-A *turn* is one model call: the prompt tokens that it added, and the tokens that it sampled. A call extends the recorded
-turn whose conversation (what it was asked, plus its own answer) is an exact prefix of what arrived; anything else
-starts a new sequence, with the reason why. The key is the conversation itself, never a cursor, so rewritten histories,
-retries, several agents and several threads on one model object cannot corrupt a recorded sequence.
+A *turn* is one model call: the prompt tokens that it added, and the tokens that it sampled; `recording` says which one
+it extends.
 
 Invariants:
 - A turn's token ids are fixed once it is answered; failed turns hold no sampled token.
@@ -15,26 +13,16 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import threading
-import uuid
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
-
-from strands.types.content import Message, Messages
+from typing import TYPE_CHECKING
 
 from .drift import Drift, measure_drift
-from .explanations import explain, why_here, why_new
-from .generation import Generation
-from .images import ImageInputs
-from .messages import Conversation, block_digests, message_digest, next_link
+from .explanations import explain
+from .recording import Recording
 from .sequences import export_sequences, sequence_of
 from .tokens import TokenManager
 from .turn_files import decode_turns, encode_turns, write_file
 from .turns import Turn, TurnStatus
-from .verdicts import AnsweredTurns, agreement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,54 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a call belongs.
-
-    Attributes:
-        turn: The turn that it extends; None if it opens a sequence.
-        new_messages: The messages that came since.
-        reason: Why, for people.
-        kept: How many of that turn's sampled ids stay before the call's prompt; None for all of them.
-    """
-
-    turn: Turn | None
-    new_messages: Messages
-    reason: str
-    kept: int | None = None
-
-    def token_ids(self) -> list[int]:
-        """The ids that stand before the call's prompt, shape (T,)."""
-        if self.turn is None:
-            return []
-        ids = self.turn.token_ids()
-        return ids if self.kept is None else ids[: len(ids) - len(self.turn.output_ids) + self.kept]
-
-
-class Trajectory:
+class Trajectory(Recording):
     """The recorded turns of an episode. Safe to use from several threads.
 
     Attributes:
         tool_parse_errors: How many tool calls did not parse, by the name that they seemed to mean.
     """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._id = uuid.uuid4().hex
-        self._turns: list[Turn] = []
-        self._answered = AnsweredTurns()
-        self._failures: dict[tuple[int, bytes], Turn] = {}
-        self._notices: dict[str, str] = {}
-        self._call_ids: dict[str, str] = {}
-        self.tool_parse_errors: dict[str, int] = {}
-        self._agents: set[str] = set()  # who has asked
-        self._helpers: set[str] = set()  # and who has asked as an auxiliary
-        self._lock = threading.RLock()
-        self._calls = 0
-        self._warned_of_several = False
-        self._warned_of_rewriting = False
-
-    # --- files ---
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to one safetensors file; see `turn_files` for its layout. `load` gives it back bit by bit.
@@ -102,14 +48,7 @@ class Trajectory:
     def to_bytes(self) -> bytes:
         """What `save` writes."""
         with self._lock:
-            facts = {
-                "result_notices": self._notices,
-                "call_ids": self._call_ids,
-                "tool_parse_errors": self.tool_parse_errors,
-                "agents": sorted(self._agents),
-                "helpers": sorted(self._helpers),
-            }
-            return encode_turns(self._turns, facts)
+            return encode_turns(self._turns, self._facts())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trajectory:
@@ -135,211 +74,8 @@ class Trajectory:
         """
         turns, facts = decode_turns(content, name)
         trajectory = cls()
-        trajectory._notices = facts["result_notices"]
-        trajectory._call_ids = facts["call_ids"]
-        trajectory.tool_parse_errors = facts["tool_parse_errors"]
-        trajectory._agents, trajectory._helpers = set(facts["agents"]), set(facts["helpers"])
-        trajectory._turns = turns
-        trajectory._calls = max((turn.index + 1 for turn in turns), default=0)
-        for turn in turns:
-            trajectory._index(turn)
+        trajectory._restore(turns, facts)
         return trajectory
-
-    # --- recording ---
-
-    def attach(self, conversation: Conversation, messages: Messages, *, agent: str | None = None) -> Place:
-        """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived.
-
-        Args:
-            conversation: What arrived, as fingerprints.
-            messages: The same as messages.
-            agent: Who asks. Of two turns that said the same after the same, the agent's own one is extended.
-        """
-        with self._lock:
-            for known in range(len(messages), 0, -1):
-                turn = self._answered.find(conversation.chain[known], agent)
-                if turn is not None:
-                    return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
-            return Place(None, messages, why_new(self._turns, conversation, messages))
-
-    def ask(
-        self,
-        place: Place,
-        conversation: Conversation,
-        prompt_ids: Iterable[int],
-        *,
-        reasoning_open: bool = False,
-        constrained: bool = False,
-        agent: str | None = None,
-        cycle: str | None = None,
-        auxiliary: bool = False,
-        images: ImageInputs | None = None,
-    ) -> Turn:
-        """Record that a call is about to be made: its prompt is known from here on.
-
-        A failed turn that asked the same is replaced, so that retrying never duplicates anything.
-
-        Args:
-            place: Where the call belongs.
-            conversation: What it asks.
-            prompt_ids: The prompt tokens that it adds, shape (P,).
-            reasoning_open: Whether the prompt ends inside reasoning.
-            constrained: Whether a grammar constrains the sampling.
-            agent: Who asks; None for a call from outside an agent's loop.
-            cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own (a summary, a judge); that of an agent's loop is
-                one only if the caller says so.
-            images: The images of the prompt.
-        """
-        known = len(conversation.digests) - len(place.new_messages)
-        with self._lock:
-            if agent is not None:
-                extended, new = place.turn, place.new_messages
-                self._tell_rewritten(self._answered.judge_by_call(conversation, new, extended, agent, cycle))
-            replaced = self._failures.pop((id(place.turn), conversation.key), None)
-            if replaced is not None:
-                self._turns.remove(replaced)
-            resumes = None if replaced is None or constrained else replaced.resumes
-            turn = Turn(
-                index=self._calls,
-                parent=place.turn,
-                reason=place.reason,
-                key=conversation.key,
-                parts=conversation.parts,
-                digests=conversation.digests[known:],
-                roles=conversation.roles[known:],
-                prompt_ids=array("i", prompt_ids),
-                reasoning_open=reasoning_open,
-                constrained=constrained,
-                agent=agent,
-                cycle=cycle,
-                is_auxiliary=auxiliary or (agent is None and bool(self._agents)),
-                parent_kept=place.kept,
-                images=images,
-                resumes=resumes,
-            )
-            self._calls += 1
-            self._turns.append(turn)
-            if agent is not None and auxiliary:
-                self._helpers.add(agent)
-            elif agent is not None:
-                if not self._agents:
-                    for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
-                        earlier.is_auxiliary = True
-                self._agents.add(agent)
-            return turn
-
-    def _tell_rewritten(self, rewritten: Sequence[Turn]) -> None:
-        """Warn once that sampled answers were replaced, which costs training data and may well be an oversight."""
-        if rewritten and not self._warned_of_rewriting:
-            self._warned_of_rewriting = True
-            logger.warning(
-                "call=<%d>, note=<%s> | a sampled answer was replaced in the agent's history, by a hook, a cancel or a "
-                "guardrail: it is discarded and not trained, as are others like it; see trajectory.explain()",
-                rewritten[0].index,
-                rewritten[0].note,
-            )
-
-    def answer(
-        self,
-        turn: Turn,
-        generation: Generation,
-        message: Message,
-        *,
-        tool_calls: Iterable[Mapping[str, Any]] = (),
-        result_notices: Mapping[str, str] | None = None,
-        parse_errors: Iterable[str] = (),
-        ends_in_reasoning: bool = False,
-        has_reasoning: bool = False,
-    ) -> None:
-        """Record a turn's answer.
-
-        Args:
-            turn: The turn that was asked.
-            generation: What the server returned.
-            message: The answer as the agent will hand it back.
-            tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
-            result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
-            parse_errors: The names that the calls which did not parse seemed to mean.
-            ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
-            has_reasoning: Whether it holds reasoning.
-        """
-        with self._lock:
-            turn.tool_calls = tuple(tool_calls)
-            turn.ends_in_reasoning = ends_in_reasoning
-            turn.has_reasoning = has_reasoning
-            self._call_ids.update((call["toolUseId"], call["id"]) for call in turn.tool_calls)
-            self._notices.update(result_notices or {})
-            for name in parse_errors:
-                self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
-            turn.answer_digest = message_digest(message)
-            turn.answer_blocks = block_digests(message)
-            turn.answer_key = next_link(turn.key, turn.answer_digest)
-            self._record(turn, generation, TurnStatus.ANSWERED)
-            self._index(turn)
-
-    def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
-        """Record what a turn had sampled when it was aborted or found unreadable. Nothing extends a cut turn."""
-        with self._lock:
-            turn.cause = cause
-            if generation.output_ids:
-                self._record(turn, generation, TurnStatus.CUT)
-            else:
-                self.fail(turn, cause)
-
-    def resume(self, turn: Turn) -> None:
-        """Let the call that asks the same as a cut turn go on from its tokens, in place of asking anew.
-
-        That is what a partial rollout does, perhaps after `save` and `load`. The turn counts as failed until then, and
-        the call that goes on replaces it, so its tokens are recorded once.
-
-        Args:
-            turn: A cut turn of this trajectory.
-
-        Raises:
-            ValueError: It is no cut turn, or a grammar constrained it: a grammar begins at the first token.
-        """
-        with self._lock:
-            if turn.status is not TurnStatus.CUT or turn.constrained:
-                raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
-            turn.resumes, turn.generation = turn.generation, None
-            self.fail(turn, turn.cause or RuntimeError("the call was cut"))
-
-    def fail(self, turn: Turn, cause: BaseException) -> None:
-        """Record that a turn got no answer."""
-        with self._lock:
-            turn.cause = cause
-            turn.status = TurnStatus.FAILED
-            self._index(turn)
-
-    def _index(self, turn: Turn) -> None:
-        """Make a turn that has ended findable by what it was asked and what it answered."""
-        if turn.status is TurnStatus.FAILED:
-            self._failures[id(turn.parent), turn.key] = turn
-        self._answered.add(turn)
-
-    def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
-        turn.generation = generation
-        turn.status = status
-        logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
-        if len(logprobs) == len(turn.prompt_ids):
-            turn.prompt_logprobs = logprobs
-        parent = turn.parent
-        if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
-            parent.status = TurnStatus.COMMITTED
-
-    def settle(self, messages: Messages) -> None:
-        """Fix the status of what no later call can tell, from the messages that an agent ended with.
-
-        The latest answer in them is final. Answers of the same agent to a question that stands in them, which are not
-        the answer that stands there, were thrown away. Call it once per agent, when its episode is over; what the
-        messages do not tell (they were shortened, or are another agent's) stays as it is.
-
-        Args:
-            messages: The agent's messages.
-        """
-        with self._lock:
-            self._tell_rewritten(self._answered.judge_by_messages(self._turns, messages))
 
     # --- reading ---
 
@@ -414,33 +150,6 @@ class Trajectory:
         """Whether there is more than one sequence to train."""
         return sum(any(sequence.loss_mask) for sequence in self.sequences()) > 1
 
-    def knows(self, agent: str) -> bool:
-        """Whether an agent has made a call that is recorded here."""
-        return agent in self._agents or agent in self._helpers
-
-    def agreement(self, digests: Sequence[bytes]) -> int:
-        """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""
-        with self._lock:
-            return agreement(self._turns, digests)
-
-    def routing_key(self, turn: Turn) -> str:
-        """What keeps the calls of one root conversation, its forks and retries included, on one server.
-
-        Other episodes have other keys, also for the same conversation: samples of one prompt are spread.
-
-        Args:
-            turn: A turn of that conversation.
-        """
-        return f"{self._id}-{turn.root.key.hex()[:16]}"
-
-    def result_notice(self, tool_use_id: str) -> str | None:
-        """What the model is told instead of the result of a tool call, if that call did not parse."""
-        return self._notices.get(tool_use_id)
-
-    def call_id(self, tool_use_id: str) -> str | None:
-        """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
-        return self._call_ids.get(tool_use_id)
-
     def drift(self, tokenizer: PreTrainedTokenizerBase) -> Drift:
         """How far the sequences are from what decoding and encoding them again would give.
 
@@ -455,4 +164,4 @@ class Trajectory:
             return explain(self._turns)
 
 
-__all__ = ["Place", "Trajectory", "Turn", "TurnStatus"]
+__all__ = ["Trajectory", "Turn", "TurnStatus"]

@@ -17,9 +17,9 @@ import pytest
 
 from strands_sglang import TokenManager, Trajectory
 from strands_sglang.chat_template import ChatTemplate
+from strands_sglang.recording import Place
 from strands_sglang.sequences import sequence_of
 from strands_sglang.tokens import Segment
-from strands_sglang.trajectory import Place
 from support.history_log import Call, ViolationError
 from support.history_plans import (
     ANSWERS,
