@@ -14,7 +14,7 @@ from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
 
 RESTARTS = 2
-EPISODES = 60
+EPISODES = 150
 CONCURRENCY = 12
 LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
 
@@ -64,6 +64,7 @@ async def some_requests(base_url, count):
 async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
     model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
     tokenizer = get_tokenizer(str(model_path))
+    end = tokenizer.eos_token_id
     settings = local.ServerSettings(threads=1, extra_arguments=LOG_EVERYTHING)
     paths = []
 
@@ -76,7 +77,8 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
             tokenizer=tokenizer,
             client=client,
             tool_parser=CallsAToolThreeTimes(),
-            sampling_params={"max_new_tokens": 32, "min_new_tokens": 4},
+            # Any turn ends after a few tokens of its own, so that each episode has four.
+            sampling_params={"max_new_tokens": 32, "min_new_tokens": 6, "logit_bias": {str(end): 100.0}},
         )
 
     server = start()
