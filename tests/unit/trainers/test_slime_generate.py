@@ -139,6 +139,7 @@ async def test_the_budget_is_for_the_whole_response_and_sampling_parameters_are_
     used = len(second.input_ids) - len(first.input_ids)
     asked = [request.sampling_params["max_new_tokens"] for request in (first, second)]
     assert asked == [150, 150 - used]
+    assert sample.metadata["strands_sglang"]["outcome"] == "max_tokens_reached"
 
 
 async def test_no_request_is_made_once_tool_results_have_used_up_the_budget(chatml_tokenizer):
@@ -167,6 +168,7 @@ async def test_a_sample_fits_what_slime_trains_on(args, evaluation, limit, chatm
     params = slime_sampling_params(max_new_tokens=4000)
     sample = checked(await rollouts(params=params, evaluation=evaluation, **args), rollouts, **args)
     assert (sample.status.name, len(sample.tokens)) == ("TRUNCATED", limit)
+    assert sample.metadata["strands_sglang"]["outcome"] == "context_window_overflow"
 
 
 async def test_a_prompt_that_training_cannot_take_is_a_removed_sample(chatml_tokenizer):
@@ -224,6 +226,7 @@ def raising(error: BaseException) -> Any:
 
 ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the agent cannot be made": ([], {"agent_factory": raising(RuntimeError("no sandbox"))}, "agent_error"),
+    "the prompt cannot be made": ([], {"prompt": lambda sample: 1 / 0}, "agent_error"),
     "HTTP 400": ([ScriptedFault("status", status=400)], {}, "infrastructure_error"),
     "HTTP 400 later": ([CALL, ScriptedFault("status", status=400)], {}, "infrastructure_error"),
     "a connection that breaks": ([CALL, ScriptedFault("drop")], {}, "infrastructure_error"),
