@@ -34,8 +34,8 @@ from .retries import (
 )
 from .servers import Server, Servers
 from .sessions import Flight, LoopSession
-from .transports import AttemptTimeoutError, failure_kind, root_cause
-from .waiting import End, Waiting
+from .transports import failure_kind, root_cause
+from .waiting import AttemptTimeoutError, End, Waiting
 from .wire import GenerateBody, decode_generation, decode_object, http_error
 
 PROBE_TIMEOUT_S = 10.0
@@ -313,7 +313,7 @@ class Call(_Attempts):
             named = SGLangCancelledError(f"the call was cancelled by its signal{sampled}", response=self.partial)
         else:
             last = "" if self._failure is None else f"; the last attempt failed: {self._failure.error}"
-            what = f"the deadline of {self._waiting.deadline:.3g} s has passed{sampled}{last}"
+            what = f"the deadline has passed{sampled}, {self._waiting.deadline:.3g} s after the request was made{last}"
             named = SGLangDeadlineError(f"POST {self.server.base_url}/generate: {what}", response=self.partial)
         named.__cause__ = None if self._failure is None else self._failure.error
         return named

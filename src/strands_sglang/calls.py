@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from strands.types.content import Messages
+from strands.types.content import ContentBlock, Message, Messages
 from strands.types.tools import ToolSpec
 
+from .answers import content_blocks, parse_answer, shown_name
 from .chat_template import ChatTemplate, Prompt
 from .client import SGLangClient
 from .exceptions import SGLangAbortedError, SGLangCancelledError
@@ -25,7 +26,7 @@ from .images import ImageInputs, ImageProcessor, require_image_understanding
 from .messages import Conversation
 from .prompts import next_prompt
 from .tool_choice import GRAMMAR_PARAMETERS
-from .tool_parsers import ToolParser
+from .tool_parsers import ParsedTurn, ToolParser
 from .trajectory import Trajectory
 from .turn_requests import TurnRequests
 from .turns import Turn
@@ -150,6 +151,42 @@ class Caller:
             trajectory.cut(turn, generation, abort)
             raise abort
         return turn, generation
+
+    def record(
+        self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
+    ) -> tuple[ParsedTurn, list[ContentBlock]]:
+        """Take an answer apart and record it; one that cannot be read is kept as a cut turn.
+
+        Args:
+            trajectory: Where it is recorded.
+            turn: What was asked.
+            generation: The answer.
+            tool_specs: The tools that the model may call.
+
+        Returns:
+            Its reasoning, text and tool calls, and the same as the agent gets them.
+        """
+        with kept_if_unreadable(trajectory, turn, generation):
+            parsed = parse_answer(self.parser, self.template, turn, generation, tool_specs)
+            blocks = content_blocks(parsed)
+            trajectory.answer(
+                turn,
+                generation,
+                Message(role="assistant", content=blocks),
+                tool_calls=[
+                    {
+                        "toolUseId": call.id,
+                        "name": shown_name(call),
+                        "id": call.native_id or self.template.call_id(call.id, shown_name(call), number),
+                    }
+                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                ],
+                result_notices={call.id: self.parser.render_error(call) for call in parsed.tool_calls if call.is_error},
+                parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
+                ends_in_reasoning=parsed.ends_in_reasoning,
+                has_reasoning=parsed.reasoning is not None,
+            )
+        return parsed, blocks
 
     async def _expand(self, prompt: Prompt, waiting: Waiting) -> tuple[list[int], ImageInputs | None]:
         """The prompt tokens with images in place of their placeholders, and the images."""

@@ -24,6 +24,10 @@ POLL_INTERVAL_S = 0.05
 _CLOCK_TOLERANCE_S = 0.001  # an event loop may call a little early
 
 
+class AttemptTimeoutError(Exception):
+    """The time limit of one attempt has passed."""
+
+
 class End(Enum):
     """What ended a wait."""
 
@@ -105,7 +109,9 @@ class Waiting:
         try:
             end = await self.until(task)
         finally:
-            task.cancel()  # of no effect where it is done
+            if not task.done():
+                task.add_done_callback(consume)
+                task.cancel()
         if end is End.DONE:
             return task.result()
         if end is End.SIGNALLED:
@@ -129,6 +135,37 @@ class Waiting:
         if self._ends_at is not None and self._loop.time() >= self._ends_at - _CLOCK_TOLERANCE_S:
             return End.DEADLINE
         return None
+
+
+async def within(work: Coroutine[Any, Any, T], timeout: float | None) -> T:
+    """Await `work` for at most `timeout` seconds.
+
+    `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives together with the result.
+
+    Raises:
+        AttemptTimeoutError: The time has passed; `work` was cancelled and has ended.
+    """
+    if timeout is None:
+        return await work
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        if not done:
+            task.cancel()
+            await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.add_done_callback(consume)
+        task.cancel()
+        raise
+    if task.cancelled():
+        raise AttemptTimeoutError(f"the limit is {timeout:g} s")
+    return task.result()
+
+
+def consume(done: asyncio.Task[Any]) -> None:
+    """Take note of a finished task's exception, so that asyncio does not report it as never retrieved."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _Watch:
