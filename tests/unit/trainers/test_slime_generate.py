@@ -268,43 +268,6 @@ async def test_a_cancellation_goes_on_to_the_caller(chatml_tokenizer):
         await task
 
 
-# --- aborts ---
-
-
-async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
-    rollouts.state.aborted = True
-    sample = await rollouts()
-    assert (sample.status.name, sample.reward, rollouts.server.requests) == ("ABORTED", None, [])
-
-
-@pytest.mark.parametrize("answer", [CALL, CUT], ids=["between two turns", "in the middle of an answer"])
-async def test_an_episode_stops_at_once_when_slime_aborts(answer, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
-    rollouts.server._script = type(rollouts.server._script)([CALL, rollouts.aborts_with(answer)])
-    sample = checked(await rollouts(), rollouts)
-    assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 2)
-
-
-async def test_fully_asynchronous_rollouts_get_aborted_samples_and_run_them_again(chatml_tokenizer):
-    args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
-    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT, CALL, ANSWER])
-    sample = checked(await rollouts(**args), rollouts)
-    assert (sample.status.name, sample.reward) == ("ABORTED", None)
-    again = await rollouts(sample, **args)
-    assert again is sample and again.status.name == "COMPLETED"
-    check_rollouts(again, slime_args(), chatml_tokenizer)
-    assert again.tokens == [*rollouts.server.requests[-1].input_ids, *rollouts.server.responses[-1].body["output_ids"]]
-    assert len(again.weight_versions) == 2
-
-
-async def test_lists_are_never_aborted_unless_slime_aborts_everything(chatml_tokenizer):
-    args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
-    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT], fan_out=True)
-    [sample] = checked(await rollouts(**args), rollouts)
-    assert (sample.status.name, sample.remove_sample, sample.reward) == ("TRUNCATED", True, 0.0)
-
-
 # --- handed in again, evaluated, fanned out ---
 
 

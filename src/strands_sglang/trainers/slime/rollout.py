@@ -235,8 +235,10 @@ def _export(
     requeued = settings.requeue_aborted
     if requeued is None:
         requeued = runs_aborted_again(args) and not fan_out and not evaluation
-    aborted = reason in (TerminationReason.ABORTED, TerminationReason.CANCELLED)
-    requested = aborted and (requeued or bool(state.aborted))
+    if reason is TerminationReason.ABORTED:
+        requested = requeued or bool(state.aborted)
+    else:  # an agent that cancels itself would do so for ever
+        requested = reason is TerminationReason.CANCELLED and bool(state.aborted)
     waits = any(turn.resumes is not None and not turn.is_answered for turn in part.trajectory.turns)
     if requested and partial and waits and not part.has_sampled:
         # Aborted before anything was asked: the sample is what the part before has left.

@@ -1,4 +1,4 @@
-"""Partial rollouts under slime: an episode that was aborted goes on from the tokens that it had."""
+"""Aborts under slime: episodes stop at once, are run again, or go on as partial rollouts from the tokens they had."""
 
 from __future__ import annotations
 
@@ -16,6 +16,59 @@ from support.agents import call
 from support.slime_checker import check_against_server, check_rollouts
 from support.slime_episodes import ANSWER, CALL, CUT, EXPERTS, LONG_TEXT, Rollouts, checked, moe_args, tell_top_p
 from support.slime_stub import Sample, slime_args, slime_sampling_params
+
+
+async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
+    rollouts = Rollouts(chatml_tokenizer, [])
+    rollouts.state.aborted = True
+    sample = await rollouts()
+    assert (sample.status.name, sample.reward, rollouts.server.requests) == ("ABORTED", None, [])
+
+
+@pytest.mark.parametrize("answer", [CALL, CUT], ids=["between two turns", "in the middle of an answer"])
+async def test_an_episode_stops_at_once_when_slime_aborts(answer, chatml_tokenizer):
+    rollouts = Rollouts(chatml_tokenizer, [])
+    rollouts.server._script = type(rollouts.server._script)([CALL, rollouts.aborts_with(answer)])
+    sample = checked(await rollouts(), rollouts)
+    assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 2)
+
+
+async def test_fully_asynchronous_rollouts_get_aborted_samples_and_run_them_again(chatml_tokenizer):
+    args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
+    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT, CALL, ANSWER])
+    sample = checked(await rollouts(**args), rollouts)
+    assert (sample.status.name, sample.reward) == ("ABORTED", None)
+    again = await rollouts(sample, **args)
+    assert again is sample and again.status.name == "COMPLETED"
+    check_rollouts(again, slime_args(), chatml_tokenizer)
+    assert again.tokens == [*rollouts.server.requests[-1].input_ids, *rollouts.server.responses[-1].body["output_ids"]]
+    assert len(again.weight_versions) == 2
+
+
+async def test_an_agent_that_cancels_itself_is_not_run_again(chatml_tokenizer):
+    def agent_factory(model: Any, sample: Sample) -> Agent:
+        @tool(context=True)
+        def give_up(tool_context: Any) -> str:
+            """Give up."""
+            tool_context.agent.cancel()
+            return "gone"
+
+        return Agent(model=model, tools=[give_up], callback_handler=None)
+
+    args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
+    rollouts = Rollouts(chatml_tokenizer, [call("give_up")], agent_factory=agent_factory)
+    sample = checked(await rollouts(**args), rollouts)
+    assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
+
+
+async def test_lists_are_never_aborted_unless_slime_aborts_everything(chatml_tokenizer):
+    args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
+    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT], fan_out=True)
+    [sample] = checked(await rollouts(**args), rollouts)
+    assert (sample.status.name, sample.remove_sample, sample.reward) == ("TRUNCATED", True, 0.0)
+
+
+# --- partial rollouts ---
 
 PARTIAL = {"partial_rollout": True}
 
