@@ -50,6 +50,7 @@ class SGLangClient:
         deadline: Seconds that a whole `generate` may take, retries and waiting for a connection included; None for no
             limit.
         abort_grace: Seconds for which the answer of an aborted request is waited for.
+        closings: How often it was closed; a call that has seen one asks for nothing more.
     """
 
     def __init__(
