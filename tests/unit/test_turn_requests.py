@@ -20,6 +20,20 @@ def aborted(text):
     return ScriptedAnswer(text, finish_reason="abort")
 
 
+def hanging():
+    """An answer that samples until its request is aborted, and an event that says when it has begun."""
+    asked = asyncio.Event()
+
+    async def hang(request):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "more "
+
+    return asked, hang
+
+
 @pytest.fixture
 def resuming(chatml_tokenizer):
     def make(answers, *, client=None, experts=None, **config):
@@ -151,15 +165,7 @@ async def test_what_was_sampled_before_a_failure_is_kept(resuming):
 
 
 async def test_a_cancel_keeps_all_parts(resuming):
-    asked = asyncio.Event()
-
-    async def hang(request):
-        asked.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return "more "
-
+    asked, hang = hanging()
     server, model = resuming([aborted("Half "), hang])
     running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
     await asked.wait()
@@ -230,15 +236,7 @@ async def test_what_only_looks_like_the_rest_of_a_stop_string_does_not_end_the_a
 
 
 async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, monkeypatch):
-    asked = asyncio.Event()
-
-    async def hang(request):
-        asked.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return "more "
-
+    asked, hang = hanging()
     server, model = resuming(
         [aborted("Half "), hang], experts=ScriptedExperts(layers=2, top_k=1), return_routed_experts=True
     )
