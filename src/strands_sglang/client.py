@@ -50,6 +50,7 @@ class SGLangClient:
         deadline: Seconds that a whole `generate` may take, retries and waiting for a connection included; None for no
             limit.
         abort_grace: Seconds for which the answer of an aborted request is waited for.
+        closings: How often it was closed; a call that has seen one asks for nothing more.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class SGLangClient:
             The server's JSON object as it came. That includes one whose `meta_info.finish_reason.type` is "abort".
 
         Raises:
-            ValueError: A token id is not an int in [0, vocab_size), or a stream or several answers are asked for.
+            ValueError: A token id is not an int in [0, vocab_size), a stream or several answers are asked for, or
+                `deadline` is no number above 0.
             SGLangContextLengthError: The prompt, or the prompt plus `max_new_tokens`, does not fit the model's context.
             SGLangThrottledError: 429 or 503, also after all retries.
             SGLangHTTPError: Any other HTTP error.
@@ -165,32 +167,33 @@ class SGLangClient:
             fields["routing_key"] = key
         body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
         session = await self._sessions.current()
-        deadline = self.deadline if deadline is None else deadline
-        with Waiting(deadline=deadline, signal=cancel_signal) as waiting:
-            call = Call(
-                session,
-                self._servers,
-                self._policy,
-                waiting,
-                body=body,
-                headers={} if key is None else {"x-smg-routing-key": key},
-                key=key,
-                prefix=f"{fields['rid']}-" if fields.get("rid") else "",
-                timeout=self.timeout,
-                deadline=deadline,
-                grace=self.abort_grace,
-            )
-            try:
-                response = await call.answered()
-                call.server.history.usable = True
-                return response
-            except BaseException:
-                if call.partial is not None and on_partial is not None:
-                    try:
-                        on_partial(call.partial)
-                    except Exception:
-                        logger.exception("on_partial raised; the partial answer may be lost")
-                raise
+        waiting = Waiting(
+            deadline=self.deadline if deadline is None else checked_number("deadline", deadline, above=0),
+            signal=cancel_signal,
+        )
+        call = Call(
+            session,
+            self._servers,
+            self._policy,
+            waiting,
+            body=body,
+            headers={} if key is None else {"x-smg-routing-key": key},
+            key=key,
+            prefix=f"{fields['rid']}-" if fields.get("rid") else "",
+            timeout=self.timeout,
+            grace=self.abort_grace,
+        )
+        try:
+            response = await call.answered()
+            call.server.history.usable = True
+            return response
+        except BaseException:
+            if call.partial is not None and on_partial is not None:
+                try:
+                    on_partial(call.partial)
+                except Exception:
+                    logger.exception("on_partial raised; the partial answer may be lost")
+            raise
 
     async def health(self) -> bool:
         """Whether a server, one of several at least, is up and generates (it samples one token for it, about 1 s).

@@ -23,7 +23,7 @@ from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
-from .answers import content_blocks, parse_answer, sampled_text, shown_name, stop_reason, stream_events
+from .answers import sampled_text, stop_reason, stream_events
 from .auxiliary import AuxiliaryModel
 from .calls import Caller, kept_if_unreadable
 from .chat_template import ChatTemplate, Prompt, get_chat_template
@@ -322,28 +322,7 @@ class SGLangModel(Model):
             yield {"messageStart": {"role": "assistant"}}
             yield {"messageStop": {"stopReason": "cancelled"}}
             return
-        with kept_if_unreadable(trajectory, turn, generation):
-            parsed = parse_answer(caller.parser, caller.template, turn, generation, tool_specs)
-            blocks = content_blocks(parsed)
-            trajectory.answer(
-                turn,
-                generation,
-                Message(role="assistant", content=blocks),
-                tool_calls=[
-                    {
-                        "toolUseId": call.id,
-                        "name": shown_name(call),
-                        "id": call.native_id or caller.template.call_id(call.id, shown_name(call), number),
-                    }
-                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
-                ],
-                result_notices={
-                    call.id: caller.parser.render_error(call) for call in parsed.tool_calls if call.is_error
-                },
-                parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
-                ends_in_reasoning=parsed.ends_in_reasoning,
-                has_reasoning=parsed.reasoning is not None,
-            )
+        parsed, blocks = caller.record(trajectory, turn, generation, tool_specs)
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
 

@@ -129,7 +129,9 @@ class Recording:
             replaced = self._failures.pop((id(place.turn), conversation.key), None)
             if replaced is not None:
                 self._turns.remove(replaced)
-            resumes = None if replaced is None or constrained else replaced.resumes
+            ids = array("i", prompt_ids)
+            # What was sampled goes on behind exactly the tokens that it was sampled behind.
+            resumed = replaced if replaced is not None and not constrained and replaced.prompt_ids == ids else None
             turn = Turn(
                 index=self._calls,
                 parent=place.turn,
@@ -138,7 +140,8 @@ class Recording:
                 parts=conversation.parts,
                 digests=conversation.digests[known:],
                 roles=conversation.roles[known:],
-                prompt_ids=array("i", prompt_ids),
+                prompt_ids=ids,
+                prompt_logprobs=None if resumed is None else resumed.prompt_logprobs,
                 reasoning_open=reasoning_open,
                 constrained=constrained,
                 agent=agent,
@@ -146,7 +149,7 @@ class Recording:
                 is_auxiliary=auxiliary or (agent is None and bool(self._agents)),
                 parent_kept=place.kept,
                 images=images,
-                resumes=resumes,
+                resumes=None if resumed is None else resumed.resumes,
             )
             self._calls += 1
             self._turns.append(turn)

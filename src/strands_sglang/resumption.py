@@ -19,15 +19,46 @@ from .generation import Generation, VersionSpan, check_routed_rows
 from .top_p import is_top_p_key, joined_top_p
 
 _BUDGETS = ("max_new_tokens", "min_new_tokens")
+_SERVERS_BUDGET = 128
+"""What SGLang takes for `max_new_tokens` where a request has none."""
 
 
-def sampling_params_of_the_rest(sampling_params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
-    """The sampling parameters of a request that goes on behind `sampled` tokens of the same answer."""
+def sampling_params_of_the_rest(
+    sampling_params: Mapping[str, Any], sampled: int, begun: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The sampling parameters of a request that goes on behind `sampled` tokens of the same answer.
+
+    Args:
+        sampling_params: Those of the whole answer.
+        sampled: How many tokens it has.
+        begun: What is left of stop strings that these tokens have begun.
+    """
+    if not sampled:
+        return dict(sampling_params)
     rest = dict(sampling_params)
+    if rest.get("max_new_tokens") is None and sampled < _SERVERS_BUDGET:
+        rest["max_new_tokens"] = _SERVERS_BUDGET
     for name in _BUDGETS:
         if rest.get(name) is not None:
             rest[name] = max(rest[name] - sampled, 0)
+    if begun:
+        rest["stop"] = [*stop_strings(sampling_params), *begun]
     return rest
+
+
+def stop_strings(sampling_params: Mapping[str, Any]) -> list[str]:
+    """The stop strings of a request."""
+    stop = sampling_params.get("stop") or []
+    return [stop] if isinstance(stop, str) else list(stop)
+
+
+def begun_stop_strings(stops: Sequence[str], text: str) -> list[str]:
+    """What is left to come of stop strings that have begun at the end of `text`.
+
+    A server looks for stop strings in what a request samples, so one that an abort has split would go unnoticed.
+    """
+    begun = (stop[count:] for stop in stops for count in range(1, len(stop)) if text.endswith(stop[:count]))
+    return [rest for rest in dict.fromkeys(begun) if rest not in stops]
 
 
 def join_parts(parts: Sequence[Generation]) -> Generation:

@@ -21,13 +21,12 @@ from .aborts import Aborter
 from .servers import Server
 from .transports import (
     KEEPALIVE_EXPIRY_S,
-    AttemptTimeoutError,
     LentTransport,
     Transport,
     TransportSource,
     aiohttp_transport,
 )
-from .waiting import End, Waiting
+from .waiting import End, Waiting, consume, within
 
 logger = logging.getLogger(__name__)
 
@@ -368,34 +367,3 @@ def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: floa
         else:
             session.drop()
     sessions.clear()
-
-
-async def within(work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-    """Await `work` for at most `timeout` seconds.
-
-    `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives together with the result.
-
-    Raises:
-        AttemptTimeoutError: The time has passed; `work` was cancelled and has ended.
-    """
-    if timeout is None:
-        return await work
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-        if not done:
-            task.cancel()
-            await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.add_done_callback(consume)
-        task.cancel()
-        raise
-    if task.cancelled():
-        raise AttemptTimeoutError(f"the limit is {timeout:g} s")
-    return task.result()
-
-
-def consume(done: asyncio.Task[Any]) -> None:
-    """Take note of a finished task's exception, so that asyncio does not report it as never retrieved."""
-    if not done.cancelled():
-        done.exception()

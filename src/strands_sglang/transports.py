@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from .retries import FailureKind
+from .waiting import AttemptTimeoutError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -27,10 +28,6 @@ KEEPALIVE_EXPIRY_S = 4.0
 """Idle connections are dropped before the server does that (SGLang: after 5 s); a POST over a closing one is lost."""
 DEAD_PEER_AFTER_S = 120
 """A peer that vanished without closing is noticed after about this time, also with no timeout set."""
-
-
-class AttemptTimeoutError(Exception):
-    """The time limit of one attempt has passed."""
 
 
 def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:

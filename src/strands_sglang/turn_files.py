@@ -58,7 +58,7 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
     from safetensors.numpy import save
 
     positions = {id(turn): position for position, turn in enumerate(turns)}
-    answers = [turn.generation for turn in turns if turn.generation is not None]
+    answers = [answer for turn in turns if (answer := _sampled(turn)) is not None]
 
     def joined(arrays: Sequence[Any], kind: str) -> Any:
         return np.concatenate([np.zeros(0, kind), *(np.asarray(values, dtype=kind) for values in arrays)])
@@ -70,7 +70,8 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
         "prompt_logprobs": joined([turn.prompt_logprobs for turn in turns if turn.prompt_logprobs is not None], "<f8"),
     }
     for position, turn in enumerate(turns):
-        experts = turn.generation.expert_ids() if turn.generation is not None else None
+        answer = _sampled(turn)
+        experts = answer.expert_ids() if answer is not None else None
         if experts is not None:
             tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
         for name, values in _image_tensors(turn.images):
@@ -123,9 +124,14 @@ def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
         yield f"train.{name}", np.asarray(values)
 
 
+def _sampled(turn: Turn) -> Generation | None:
+    """A turn's answer, or what the call that replaces it is to go on from."""
+    return turn.generation if turn.generation is not None else turn.resumes
+
+
 def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
     """A turn without its tokens."""
-    generation = turn.generation
+    generation = _sampled(turn)
     return {
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
         "parent": None if turn.parent is None else positions[id(turn.parent)],
@@ -148,6 +154,7 @@ def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
             **{name: getattr(generation, name) for name in _GENERATION_FIELDS},
             "sampled_tokens": len(generation.output_ids),
             "has_logprobs": generation.logprobs is not None,
+            "is_resumed": generation is turn.resumes,
         },
     }
 
@@ -197,7 +204,7 @@ class _Reader:
         answer = described["answer"]
         if answer is not None:
             experts = self._tensors.get(f"routed_experts.{position}")
-            turn.generation = Generation(
+            generation = Generation(
                 **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
                 weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
                 resumed_ids=tuple(answer["resumed_ids"]),
@@ -205,6 +212,10 @@ class _Reader:
                 logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
                 routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
             )
+            if answer.get("is_resumed"):
+                turn.resumes = generation
+            else:
+                turn.generation = generation
         return turn
 
 

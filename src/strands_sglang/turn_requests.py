@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,14 +19,15 @@ from .exceptions import SGLangContextLengthError, SGLangDecodingError, SGLangThr
 from .generation import Generation, read_generation
 from .images import ImageProcessor, check_prompt
 from .request import RequestPlan, check_answer, plan_request, wants_logprobs
-from .resumption import join_parts, sampling_params_of_the_rest
+from .resumption import begun_stop_strings, join_parts, sampling_params_of_the_rest, stop_strings
 from .server_check import check_server, known_facts
 from .turns import Turn
-from .waiting import unless_signalled
+from .waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 8.0
+_LEAST_S = 0.001  # a deadline that is over by now is for the client to find
 
 
 @dataclass
@@ -45,7 +44,7 @@ class TurnRequests:
         known: How many of these tokens an earlier turn has recorded.
         grammar: Sampling parameters that constrain the answer; None for a free one.
         routing_key: Says which server has the prefix.
-        cancel_signal: Ends the call once it is set.
+        waiting: Knows when the call is to end.
         parts: What was sampled so far, in the order of the requests.
         response: The server's latest response.
     """
@@ -59,10 +58,11 @@ class TurnRequests:
     known: int
     grammar: Mapping[str, Any] | None
     routing_key: str
-    cancel_signal: threading.Event | None = None
+    waiting: Waiting
     parts: list[Generation] = field(default_factory=list)
     response: dict[str, Any] | None = None
     _partial: dict[str, Any] | None = None
+    _begun: list[str] = field(default_factory=list)
 
     async def answer(self) -> Generation:
         """The server's answer, in one part or joined from several; its finish reason may still be "abort".
@@ -72,10 +72,10 @@ class TurnRequests:
             SGLangClientError: The server or the network failed after all retries.
             ModelThrottledException: The server is too busy and the client was told not to retry.
         """
-        client, started = self.client, time.monotonic()
+        client = self.client
         server = known_facts(client, self.template)
         if server is None:
-            server = await unless_signalled(check_server(client, self.template), self.cancel_signal)
+            server = await self.waiting.finish(check_server(client, self.template))
         plan = plan_request(
             self.config, len(self.input_ids), self.known, context_length=server.context_length, grammar=self.grammar
         )
@@ -86,22 +86,25 @@ class TurnRequests:
                 return self._ended_by_length()
         closings, in_vain = client.closings, 0
         while True:
-            deadline = None if client.deadline is None else max(client.deadline + started - time.monotonic(), 0.001)
-            part = self._read(await self._send(plan, deadline))
+            part = self._read(await self._send(plan))
             self._check(part)
             self.parts.append(part)
-            answer = join_parts(self.parts)
+            answer = self._named_by_its_stop(join_parts(self.parts), plan)
             in_vain = 0 if part.output_ids else in_vain + 1
-            if part.finish_type != "abort" or not self._goes_on(closings, in_vain):
+            if answer.stop_string not in self._begun and (
+                part.finish_type != "abort" or not self._may_go_on(closings, in_vain)
+            ):
                 return answer
-            if self.grammar is not None:
+            if self.turn.constrained:
                 self.parts.clear()  # a grammar begins at the first token; nobody trains on what it forced
             elif self._has_no_budget_left(plan):
                 return self._ended_by_length()
             logger.debug("call=<%d>, tokens=<%d> | aborted, going on", self.turn.index, answer.completion_tokens)
             if in_vain:
                 pause = min(client.retry_delay * 2 ** (in_vain - 1), _LONGEST_PAUSE_S)
-                await unless_signalled(asyncio.sleep(pause), self.cancel_signal)
+                await self.waiting.finish(asyncio.sleep(pause))
+                if client.closings != closings:
+                    return answer
 
     def sampled(self) -> Generation | None:
         """What was sampled until the call failed; None if nothing was and no server told of the request."""
@@ -111,7 +114,19 @@ class TurnRequests:
                 parts.append(self._read(self._partial))
             except SGLangDecodingError as error:
                 logger.warning("call=<%d>, error=<%s> | a partial answer is not readable", self.turn.index, error)
-        return join_parts(parts) if parts else None
+        try:
+            return join_parts(parts) if parts else None
+        except SGLangDecodingError as error:  # must not take the place of what has ended the call
+            logger.warning("call=<%d>, error=<%s> | kept without routed experts", self.turn.index, error)
+            return join_parts([replace(part, routed_experts=None) for part in parts])
+
+    def _named_by_its_stop(self, answer: Generation, plan: RequestPlan) -> Generation:
+        """The answer; if it ended with the rest of a stop string that an earlier part began, with all of that."""
+        if answer.stop_string not in self._begun:
+            return answer
+        text = self.template.decode(answer.output_ids)
+        whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), answer.stop_string)
+        return replace(answer, stop_string=whole)
 
     def _has_no_budget_left(self, plan: RequestPlan) -> bool:
         budget = plan.sampling_params.get("max_new_tokens")
@@ -120,7 +135,7 @@ class TurnRequests:
     def _ended_by_length(self) -> Generation:
         return replace(join_parts(self.parts), finish_type="length", abort_message=None)
 
-    def _goes_on(self, closings: int, in_vain: int) -> bool:
+    def _may_go_on(self, closings: int, in_vain: int) -> bool:
         """Whether the call goes on after an abort."""
         client = self.client
         wanted = self.config.get("on_abort") == "resume" and client.closings == closings
@@ -139,10 +154,12 @@ class TurnRequests:
             response, logprobs_expected=wants_logprobs(self.config), end_token_ids=self.template.stop_ids
         )
 
-    async def _send(self, plan: RequestPlan, deadline: float | None) -> dict[str, Any]:
+    async def _send(self, plan: RequestPlan) -> dict[str, Any]:
         """Send the next request and return the server's response."""
         so_far = [token_id for part in self.parts for token_id in part.output_ids]
         ids = [*self.input_ids, *so_far]
+        stops = stop_strings(plan.sampling_params)
+        self._begun = begun_stop_strings(stops, self.template.decode(so_far)) if so_far and stops else []
         vocab_size = max(  # sampled ids may be padding ids
             len(self.template.tokenizer), max(ids[: self.known], default=0) + 1, max(so_far, default=0) + 1
         )
@@ -158,12 +175,12 @@ class TurnRequests:
         try:
             self.response = await self.client.generate(
                 sent_ids,
-                sampling_params_of_the_rest(plan.sampling_params, len(so_far)),
+                sampling_params_of_the_rest(plan.sampling_params, len(so_far), self._begun),
                 vocab_size=vocab_size,
                 routing_key=self.routing_key,
-                cancel_signal=self.cancel_signal,
+                cancel_signal=self.waiting.signal,
                 on_partial=keep,
-                deadline=deadline,
+                deadline=None if self.waiting.deadline is None else max(self.waiting.seconds_left, _LEAST_S),
                 **fields,
             )
         except SGLangContextLengthError as error:

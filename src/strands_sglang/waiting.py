@@ -12,10 +12,9 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeVar
 
-from .exceptions import SGLangCancelledError
+from .exceptions import SGLangCancelledError, SGLangDeadlineError
 
 T = TypeVar("T")
 
@@ -23,6 +22,10 @@ POLL_INTERVAL_S = 0.05
 """How often cancel signals are looked at."""
 
 _CLOCK_TOLERANCE_S = 0.001  # an event loop may call a little early
+
+
+class AttemptTimeoutError(Exception):
+    """The time limit of one attempt has passed."""
 
 
 class End(Enum):
@@ -39,32 +42,25 @@ class End(Enum):
 
 
 class Waiting:
-    """The waiting of one call in one event loop; a context manager, for the time of which the signal is watched."""
+    """The waiting of one call in one event loop, for one thing at a time.
+
+    Attributes:
+        deadline: Seconds from its start for everything; None for no limit.
+        signal: Ends the waiting once it is set; None for none.
+    """
 
     def __init__(self, *, deadline: float | None = None, signal: threading.Event | None = None) -> None:
         """Start the clock.
 
         Args:
-            deadline: Seconds from now for everything; None for no limit.
-            signal: Ends the waiting once it is set.
+            deadline: See the class.
+            signal: See the class.
         """
+        self.deadline = deadline
+        self.signal = signal
         self._loop = asyncio.get_running_loop()
         self._ends_at = None if deadline is None else self._loop.time() + deadline
-        self._signal = signal
         self._waiter: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Waiting:
-        """Watch the signal."""
-        if self._signal is not None:
-            _watch_of(self._loop).add(self, self._signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop watching the signal."""
-        if self._signal is not None:
-            _watch_of(self._loop).remove(self)
 
     @property
     def seconds_left(self) -> float:
@@ -87,15 +83,40 @@ class Waiting:
         timer = self._loop.call_at(min(limits), self.wake) if limits else None
         if work is not None:
             work.add_done_callback(self.wake)
+        watch = None if self.signal is None else _watch_of(self._loop)
+        if watch is not None and self.signal is not None:
+            watch.add(self, self.signal)
         try:
             await self._waiter
         finally:
             self._waiter = None
+            if watch is not None:
+                watch.remove(self)
             if timer is not None:
                 timer.cancel()
             if work is not None:
                 work.remove_done_callback(self.wake)
         return self._end(work) or End.TIME_OVER
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which is cancelled if the call is to end before it is done.
+
+        Raises:
+            SGLangCancelledError: The signal was set.
+            SGLangDeadlineError: The deadline has passed.
+        """
+        task = self._loop.create_task(work)
+        try:
+            end = await self.until(task)
+        finally:
+            if not task.done():
+                task.add_done_callback(consume)
+                task.cancel()
+        if end is End.DONE:
+            return task.result()
+        if end is End.SIGNALLED:
+            raise SGLangCancelledError("the call was cancelled by its signal before its answer began")
+        raise SGLangDeadlineError(f"the deadline of {self.deadline:g} s has passed before the answer began")
 
     def over(self) -> End | None:
         """What has ended the call already, `End.DEADLINE` or `End.SIGNALLED`; None if nothing has."""
@@ -109,54 +130,64 @@ class Waiting:
     def _end(self, work: asyncio.Future[Any] | None) -> End | None:
         if work is not None and work.done():
             return End.DONE
-        if self._signal is not None and self._signal.is_set():
+        if self.signal is not None and self.signal.is_set():
             return End.SIGNALLED
         if self._ends_at is not None and self._loop.time() >= self._ends_at - _CLOCK_TOLERANCE_S:
             return End.DEADLINE
         return None
 
 
-async def unless_signalled(work: Coroutine[Any, Any, T], signal: threading.Event | None) -> T:
-    """Await `work`, which is cancelled if the signal is set before it is done.
+async def within(work: Coroutine[Any, Any, T], timeout: float | None) -> T:
+    """Await `work` for at most `timeout` seconds.
+
+    `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives together with the result.
 
     Raises:
-        SGLangCancelledError: The signal was set.
+        AttemptTimeoutError: The time has passed; `work` was cancelled and has ended.
     """
-    if signal is None:
+    if timeout is None:
         return await work
     task = asyncio.get_running_loop().create_task(work)
     try:
-        with Waiting(signal=signal) as waiting:
-            end = await waiting.until(task)
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        if not done:
+            task.cancel()
+            await asyncio.wait({task})
     except asyncio.CancelledError:
+        task.add_done_callback(consume)
         task.cancel()
         raise
-    if end is End.DONE:
-        return task.result()
-    task.cancel()
-    raise SGLangCancelledError("the call was cancelled by its signal before anything was sampled")
+    if task.cancelled():
+        raise AttemptTimeoutError(f"the limit is {timeout:g} s")
+    return task.result()
+
+
+def consume(done: asyncio.Task[Any]) -> None:
+    """Take note of a finished task's exception, so that asyncio does not report it as never retrieved."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _Watch:
     """The signals that one event loop's calls wait for."""
 
     def __init__(self) -> None:
-        self._signals: dict[Waiting, threading.Event] = {}
+        self.signals: dict[Waiting, threading.Event] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, waiting: Waiting, signal: threading.Event) -> None:
-        self._signals[waiting] = signal
+        self.signals[waiting] = signal
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
 
     def remove(self, waiting: Waiting) -> None:
-        self._signals.pop(waiting, None)
-        if not self._signals and self._timer is not None:
+        self.signals.pop(waiting, None)
+        if not self.signals and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
-        for waiting, signal in tuple(self._signals.items()):
+        for waiting, signal in tuple(self.signals.items()):
             if signal.is_set():
                 waiting.wake()
         self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)

@@ -100,7 +100,12 @@ def test_tokens_whose_experts_are_lost_are_not_joined_with_others():
 def test_what_is_left_of_a_budget_is_asked_for():
     params = {"max_new_tokens": 10, "min_new_tokens": 3, "temperature": 0.5}
     assert sampling_params_of_the_rest(params, 4) == {"max_new_tokens": 6, "min_new_tokens": 0, "temperature": 0.5}
-    assert sampling_params_of_the_rest({"min_new_tokens": None}, 4) == {"min_new_tokens": None}
+    assert sampling_params_of_the_rest({"min_new_tokens": None}, 0) == {"min_new_tokens": None}
+
+
+def test_a_request_without_a_budget_has_the_servers_over_all_parts():
+    assert sampling_params_of_the_rest({}, 100) == {"max_new_tokens": 28}
+    assert sampling_params_of_the_rest({}, 300) == {}  # that server has another one
 
 
 def top_p(*counts):

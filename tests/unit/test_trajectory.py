@@ -33,12 +33,11 @@ class Recorder:
         self.next_id += count
         return list(range(self.next_id - count, self.next_id))
 
-    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=False, **parts):
+    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=False, prompt=None, **parts):
         conversation = fingerprint({"system prompt": None, **parts}, messages)
         place = replace(self.trajectory.attach(conversation, messages, agent=agent), kept=kept)
-        return self.trajectory.ask(
-            place, conversation, self.ids(), agent=agent, constrained=constrained, auxiliary=auxiliary
-        )
+        ids = self.ids() if prompt is None else prompt
+        return self.trajectory.ask(place, conversation, ids, agent=agent, constrained=constrained, auxiliary=auxiliary)
 
     def call(self, messages, answer="ok", *, finish="stop", **options):
         turn = self.ask(messages, **options)
@@ -103,17 +102,18 @@ def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
     assert recorder.call([user("q"), assistant("partial"), user("r")]).parent is None
 
 
-def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
+@pytest.mark.parametrize("prompt", [[1, 2], [1, 3]])
+def test_a_call_that_goes_on_from_what_was_cut_takes_its_place(prompt):
     recorder = Recorder()
-    turn = recorder.ask([user("q")])
+    turn = recorder.ask([user("q")], prompt=[1, 2])
     recorder.trajectory.cut(turn, generation(7, 8, finish="abort"), RuntimeError("abort"))
     recorder.trajectory.resume(turn)
     with pytest.raises(ValueError, match="only a cut turn"):
         recorder.trajectory.resume(turn)
     assert (turn.status, recorder.trajectory.branches()) == (TurnStatus.FAILED, [])
-    again = recorder.ask([user("q")])
+    again = recorder.ask([user("q")], prompt=prompt)
     assert recorder.trajectory.turns == [again]
-    assert again.resumes.output_ids.tolist() == [7, 8]
+    assert (again.resumes is turn.resumes) is (prompt == [1, 2])  # never behind other tokens than those before it
 
 
 def test_an_abort_before_the_first_token_is_a_failure():

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from strands_sglang import (
@@ -10,12 +11,27 @@ from strands_sglang import (
     Trajectory,
     termination_reason,
 )
-from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
 from support.agents import call, make_agent, make_tools
+from support.fake_server import FakeServer
 
 
 def aborted(text):
     return ScriptedAnswer(text, finish_reason="abort")
+
+
+def hanging():
+    """An answer that samples until its request is aborted, and an event that says when it has begun."""
+    asked = asyncio.Event()
+
+    async def hang(request):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "more "
+
+    return asked, hang
 
 
 @pytest.fixture
@@ -149,15 +165,7 @@ async def test_what_was_sampled_before_a_failure_is_kept(resuming):
 
 
 async def test_a_cancel_keeps_all_parts(resuming):
-    asked = asyncio.Event()
-
-    async def hang(request):
-        asked.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return "more "
-
+    asked, hang = hanging()
     server, model = resuming([aborted("Half "), hang])
     running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
     await asked.wait()
@@ -200,6 +208,79 @@ async def test_the_deadline_is_for_all_parts_together(resuming):
     assert turn.output_ids.tolist() == [token for i in range(len(server.requests)) for token in sampled(server, i)]
 
 
+async def test_an_answer_under_a_grammar_of_the_users_own_begins_anew_and_is_not_trained(resuming):
+    server, model = resuming([aborted('{"tot'), '{"total": 4}'], sampling_params={"json_schema": '{"type": "object"}'})
+    assert str(await make_agent(model).invoke_async("2+2?")).strip() == '{"total": 4}'
+    assert sent(server)[0] == sent(server)[1]
+    assert not any(model.token_manager.loss_mask)
+
+
+@pytest.mark.parametrize("split", [5, 9, 12])
+async def test_a_stop_string_that_an_abort_has_split_still_ends_the_answer(resuming, split):
+    text = "Yes.</answer> and so on"
+    server, model = resuming([aborted(text[:split]), text[split:]], sampling_params={"stop": ["</answer>"]})
+    assert str(await make_agent(model).invoke_async("2+2?")).strip() == "Yes."
+    generation = model.trajectory.turns[0].generation
+    assert (generation.finish_type, generation.stop_string) == ("stop", "</answer>")
+
+
+async def test_what_only_looks_like_the_rest_of_a_stop_string_does_not_end_the_answer(resuming):
+    answers = [aborted("a </answ"), "ing and lower>", " and more.</answer> and so on"]
+    server, model = resuming(answers, sampling_params={"stop": "</answer>"})
+    assert str(await make_agent(model).invoke_async("2+2?")).strip() == "a </answing and lower> and more."
+    generation = model.trajectory.turns[0].generation
+    assert generation.stop_string == "</answer>"
+    assert generation.output_ids.tolist() == [
+        token for i in range(len(server.requests)) for token in sampled(server, i)
+    ]
+
+
+async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, monkeypatch):
+    asked, hang = hanging()
+    server, model = resuming(
+        [aborted("Half "), hang], experts=ScriptedExperts(layers=2, top_k=1), return_routed_experts=True
+    )
+    body_of = bodies.generation
+
+    def without_experts_of_the_first(request, *args, **kwargs):
+        body = body_of(request, *args, **kwargs)
+        if len(server.requests) == 1:
+            del body["meta_info"]["routed_experts"]
+        return body
+
+    monkeypatch.setattr(bodies, "generation", without_experts_of_the_first)
+    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
+
+
+async def test_a_client_that_is_closed_between_two_requests_does_not_go_on(resuming):
+    server, model = resuming([aborted(""), "never asked"], client={"retry_delay": 0.05})
+    pausing = asyncio.Event()
+    server._script = type(server._script)([lambda request: pausing.set() or aborted(""), "never asked"])
+    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    await pausing.wait()
+    while server.responses[0] is None:
+        await asyncio.sleep(0)
+    await model.client.close()
+    with pytest.raises(Exception, match="aborted the request|was closed"):
+        await running
+    assert len(server.requests) == 1
+
+
+async def test_the_deadline_is_for_what_is_asked_of_the_server_first_too(chatml_tokenizer):
+    busy = FakeServer(httpx.Response(503), paths={"/v1/models": httpx.Response(503)})
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=busy.client(max_retries=10**6, deadline=0.1))
+    with pytest.raises(Exception, match="deadline") as failure:
+        await make_agent(model).invoke_async("go")
+    assert termination_reason(failure.value) is TerminationReason.INFRASTRUCTURE_ERROR
+    assert model.trajectory.turns[0].status.value == "failed"
+
+
 @pytest.mark.parametrize("name", ["on_abort", "history_policy"])
 def test_an_unknown_policy_is_refused(chatml_tokenizer, name):
     with pytest.raises(ValueError, match=f"{name} must be '.*' or '.*', not 'maybe'"):
@@ -230,6 +311,18 @@ async def test_a_partial_rollout_goes_on_from_its_tokens_after_save_and_load(res
     (sequence,) = model.trajectory.sequences()
     assert sequence.token_ids == second + sampled(server, 1)
     assert sum(sequence.loss_mask) == len(sampled(server, 0)) + len(sampled(server, 1))
+
+
+@pytest.mark.parametrize("config", [{}, {"return_prompt_logprobs": True}])
+async def test_a_turn_that_is_to_go_on_can_be_saved_and_loaded(resuming, config, tmp_path):
+    server, model, agent = await cut(resuming, [aborted("The answer "), "is 4."], **config)
+    model.trajectory.resume(model.trajectory.turns[0])
+    model.trajectory.save(tmp_path / "part")
+    model.trajectory = Trajectory.load(tmp_path / "part")
+    assert str(await agent.invoke_async()).strip() == "The answer is 4."
+    assert sent(server)[1] == sent(server)[0] + sampled(server, 0)
+    known = [logprob is not None for logprob in model.token_manager.logprobs[1:]]
+    assert all(known) is bool(config)
 
 
 async def test_a_resumed_call_that_is_aborted_again_keeps_all_of_its_tokens(resuming):

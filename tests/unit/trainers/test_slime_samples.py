@@ -6,72 +6,26 @@ import copy
 import math
 from array import array
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from strands_sglang import OUTCOMES, TerminationReason, Trajectory
-from strands_sglang.testing import ScriptedAnswer
 from strands_sglang.trainers.slime import SlimeExportError, to_slime_samples
 from support.slime_checker import check_against_server, check_rollouts
-from support.slime_episodes import ANSWER, CALL, EXPERTS, QUESTION, moe_args, play, tell_top_p
-from support.slime_stub import PrefixCacheInfo, Sample, SpecInfo, slime_args
-
-CUT = ScriptedAnswer("25 * 17 is", finish_reason="abort")
-LONG = ScriptedAnswer("25 * 17 is", finish_reason="length")
-
-
-def stale_sample(**overrides: Any) -> Sample:
-    """A sample that an earlier run has filled with what is wrong now."""
-    fields = {
-        "index": 3,
-        "group_index": 1,
-        "prompt": QUESTION,
-        "tokens": [9] * 50,
-        "response": "stale",
-        "response_length": 40,
-        "loss_mask": [1] * 7,
-        "rollout_log_probs": [math.nan] * 3,
-        "weight_versions": ["stale"],
-        "reward": 7.0,
-        "remove_sample": True,
-        "teacher_log_probs": [0.5],
-        "rollout_top_p_token_ids": [1],
-        "rollout_top_p_token_offsets": [0, 1],
-        "rollout_routed_experts": [[1]],
-        "multimodal_train_inputs": {"pixel_values": torch.zeros(1)},
-        "prefix_cache_info": PrefixCacheInfo(5, 6),
-        "spec_info": SpecInfo(1, 2, 3, 4),
-        "non_generation_time": 99.0,
-        "metadata": {"own": 1},
-    }
-    return Sample(**{**fields, **overrides})
-
-
-def export(episode: Any, tokenizer: Any, outcome: Any = None, *, args: Any = None, **kwargs: Any) -> Any:
-    """The samples of an episode, checked against slime's needs and against the server's log."""
-    args = slime_args() if args is None else args
-    outcome = episode.reason if outcome is None else outcome
-    samples = to_slime_samples(episode.trajectory, stale_sample(), outcome, tokenizer=tokenizer, args=args, **kwargs)
-    rollouts = [samples] if isinstance(samples, list) else samples
-    check_rollouts(rollouts, args, tokenizer, replayed=not kwargs.get("evaluation"))
-    check_against_server(samples, episode.server, experts=EXPERTS)
-    return samples
-
-
-ENDS: dict[str, tuple[list[Any], dict[str, Any], str, bool, Any]] = {
-    "an answer": ([CALL, ANSWER], {}, "COMPLETED", False, None),
-    "a limit on tokens": ([CALL, LONG], {}, "TRUNCATED", False, None),
-    "a limit on tools": ([CALL] * 3, {}, "TRUNCATED", False, None),
-    "a full context": ([CALL, LONG], {"server": {"context_length": 330}}, "TRUNCATED", False, None),
-    "an abort nobody asked for": ([CALL, CUT], {}, "TRUNCATED", True, 0.0),
-    "a first call that was aborted": ([CUT], {}, "TRUNCATED", True, 0.0),
-    "an error of the server": ([CALL], {}, "FAILED", True, 0.0),
-    "an error in the first call": ([], {}, "FAILED", True, 0.0),
-    "a prompt that does not fit": ([], {"server": {"context_length": 20}}, "FAILED", True, 0.0),
-    "an abort in the queue": ([ScriptedAnswer("", finish_reason="abort")], {}, "FAILED", True, 0.0),
-}
+from support.slime_episodes import (
+    ANSWER,
+    CALL,
+    CUT,
+    ENDS,
+    LONG,
+    export,
+    forked,
+    moe_args,
+    play,
+    stale_sample,
+)
+from support.slime_stub import Sample, SpecInfo, slime_args
 
 
 @pytest.mark.parametrize("fan_out", [False, True])
@@ -202,15 +156,6 @@ async def test_a_dictionary_of_rewards_needs_a_number_at_slimes_key(chatml_token
 # --- several sequences ---
 
 
-async def forked(tokenizer: Any, **settings: Any) -> Any:
-    """An episode whose history was rewritten, so that it has two sequences with a common beginning."""
-    episode = await play(tokenizer, [CALL, ANSWER, "Other words."], **settings)
-    agent = episode.agent
-    agent.messages[2]["content"][0]["toolResult"]["content"] = [{"text": "(shortened)"}]
-    await agent.invoke_async("And now?")
-    return episode
-
-
 async def test_without_fan_out_the_latest_sequence_is_the_sample(chatml_tokenizer):
     episode = await forked(chatml_tokenizer)
     sample = export(episode, chatml_tokenizer)
@@ -310,131 +255,3 @@ def test_arguments_of_another_kind_are_errors(arguments, message, chatml_tokeniz
 def test_a_reward_of_another_kind_is_an_error(chatml_tokenizer):
     with pytest.raises(TypeError, match="reward must be"):
         to_slime_samples(Trajectory(), Sample(), "task_complete", tokenizer=chatml_tokenizer, reward="1")
-
-
-# --- routed experts ---
-
-MOE = {"server": {"experts": EXPERTS}, "return_routed_experts": True}
-
-
-async def test_routed_experts_have_the_row_of_every_token_but_the_last(chatml_tokenizer):
-    args = slime_args(**moe_args())
-    episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], **MOE)
-    sample = export(episode, chatml_tokenizer, args=args)
-    assert sample.rollout_routed_experts.dtype == torch.int32
-    assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, EXPERTS.layers, EXPERTS.top_k)
-    last = torch.from_numpy(episode.trajectory.turns[-1].generation.expert_ids().copy())
-    assert sample.rollout_routed_experts.reshape(last.shape).equal(last)
-
-
-async def test_sequences_that_fork_have_their_own_rows(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer, **MOE)
-    samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
-    assert len(samples) == 2
-
-
-async def test_a_sequence_that_forks_one_token_before_an_odd_stop_has_its_own_rows(chatml_tokenizer):
-    stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
-    odd = ScriptedAnswer(CALL, stop_token_id=stops[1])
-    episode = await play(
-        chatml_tokenizer,
-        [odd, odd, ANSWER],
-        server={"experts": EXPERTS, "stop_token_ids": stops},
-        return_routed_experts=True,
-    )
-    samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
-    assert len(samples) == 3
-    check_against_server(samples, episode.server, experts=EXPERTS, all_trained=True)
-
-
-async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER], **MOE)
-    first, second = (turn.generation.expert_ids() for turn in episode.trajectory.turns)
-    episode.trajectory.turns[0].generation = replace(
-        episode.trajectory.turns[0].generation,
-        routed_experts=_encoded((first + 1) % EXPERTS.experts),
-    )
-    sample = to_slime_samples(
-        episode.trajectory, Sample(), "task_complete", tokenizer=chatml_tokenizer, args=slime_args(**moe_args())
-    )
-    rows = sample.rollout_routed_experts.reshape(len(second), -1).numpy()
-    assert (rows[: len(first)] == (first + 1) % EXPERTS.experts).all()
-    assert (rows[len(first) :] == second[len(first) :]).all()
-
-
-def _encoded(rows: Any) -> str:
-    import base64
-
-    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-async def test_rows_that_one_call_left_out_are_in_the_next_or_the_sample_is_removed(missing, chatml_tokenizer):
-    args = slime_args(**moe_args())
-    episode = await play(chatml_tokenizer, [CALL, CUT], **MOE)
-    turn = episode.trajectory.turns[missing]
-    turn.generation = replace(turn.generation, routed_experts=None)
-    sample = to_slime_samples(
-        episode.trajectory, stale_sample(), "max_tokens_reached", tokenizer=chatml_tokenizer, args=args
-    )
-    check_rollouts(sample, args, chatml_tokenizer)
-    assert sample.remove_sample is (missing == 1)
-
-
-async def test_experts_of_another_model_are_an_error(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [ANSWER], **MOE)
-    with pytest.raises(SlimeExportError, match="another model's"):
-        export(episode, chatml_tokenizer, args=slime_args(**moe_args(num_layers=2)))
-
-
-async def test_experts_that_were_not_asked_for_are_an_error(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [ANSWER])
-    with pytest.raises(SlimeExportError, match="return_routed_experts"):
-        export(episode, chatml_tokenizer, args=slime_args(**moe_args()))
-    with pytest.raises(SlimeExportError, match="num_layers"):
-        export(episode, chatml_tokenizer, args=slime_args(use_rollout_routing_replay=True))
-    assert export(episode, chatml_tokenizer, args=slime_args(**moe_args()), evaluation=True)
-
-
-# --- top-p ---
-
-TOP_P = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
-
-
-async def test_top_p_ids_are_those_of_the_trained_tokens(chatml_tokenizer, monkeypatch):
-    tell_top_p(None, monkeypatch)
-    args = slime_args(rollout_top_p=0.9)
-    episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], sampling_params=TOP_P)
-    sample = export(episode, chatml_tokenizer, args=args)
-    offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
-    response = sample.tokens[-sample.response_length :]
-    for number, (token, mask) in enumerate(zip(response, sample.loss_mask, strict=True)):
-        assert ids[offsets[number] : offsets[number + 1]] == ([token, *range(token % 3)] if mask else [])
-    branches = export(await forked(chatml_tokenizer, sampling_params=TOP_P), chatml_tokenizer, args=args, fan_out=True)
-    assert len(branches) == 2
-
-
-@pytest.mark.parametrize("end", ENDS)
-async def test_every_end_has_top_p_ids_in_slimes_shapes(end, chatml_tokenizer, monkeypatch):
-    tell_top_p(None, monkeypatch)
-    answers, settings, *_ = ENDS[end]
-    episode = await play(chatml_tokenizer, answers, sampling_params=TOP_P, **settings)
-    export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
-
-
-async def test_top_p_ids_that_nobody_asked_for_are_an_error_and_those_of_an_abort_are_masked(chatml_tokenizer):
-    args = slime_args(rollout_top_p=0.9)
-    with pytest.raises(SlimeExportError, match="top_p_token_ids"):
-        export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args)
-    sample = export(await play(chatml_tokenizer, [CUT]), chatml_tokenizer, args=args, abort_requested=True)
-    assert not any(sample.loss_mask)
-    assert export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=True)
-
-
-async def test_top_p_ids_that_do_not_belong_to_the_tokens_take_them_out_of_the_mask(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
-    for turn in episode.trajectory.turns:
-        meta = {**turn.generation.meta_info, "top_p_token_ids": [1], "top_p_token_offsets": [0, 1]}
-        turn.generation = replace(turn.generation, meta_info=meta)
-    sample = export(episode, chatml_tokenizer, "max_tokens_reached", args=slime_args(rollout_top_p=0.9))
-    assert not any(sample.loss_mask)

@@ -95,7 +95,16 @@ class Part:
 
 
 async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, system: str | None, asked: Any) -> None:
-    """Run the agent; what it returned or raised is the part's end."""
+    """Run the agent; what it returned or raised is the part's end.
+
+    Args:
+        settings: Of `make_generate`.
+        model: The agent's.
+        sample: slime's sample.
+        part: Gets the agent and the end.
+        system: The system prompt of the sample's prompt, if it has one.
+        asked: What that prompt asks; left aside where `settings.prompt` makes another one.
+    """
     try:
         part.agent = agent = await _agent(settings, model, sample)
         agent.hooks.add_hook(part.limiter)
@@ -105,6 +114,8 @@ async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, s
         if part.kept is not None and part.kept.messages:
             part.kept.apply(agent, part.limiter)
             asked = None
+        elif settings.prompt is not None:
+            asked = settings.prompt(sample)
         invoked = agent.invoke_async(asked, **_limits(settings, part.trajectory))
         if settings.timeout is not None:
             invoked = asyncio.wait_for(invoked, max(settings.timeout - part.elapsed_s(), 0.0))

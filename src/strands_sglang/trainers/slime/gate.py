@@ -54,12 +54,13 @@ class EpisodeGate:
         if self.aborted():
             raise SGLangAbortedError("slime aborts its rollouts, so no request was made")
 
-    def room(self, turn: Turn, more: int) -> int | None:
-        """How many tokens may be sampled for a turn; None for any number.
+    def clamp(self, turn: Turn, more: int, asked: int | None) -> int | None:
+        """How many tokens may be sampled for a turn, as is noted in it; None for any number.
 
         Args:
             turn: The turn.
             more: How many it has already.
+            asked: How many are asked for; None for any number.
 
         Raises:
             ResponseBudgetReachedError: None.
@@ -67,18 +68,22 @@ class EpisodeGate:
         """
         length = len(turn.token_ids()) + more
         sampled = sum(len(other.output_ids) for other in self.trajectory.turns) + more
-        rooms = []
+        limits = [] if asked is None else [(asked, turn.clamped)]
         if self.context_limit is not None:
-            rooms.append(self.context_limit - length)
-            if rooms[0] <= 0 and not more:
+            limits.append((self.context_limit - length, True))
+            if limits[-1][0] <= 0 and not more:
                 raise ContextWindowOverflowException(
                     f"the prompt has {length} tokens, and a sample may have {self.context_limit}"
                 )
         if self.budget is not None:
-            rooms.append(self.budget - max(length - len(turn.root.prompt_ids), sampled))
-            if rooms[-1] <= 0 and not more:
+            limits.append((self.budget - max(length - len(turn.root.prompt_ids), sampled), False))
+            if limits[-1][0] <= 0 and not more:
                 raise ResponseBudgetReachedError(f"the response has all of its {self.budget} tokens")
-        return min(rooms, default=None)
+        if not limits:
+            return None
+        room, turn.clamped = min(limits, key=lambda limit: limit[0])
+        turn.sampling_params = {**turn.sampling_params, "max_new_tokens": max(room, 0) + more}
+        return room
 
 
 class GatedClient:
@@ -116,11 +121,9 @@ class GatedClient:
         gate.check_abort()
         turn = _turn_of(gate.trajectory, ids)
         if turn is not None:
-            asked = params.get("max_new_tokens")
-            room = gate.room(turn, len(ids) - len(turn.sent_ids()))
-            rooms = [value for value in (room, asked) if value is not None]
-            if rooms:
-                params["max_new_tokens"] = min(rooms)
+            room = gate.clamp(turn, len(ids) - len(turn.sent_ids()), params.get("max_new_tokens"))
+            if room is not None:
+                params["max_new_tokens"] = room
         if params.get("max_new_tokens", 1) <= 0:
             return _no_room(ids)
         return await self._timed(ids, params, fields)

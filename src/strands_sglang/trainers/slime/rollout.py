@@ -143,7 +143,7 @@ async def _generate(
         return [sample] if fan_out else sample
     if not getattr(sample, "session_id", None):
         sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
-    system, asked = _asked(settings, args, sample)
+    system, asked = messages_of(args, sample) if settings.prompt is None else (None, None)
     part = _begin(settings, args, state, sampling_params, kept_on(sample) if partial else None, evaluation)
     try:
         model = _model(settings, args, sample, state, sampling_params, part, evaluation)
@@ -173,10 +173,6 @@ def _state_of(settings: Settings, args: Any) -> Any:
     from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]  # only where slime runs
 
     return GenerateState(args)
-
-
-def _asked(settings: Settings, args: Any, sample: Any) -> tuple[str | None, Any]:
-    return messages_of(args, sample) if settings.prompt is None else (None, settings.prompt(sample))
 
 
 def _begin(
@@ -239,8 +235,10 @@ def _export(
     requeued = settings.requeue_aborted
     if requeued is None:
         requeued = runs_aborted_again(args) and not fan_out and not evaluation
-    aborted = reason in (TerminationReason.ABORTED, TerminationReason.CANCELLED)
-    requested = aborted and (requeued or bool(state.aborted))
+    if reason is TerminationReason.ABORTED:
+        requested = requeued or bool(state.aborted)
+    else:  # an agent that cancels itself would do so for ever
+        requested = reason is TerminationReason.CANCELLED and bool(state.aborted)
     waits = any(turn.resumes is not None and not turn.is_answered for turn in part.trajectory.turns)
     if requested and partial and waits and not part.has_sampled:
         # Aborted before anything was asked: the sample is what the part before has left.
