@@ -26,6 +26,8 @@ from ...turns import Turn, TurnStatus
 class ResponseBudgetReachedError(LoopLimitReachedError):
     """The response is as long as it may be."""
 
+    outcome = "token_budget_reached"
+
 
 @dataclass(eq=False)
 class EpisodeGate:
