@@ -37,7 +37,7 @@ from .limits import DEFAULT_LIMITS, SandboxLimits
 
 Mode = Literal["namespaces", "uid", "unsafe"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-Ended = Literal["exited", "timeout", "memory", "disk", "output"]
+Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
 """Why a program ended: by itself, or for the limit on what."""
 
 GRACE_S = 15.0
@@ -104,7 +104,7 @@ class PythonSandbox:
             mode: A mode to insist on; None takes the best.
             unsafe: Run programs without protection if there is no other way.
             python: The interpreter; its packages can be imported.
-            visible_paths: More files and folders that programs may read (`namespaces`).
+            visible_paths: More files and folders that programs see in `namespaces`, read-only; everybody must be allowed to read them.
             max_concurrency: Runs at a time, per event loop; the others wait, and their clock does not tick.
 
         Raises:
@@ -283,7 +283,8 @@ def _folders_of(python: str) -> tuple[str, ...]:
         folders = {sys.prefix, sys.base_prefix}
     else:
         asked = [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
-        folders = set(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n"))
+        # One that cannot say it does not work anyhow, and the probe says why.
+        folders = set(subprocess.run(asked, capture_output=True, text=True).stdout.split("\n"))
     folders |= {os.path.realpath(folder) for folder in folders}
     folders.add(str(Path(os.path.realpath(python)).parent.parent))
     return tuple(sorted(folder for folder in folders if folder not in ("", "/")))

@@ -4,13 +4,14 @@ Stays outside of the sandbox, and is gone only once everything of the program is
 the process that started it dies. In namespaces, the first process of the namespace watches; the kernel ends all
 others with it.
 
-The last thing on the pipe `status_fd` is a JSON object: `ended` (why: exited, timeout, memory, disk, stopped) and `code` (the exit
+The last thing on the pipe `status_fd` is a JSON object: `ended` (why: exited, timeout, memory, processes, disk, stopped) and `code` (the exit
 code, negative for a signal), or `refused` with what this machine does not allow.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import folders, kernel
+from . import file_system, kernel
 from .members import Members, OfNamespace, OfParent, OfUser, reap
 
 INNER = 1000
@@ -27,8 +28,6 @@ INNER = 1000
 FIRST_SPARE = 2_000_000_000
 """The uids from here on belong to nobody; each run takes one of its own."""
 POLL_S = 0.05
-LARGEST_FOLDER = 20_000
-"""Files; a folder with more counts as full."""
 
 
 def main() -> NoReturn:
@@ -81,7 +80,7 @@ def _first_process(config: dict[str, Any], uid: int | None) -> NoReturn:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # nothing to the first process, unless it is blocked
         inner = uid if uid is not None else INNER
-        folders.build(config, inner, inner)
+        file_system.build(config, inner, inner)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
         program = _start(config, user=uid, filtered=kernel.can_filter())
         ended, code = _watch(program, OfNamespace(), config)
@@ -107,12 +106,15 @@ def _as_other_user(config: dict[str, Any]) -> None:
 def _unsafe(config: dict[str, Any]) -> None:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(config["folder"])
-    _finish(_start(config, user=None, filtered=False), OfParent(), config)
+    program = _start(config, user=None, filtered=False)
+    _finish(program, OfParent(program), config)
 
 
 def _finish(program: int, members: Members, config: dict[str, Any]) -> None:
-    ended, code = _watch(program, members, config)
-    members.kill()
+    try:
+        ended, code = _watch(program, members, config)
+    finally:
+        members.kill()
     _tell(config["status_fd"], ended=ended, code=code)
 
 
@@ -222,8 +224,11 @@ def _watch(program: int, members: Members, config: dict[str, Any]) -> tuple[str,
             return "exited", ended[program]
         if time.monotonic() >= deadline:
             return "timeout", None
-        if members.memory_bytes() > config["memory_bytes"]:
+        processes, memory = members.usage()
+        if memory > config["memory_bytes"]:
             return "memory", None
+        if processes > config["processes"]:  # the kernel's limit does not hold for root
+            return "processes", None
         if config["mode"] != "namespaces" and _folder_is_full(config["folder"], config["disk_bytes"]):
             return "disk", None
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
@@ -233,18 +238,24 @@ def _watch(program: int, members: Members, config: dict[str, Any]) -> tuple[str,
 
 
 def _folder_is_full(folder: str, most: int) -> bool:
-    """Whether the files in a folder take more than they may."""
+    """Whether the files in a folder take more than they may, or cannot be counted."""
     used = files = 0
-    for where, _, names in os.walk(folder, onerror=None):
-        for name in names:
-            files += 1
-            with contextlib.suppress(OSError):
-                used += os.lstat(f"{where}/{name}").st_blocks * 512
-            if used > most or files > LARGEST_FOLDER:
+    most_files = file_system.most_files(most)
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        used += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if used > most or files > most_files:
+                        return True
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
                 return True
-        files += 1
-        if files > LARGEST_FOLDER:
-            return True
     return False
 
 

@@ -34,14 +34,15 @@ class Members(ABC):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def memory_bytes(self) -> int:
-        """What they hold in memory together; a page that several share counts for each."""
+    def usage(self) -> tuple[int, int]:
+        """How many they are, and the bytes that they hold in memory; a page that several share counts for each."""
         total = 0
-        for pid in self.pids():
+        pids = self.pids()
+        for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{pid}/statm") as sizes:
                     total += int(sizes.read().split()[1]) * PAGE
-        return total
+        return len(pids), total
 
 
 class OfNamespace(Members):
@@ -79,6 +80,16 @@ class OfUser(Members):
 
 class OfParent(Members):
     """All that come from this process, whose children the orphans among them become."""
+
+    def __init__(self, group: int) -> None:
+        """Look at this process's children; most of them are in one process group."""
+        self.group = group
+
+    def _kill_once(self) -> None:
+        # The group at once: one after the other would lose against one that forks.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, signal.SIGKILL)
+        super()._kill_once()
 
     def pids(self) -> list[int]:
         """Those that live."""

@@ -14,8 +14,7 @@ PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
 """Where the new root may be put together; nothing of that is seen outside of the namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-FILES_PER_BYTES = 4096
-"""One file is allowed for so many bytes of space, at least 1,024 in all."""
+BYTES_PER_FILE = 4096
 
 
 def build(config: dict[str, Any], uid: int, gid: int) -> None:
@@ -25,19 +24,18 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     sources = [(path, os.open(path, os.O_PATH)) for path in _shown((*SYSTEM, *config["visible"]))]
     devices = [(path, os.open(path, os.O_PATH)) for path in DEVICES]
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
-    for path, opened in (*sources, *devices):
+    for name in ("etc", "tmp", "proc", "dev/shm"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    size = config["disk_bytes"]
+    space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
+    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
+    for path, opened in (*sources, *devices):  # behind /tmp: a path may lie in there
         _bind(opened, root + path)
         os.close(opened)
     _make_read_only(root)
-    os.makedirs(f"{root}/etc", exist_ok=True)
     with open(f"{root}/etc/passwd", "w") as accounts:
         accounts.write(f"sandbox:x:{uid}:{gid}::/tmp:/bin/sh\n")
-    for name in ("tmp", "proc", "dev/shm"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    size = config["disk_bytes"]
-    space = f"size={size},nr_inodes={max(1024, size // FILES_PER_BYTES)},mode=700,uid={uid},gid={gid}"
-    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
     os.mkdir(f"{root}/tmp/.shm", 0o700)
     os.chown(f"{root}/tmp/.shm", uid, gid)
     kernel.mount(f"{root}/tmp/.shm", f"{root}/dev/shm", None, kernel.MS_BIND)  # shared memory counts as disk space
@@ -45,6 +43,11 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount(None, "/", None, read_only)
     os.chdir("/tmp")
+
+
+def most_files(size: int) -> int:
+    """How many files and folders there may be where so many bytes may be."""
+    return max(1024, size // BYTES_PER_FILE)
 
 
 def _shown(paths: tuple[str, ...]) -> list[str]:
@@ -71,7 +74,7 @@ def _make_read_only(root: str) -> None:
     with open("/proc/self/mountinfo") as table:
         points = [line.split()[4].encode().decode("unicode_escape") for line in table]
     for point in points:
-        if point.startswith(f"{root}/") and not point.startswith(f"{root}/dev/"):
+        if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
             # What a mount has from its owner (no device files, ...) may not be taken off it by others.
             flags = os.statvfs(point).f_flag
             kept = flags & (kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_NOATIME | kernel.MS_NODIRATIME)
