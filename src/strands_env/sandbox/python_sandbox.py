@@ -3,16 +3,17 @@
 Three modes, best first; `PythonSandbox` takes the first that this machine allows, found out by running a program in it:
 
 - `namespaces`: process, network, mount, IPC and host name namespaces of its own, as a user of its own (root), or in
-  a user namespace (everybody else, where the kernel lets them). The program sees Python, the system's libraries and a /tmp in
-  memory; no other process, no other file, no network. The kernel ends all of it at once.
+  a user namespace (everybody else, where the kernel lets them). The program sees Python, the system's libraries and a
+  /tmp in memory; no other process, no other file, no network. The kernel ends all of it at once.
 - `uid`: root without namespaces, as in most containers. A uid of its own: it can read what everybody on the machine may
-  read, and no more; it cannot signal, trace or look into other processes; a filter on system calls keeps it from the network.
-  Files are measured 20 times a second, and only in its folder: what it writes to other places that everybody may write to stays.
+  read, and no more; it cannot signal, trace or look into other processes; a filter on system calls keeps it from the
+  network. Files are measured 20 times a second, and only in its folder: what it writes to other places that everybody
+  may write to stays.
 - `unsafe`, only if asked for: a process of the same user, with limits. It can do all that this process can.
 
-In each mode a run has limits on time, memory, files, processes and output, nothing of the caller's environment, no standard
-input, and an empty folder of its own. When `run` returns or is cancelled, all processes and all files of the run are gone (`unsafe`:
-the processes that it can find). They also go when this process dies.
+In each mode a run has limits on time, memory, files, processes and output, nothing of the caller's environment, no
+standard input, and an empty folder of its own. When `run` returns or is cancelled, all processes and all files of the
+run are gone (`unsafe`: the processes that it can find). They also go when this process dies.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Execution:
     """One run.
 
     Attributes:
-        output: What the program wrote to stdout and stderr, in the order in which it came; what is not UTF-8 is replaced. If
-            it was too long, its beginning.
+        output: What the program wrote to stdout and stderr, in the order in which it came; what is not UTF-8 is
+            replaced. If it was too long, its beginning.
         ended: Why the program ended.
         exit_code: Its exit code, negative for a signal; None if it was ended for a limit.
         mode: The mode that it ran in.
@@ -104,7 +105,8 @@ class PythonSandbox:
             mode: A mode to insist on; None takes the best.
             unsafe: Run programs without protection if there is no other way.
             python: The interpreter; its packages can be imported.
-            visible_paths: More files and folders that programs see in `namespaces`, read-only; everybody must be allowed to read them.
+            visible_paths: More files and folders that programs see in `namespaces`, read-only; everybody must be
+                allowed to read them.
             max_concurrency: Runs at a time, per event loop; the others wait, and their clock does not tick.
 
         Raises:
@@ -117,9 +119,11 @@ class PythonSandbox:
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
-        wanted: tuple[Mode, ...] = (mode,) if mode else ("namespaces", "uid", *(("unsafe",) if unsafe else ()))  # type: ignore[assignment]
         if mode == "unsafe" and not unsafe:
             raise ValueError("mode='unsafe' needs unsafe=True")
+        wanted: tuple[Mode, ...] = MODES if unsafe else ("namespaces", "uid")
+        if mode is not None:
+            wanted = (mode,)
         reasons = available_modes(self._python)
         for candidate in wanted:
             if reasons[candidate] is None:

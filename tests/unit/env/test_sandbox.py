@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 
 import strands_env.sandbox
-from strands_env.sandbox import MODES, PythonSandbox, SandboxError, SandboxLimits, SandboxUnavailableError, available_modes
+from strands_env.sandbox import (
+    MODES,
+    PythonSandbox,
+    SandboxError,
+    SandboxLimits,
+    SandboxUnavailableError,
+    available_modes,
+)
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # in most places every user may run it
 SMALL = SandboxLimits(
@@ -96,7 +103,9 @@ async def test_an_error_shows_its_traceback(mode: str) -> None:
 
 async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode: str) -> None:
     sandbox = sandbox_in(mode)
-    code = "import os\nprint(os.path.exists('kept'))\nopen('kept', 'w').write('x' * 1000)\nprint(os.path.getsize('kept'))"
+    code = (
+        "import os\nprint(os.path.exists('kept'))\nopen('kept', 'w').write('x' * 1000)\nprint(os.path.getsize('kept'))"
+    )
     assert [(await sandbox.run(code)).output for _ in range(2)] == ["False\n1000\n"] * 2
 
 
@@ -186,9 +195,7 @@ async def test_processes_that_fill_the_memory_together_are_ended(mode: str) -> N
 
 
 async def test_the_disk_cannot_be_filled_by_one_file(mode: str) -> None:
-    ran = await sandbox_in(mode).run(
-        "with open('big', 'wb') as f:\n    while True: f.write(b'x' * 65536); f.flush()"
-    )
+    ran = await sandbox_in(mode).run("with open('big', 'wb') as f:\n    while True: f.write(b'x' * 65536); f.flush()")
     assert ran.ended == "disk" or "OSError" in ran.output or ran.exit_code == -signal.SIGXFSZ
 
 
@@ -430,10 +437,14 @@ async def test_only_python_and_a_small_system_are_visible_in_namespaces(tmp_path
     for folder in (tmp_path, *tmp_path.parents):
         if folder.is_relative_to(tempfile.gettempdir()) and folder != Path(tempfile.gettempdir()):
             folder.chmod(0o755)
-    hidden = f"import os; print(os.path.exists({str(tmp_path)!r}), os.path.exists('/home'), len(os.listdir('/proc')) > 0)"
+    hidden = (
+        f"import os; print(os.path.exists({str(tmp_path)!r}), os.path.exists('/home'), len(os.listdir('/proc')) > 0)"
+    )
     assert (await sandbox_in("namespaces").run(hidden)).output == "False False True\n"
     shown = PythonSandbox(SMALL, mode="namespaces", visible_paths=[tmp_path])
-    ran = await shown.run(f"print(open({str(tmp_path / 'data.txt')!r}).read())\nopen({str(tmp_path / 'data.txt')!r}, 'w')")
+    ran = await shown.run(
+        f"print(open({str(tmp_path / 'data.txt')!r}).read())\nopen({str(tmp_path / 'data.txt')!r}, 'w')"
+    )
     assert ran.output.startswith("of the host\n") and "Read-only" in ran.output
 
 
@@ -467,7 +478,7 @@ async def test_privileges_cannot_be_had(safe_mode: str) -> None:
             try: change(0); print('root')
             except OSError: pass
         status = dict(line.split(':', 1) for line in open('/proc/self/status'))
-        print(status['CapEff'].strip(), status['CapPrm'].strip(), status['NoNewPrivs'].strip(), status['Seccomp'].strip())
+        print(*(status[name].strip() for name in ('CapEff', 'CapPrm', 'NoNewPrivs', 'Seccomp')))
     """)
     )
     assert ran.output == "True [-1, -1, -1]\n-1 -1\n" + "0" * 16 + " " + "0" * 16 + " 1 2\n"
@@ -499,7 +510,9 @@ def test_the_unsafe_mode_has_to_be_asked_for_twice() -> None:
         PythonSandbox(mode="unsafe")
 
 
-async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandbox = sandbox_in(mode)
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(SandboxError, match="no process could be started"):

@@ -12,7 +12,17 @@ from . import kernel
 
 PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
 """Where the new root may be put together; nothing of that is seen outside of the namespace."""
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 BYTES_PER_FILE = 4096
 

@@ -1,11 +1,11 @@
 """Starts a program in the sandbox, watches it, ends all of it, and says how it ended.
 
-Stays outside of the sandbox, and is gone only once everything of the program is. Ends the program on SIGTERM, which it also gets when
-the process that started it dies. In namespaces, the first process of the namespace watches; the kernel ends all
-others with it.
+Stays outside of the sandbox, and is gone only once everything of the program is. Ends the program on SIGTERM, which it
+also gets when the process that started it dies. In namespaces, the first process of the namespace watches; the kernel
+ends all others with it.
 
-The last thing on the pipe `status_fd` is a JSON object: `ended` (why: exited, timeout, memory, processes, disk, stopped) and `code` (the exit
-code, negative for a signal), or `refused` with what this machine does not allow.
+The last thing on the pipe `status_fd` is a JSON object: `ended` (why: exited, timeout, memory, processes, disk,
+stopped) and `code` (the exit code, negative for a signal), or `refused` with what this machine does not allow.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _in_namespaces(config: dict[str, Any]) -> None:
 def _first_process(config: dict[str, Any], uid: int | None) -> NoReturn:
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # nothing to the first process, unless it is blocked
+        # The first process of a namespace hears no signals but those that it handles or blocks.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         inner = uid if uid is not None else INNER
         file_system.build(config, inner, inner)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
@@ -164,7 +165,7 @@ def _become_program(config: dict[str, Any], user: int | None, filtered: bool) ->
     processes = config["processes"]
     if user is None and (config["mode"] == "unsafe" or not _counts_by_namespace()):
         processes += _of_user(os.getuid())  # what the user runs already counts
-    for name, limit in (
+    for what, limit in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
         (resource.RLIMIT_AS, config["address_space_bytes"]),
         (resource.RLIMIT_FSIZE, config["disk_bytes"]),
@@ -172,9 +173,9 @@ def _become_program(config: dict[str, Any], user: int | None, filtered: bool) ->
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_CORE, 0),
     ):
-        most = resource.getrlimit(name)[1]
+        most = resource.getrlimit(what)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-        resource.setrlimit(name, (limit, limit))
+        resource.setrlimit(what, (limit, limit))
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -186,7 +187,8 @@ def _become_program(config: dict[str, Any], user: int | None, filtered: bool) ->
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
     environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     python = config["python"]
-    # Nothing but the standard streams may be left of what was open (the status pipe closes by itself: it is needed if exec fails).
+    # Nothing but the standard streams may be left of what was open (the status pipe closes by itself: it is needed if
+    # exec fails).
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != config["status_fd"]:
             with contextlib.suppress(OSError):
