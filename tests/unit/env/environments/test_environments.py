@@ -96,6 +96,16 @@ def _command(folder: Path) -> bytes:
         return b""
 
 
+async def test_a_sandbox_that_does_not_work_is_no_reward(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = PythonSandbox(unsafe=True)
+    answers = [call("execute_python_code", code="print(1)"), "done"]
+    environment = PythonEnvironment(factory(*answers), ExactMatchReward(), sandbox=sandbox)
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    result = await environment.step(task("done"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "no process could be started" in (result.error or "")
+
+
 def test_environments_share_one_sandbox(factory: Any) -> None:
     first, second = (PythonEnvironment(factory(), unsafe=True) for _ in range(2))
     assert first.sandbox is second.sandbox
@@ -122,7 +132,7 @@ async def test_the_tools_of_a_server_are_the_agents(factory: Any) -> None:
     result = await environment.step(task("5"))
     (added, sum_), (failed, message), (_, count) = tool_results(result)
     assert (added, failed) == ("success", "error")
-    assert sum_.startswith("5") and "it broke" in message and count.startswith("1 ")
+    assert sum_.startswith("5") and "fail" in message and count.startswith("1 ")
     assert result.reward is not None and result.reward.reward == 1.0
     assert servers() == []
 
@@ -151,13 +161,16 @@ async def test_several_servers_have_prefixes(factory: Any) -> None:
     assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
 
 
+# Strands leaves a coroutine behind when a client of it does not start.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(factory: Any) -> None:
     def clients() -> list[MCPClient]:
         broken = StdioServerParameters(command="/does/not/exist")
         return [mcp_client(), MCPClient(lambda: stdio_client(broken), startup_timeout=5)]
 
     result = await MCPEnvironment(factory("x"), ExactMatchReward(), clients=clients).step(task("x"))
-    assert result.reward is None and result.error
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "did not start" in (result.error or "")
     assert servers() == []
 
 
@@ -249,10 +262,11 @@ async def test_parallel_programs_run_one_after_the_other(factory: Any, interpret
     assert len(interpreters) == 1
 
 
-async def test_an_error_of_the_service_is_told_and_the_session_is_stopped(factory: Any, interpreters: Any) -> None:
-    result = await agentcore(factory(call("execute_python_code", code="throttle"), "done")).step(task())
-    ((status, text),) = tool_results(result)
-    assert status == "error" and "throttlingException" in text
+async def test_an_error_of_the_service_is_no_reward_and_the_session_is_stopped(factory: Any, interpreters: Any) -> None:
+    environment = agentcore(factory(call("execute_python_code", code="throttle"), "done"), reward_fn=ExactMatchReward())
+    result = await environment.step(task("done"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "throttlingException" in (result.error or "")
     assert interpreters[0].stopped == 1
 
 
