@@ -2,6 +2,7 @@
 
 from strands_sglang import TerminationReason
 
+from .environment import Environment, ModelFactory
 from .types import (
     Action,
     Observation,
@@ -14,6 +15,8 @@ from .types import (
 
 __all__ = [
     "Action",
+    "Environment",
+    "ModelFactory",
     "Observation",
     "RewardFunction",
     "RewardResult",

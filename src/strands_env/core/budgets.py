@@ -1,0 +1,195 @@
+"""What an episode may spend, and the hooks that hold it to that.
+
+Strands' loop recurses once per turn, so `drive` has it run a few turns at a time; the counts run on, and no message is
+added in between. Every budget ends the loop where the history is whole: behind the results of a turn's tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from strands import Agent
+from strands.agent import AgentResult
+from strands.hooks import HookOrder, HookProvider, HookRegistry
+from strands.hooks.events import BeforeToolCallEvent, MessageAddedEvent
+from strands.types.tools import AgentTool, ToolSpec, ToolUse
+from typing_extensions import override
+
+logger = logging.getLogger(__name__)
+
+TURNS_AT_ONCE = 16
+"""Turns of one invocation of an agent: far below Python's recursion limit, and most episodes are one invocation."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What one episode may spend; None for any amount.
+
+    Attributes:
+        max_tool_iterations: Assistant messages with tool calls, together with their results.
+        max_tool_calls: Single tool calls; those beyond, in one message, too, are not run.
+        max_parallel_tool_calls: Tool calls run per assistant message.
+        max_turns: Model calls.
+        max_sampled_tokens: Tokens that the agent's model calls sampled; checked between turns.
+        max_total_tokens: Tokens of the agent's prompts and answers, summed over its calls; checked between turns.
+        tool_timeout: Seconds for one tool call.
+    """
+
+    max_tool_iterations: int | None = None
+    max_tool_calls: int | None = None
+    max_parallel_tool_calls: int | None = None
+    max_turns: int | None = None
+    max_sampled_tokens: int | None = None
+    max_total_tokens: int | None = None
+    tool_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("max_turns", "max_sampled_tokens", "max_total_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1 or None, not {value!r}")
+
+    def left(self, agent: Agent) -> dict[str, int]:
+        """What is left, as Strands takes it; a number below 1 is spent."""
+        metrics = agent.event_loop_metrics
+        usage = metrics.accumulated_usage
+        left = {
+            "turns": None if self.max_turns is None else self.max_turns - metrics.cycle_count,
+            "total_tokens": None if self.max_total_tokens is None else self.max_total_tokens - usage["totalTokens"],
+            "output_tokens": (
+                None if self.max_sampled_tokens is None else self.max_sampled_tokens - usage["outputTokens"]
+            ),
+        }
+        return {name: value for name, value in left.items() if value is not None}
+
+
+async def drive(agent: Agent, prompt: Any, budgets: Budgets) -> AgentResult:
+    """Run an agent until it ends or a budget is spent, some turns at a time.
+
+    Args:
+        agent: The agent; it must not have been run before.
+        prompt: What it is asked.
+        budgets: What it may spend.
+
+    Returns:
+        Its last result; `stop_reason` names the spent budget as Strands does.
+    """
+    state: dict[str, Any] = {}  # one for all invocations: tools keep things in it
+    left = budgets.left(agent)
+    while True:
+        limits: Any = {**left, "turns": min(left.get("turns", TURNS_AT_ONCE), TURNS_AT_ONCE)}
+        result = await agent.invoke_async(prompt, invocation_state=state, limits=limits)
+        if result.stop_reason != "limit_turns":
+            return result
+        left = budgets.left(agent)
+        spent = next((name for name, value in left.items() if value < 1), None)
+        if spent is not None:
+            return replace(result, stop_reason=cast(Any, f"limit_{spent}"))
+        prompt = None
+
+
+class BudgetHooks(HookProvider):
+    """Keeps tool calls beyond the budget from running, in one message with others, too, and ends those that hang."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        """Hold one episode to its budgets."""
+        self._budgets = budgets
+        self._iterations = 0
+        self._calls = 0
+        self._excess: dict[str, str] = {}
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register with the episode's agent."""
+        registry.add_callback(MessageAddedEvent, self._count)
+        registry.add_callback(BeforeToolCallEvent, self._check, order=HookOrder.SDK_LAST)
+
+    def _count(self, event: MessageAddedEvent) -> None:
+        if event.message["role"] != "assistant":
+            return
+        ids = [block["toolUse"]["toolUseId"] for block in event.message["content"] if "toolUse" in block]
+        self._iterations += bool(ids)
+        budgets = self._budgets
+        for tool_use_id in ids:
+            self._calls += 1
+            if budgets.max_tool_iterations is not None and self._iterations > budgets.max_tool_iterations:
+                self._excess[tool_use_id] = f"{budgets.max_tool_iterations} rounds of tool calls"
+            elif budgets.max_tool_calls is not None and self._calls > budgets.max_tool_calls:
+                self._excess[tool_use_id] = f"{budgets.max_tool_calls} tool calls"
+
+    def _check(self, event: BeforeToolCallEvent) -> None:
+        limit = self._excess.get(event.tool_use["toolUseId"])
+        if limit is not None:
+            event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
+        elif self._budgets.tool_timeout is not None and event.selected_tool is not None:
+            event.selected_tool = TimedTool(event.selected_tool, self._budgets.tool_timeout)
+
+
+class TimedTool(AgentTool):
+    """A tool whose calls end after some seconds with an error that the model gets to see.
+
+    A tool that runs in a thread goes on in it; its result is dropped.
+    """
+
+    def __init__(self, tool: AgentTool, seconds: float) -> None:
+        """Watch over a tool."""
+        super().__init__()
+        self._tool = tool
+        self._seconds = seconds
+
+    @property
+    @override
+    def tool_name(self) -> str:
+        """The tool's."""
+        return self._tool.tool_name
+
+    @property
+    @override
+    def tool_spec(self) -> ToolSpec:
+        """The tool's."""
+        return self._tool.tool_spec
+
+    @property
+    @override
+    def tool_type(self) -> str:
+        """The tool's."""
+        return self._tool.tool_type
+
+    @override
+    async def stream(
+        self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The tool's events; an error result when the time is up."""
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        end = object()
+
+        async def pump() -> None:
+            # In a task of its own throughout: a generator's context must not change from event to event.
+            try:
+                async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
+                    events.put_nowait(event)
+            finally:
+                events.put_nowait(end)
+
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._seconds
+        pumping = loop.create_task(pump())
+        try:
+            while (event := await asyncio.wait_for(events.get(), max(until - loop.time(), 0.0))) is not end:
+                yield event
+            await pumping
+        except asyncio.TimeoutError:
+            if pumping.done():
+                raise  # the tool's own
+            logger.info("tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds)
+            yield {
+                "toolUseId": tool_use["toolUseId"],
+                "status": "error",
+                "content": [{"text": f"Error: the tool did not finish within {self._seconds:g} seconds."}],
+            }
+        finally:
+            pumping.cancel()

@@ -1,0 +1,348 @@
+"""`Environment`: one step is one whole episode of a Strands agent, from `reset` to `cleanup`.
+
+Promises:
+- Every end has its row in `strands_sglang.outcomes`, causes found through Strands' wrappers. Ends that say nothing of
+  the policy (infrastructure, aborts, cancellation, code that raised) have no reward.
+- Whatever happens, `cleanup` runs, and what was recorded until then is in the result.
+- Each step has a trajectory of its own, also if all steps share one model.
+- Nothing is added to the agent's messages, shortened, or asked again behind the trainer's back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+from strands import Agent
+from strands.agent.conversation_manager import NullConversationManager
+from strands.handlers.callback_handler import PrintingCallbackHandler
+from strands.hooks import HookProvider
+from strands.models.model import Model
+from strands.tools import ToolProvider
+
+from strands_sglang import (
+    OUTCOMES,
+    RewardRule,
+    SGLangModel,
+    TerminationReason,
+    ToolLimiter,
+    Trajectory,
+    termination_reason,
+)
+
+from .budgets import BudgetHooks, Budgets, drive
+from .conversation import Conversation, read_conversation
+from .metrics import episode_metrics
+from .supervision import Supervisor
+from .types import Action, Observation, RewardFunction, RewardResult, StepResult, TokenObservation
+
+logger = logging.getLogger(__name__)
+
+ModelFactory = Callable[[], "Model | Awaitable[Model]"]
+"""Makes the model of a step; may be async, and may return the same model again and again."""
+
+LONGEST_RETRY_DELAY = 60.0
+
+
+class Environment:
+    """Tasks for an agent with tools, and a reward for what it makes of them.
+
+    Subclasses override `get_tools`, `get_hooks`, `reset`, `cleanup` and `compute_metrics`, all of which may be async.
+    Steps may run at once if what the subclass keeps on itself allows it; else make one environment per step.
+
+    Attributes:
+        default_system_prompt_path: File with the system prompt of environments that are given none.
+        last_result: The result of the step that ended last, also of one that was cancelled and so returned none.
+    """
+
+    default_system_prompt_path: ClassVar[str | Path | None] = None
+
+    def __init__(
+        self,
+        model_factory: ModelFactory,
+        reward_fn: RewardFunction | None = None,
+        system_prompt: str | None = None,
+        max_tool_iterations: int | None = 10,
+        max_tool_calls: int | None = None,
+        verbose: bool = False,
+        *,
+        max_parallel_tool_calls: int | None = None,
+        max_turns: int | None = None,
+        max_sampled_tokens: int | None = None,
+        max_total_tokens: int | None = None,
+        episode_timeout: float | None = None,
+        tool_timeout: float | None = None,
+        reward_timeout: float | None = 600.0,
+        cleanup_timeout: float | None = 60.0,
+        retries: int = 0,
+        retry_on: Collection[TerminationReason] = (TerminationReason.INFRASTRUCTURE_ERROR,),
+        retry_delay: float = 1.0,
+    ) -> None:
+        """Set up the environment; nothing is made before the first step.
+
+        Args:
+            model_factory: Makes the model of a step.
+            reward_fn: Judges episodes; None for no rewards.
+            system_prompt: The agent's; None for what `default_system_prompt_path` holds. A system message in an action
+                is put behind it.
+            max_tool_iterations: Assistant messages with tool calls, each with its results. As for all of these
+                limits, None means any number.
+            max_tool_calls: Single tool calls. Those beyond it are answered with an error and not run.
+            verbose: Whether to print what the agent does.
+            max_parallel_tool_calls: Tool calls run per assistant message.
+            max_turns: Model calls.
+            max_sampled_tokens: Tokens that the agent's calls sampled, checked between turns, so that the last turn can
+                go beyond it; the model's `max_new_tokens` bounds that one.
+            max_total_tokens: Tokens of prompts and answers, summed over the agent's calls, likewise.
+            episode_timeout: Seconds from `reset` to the agent's end.
+            tool_timeout: Seconds for one tool call; it ends with an error that the model sees, and the episode goes on.
+            reward_timeout: Seconds for the reward function; after that there is no reward, and `error` says so.
+            cleanup_timeout: Seconds for `cleanup`.
+            retries: How often an episode that failed is begun anew, with `cleanup` and `reset` in between.
+            retry_on: The ends that count as failed.
+            retry_delay: Seconds before the first retry; twice as many before each further one, at most a minute.
+
+        Raises:
+            ValueError: A limit cannot work.
+        """
+        self.model_factory = model_factory
+        self.reward_fn = reward_fn
+        if system_prompt is None and self.default_system_prompt_path is not None:
+            system_prompt = Path(self.default_system_prompt_path).read_text(encoding="utf-8").strip()
+        self.system_prompt = system_prompt
+        self.verbose = verbose
+        for name, seconds in (
+            ("episode_timeout", episode_timeout),
+            ("tool_timeout", tool_timeout),
+            ("reward_timeout", reward_timeout),
+            ("cleanup_timeout", cleanup_timeout),
+        ):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} must be above 0 seconds or None, not {seconds!r}")
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise ValueError(f"retries must be a whole number of at least 0, not {retries!r}")
+        self.budgets = Budgets(
+            max_tool_iterations=max_tool_iterations,
+            max_tool_calls=max_tool_calls,
+            max_parallel_tool_calls=max_parallel_tool_calls,
+            max_turns=max_turns,
+            max_sampled_tokens=max_sampled_tokens,
+            max_total_tokens=max_total_tokens,
+            tool_timeout=tool_timeout,
+        )
+        self._limiter()  # refuses what cannot work
+        self.episode_timeout = episode_timeout
+        self.reward_timeout = reward_timeout
+        self.cleanup_timeout = cleanup_timeout
+        self.retries = retries
+        self.retry_on = frozenset(retry_on) - {TerminationReason.CANCELLED}
+        self.retry_delay = retry_delay
+        self.last_result: StepResult | None = None
+
+    # --- what subclasses override ---
+
+    def get_tools(self) -> Sequence[Any] | Awaitable[Sequence[Any]]:
+        """The agent's tools; asked for after `reset`."""
+        return []
+
+    def get_hooks(self) -> Sequence[HookProvider] | Awaitable[Sequence[HookProvider]]:
+        """Further hooks of the agent. An agent that runs for more than 16 turns is invoked several times."""
+        return []
+
+    async def reset(self) -> None:
+        """Prepare an episode. Runs at the begin of every step, and of every retry."""
+
+    async def cleanup(self) -> None:
+        """Give back what `reset` and the tools took. Runs at the end of every step, however it ends; may run twice."""
+
+    def compute_metrics(self, observation: Observation) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+        """Metrics of one's own, put beside those of `observation.metrics`; asked for before the reward.
+
+        Args:
+            observation: What the episode left.
+        """
+        return {}
+
+    # --- steps ---
+
+    async def step(self, action: Action) -> StepResult:
+        """Run one episode.
+
+        Args:
+            action: The task.
+
+        Returns:
+            How the episode ended; whatever it raised is the result's `termination_reason` and `error`.
+
+        Raises:
+            ValueError: The action has messages that no agent can be given.
+            CancelledError: The caller was cancelled. The episode was ended and cleaned up; `last_result` has it.
+        """
+        conversation = read_conversation(action)
+        supervisor = Supervisor()
+        return await supervisor.run(self._step(action, conversation, supervisor))
+
+    async def _step(self, action: Action, conversation: Conversation, supervisor: Supervisor) -> StepResult:
+        attempts = 0
+        while True:
+            attempts += 1
+            result = await self._attempt(action, conversation, supervisor)
+            result.observation.metrics["attempts"] = attempts
+            self.last_result = result
+            if result.termination_reason not in self.retry_on or attempts > self.retries or supervisor.is_cancelled:
+                return result
+            delay = min(self.retry_delay * 2 ** (attempts - 1), LONGEST_RETRY_DELAY) * random.uniform(0.5, 1.0)
+            logger.warning(
+                "outcome=<%s>, attempt=<%d>, delay=<%.1f>, error=<%s> | an episode failed and is begun anew",
+                result.termination_reason.value,
+                attempts,
+                delay,
+                result.error,
+            )
+            try:
+                await supervisor.within(None, asyncio.sleep(delay), what="a delay")
+            except asyncio.CancelledError:
+                result.termination_reason = TerminationReason.CANCELLED
+                return result
+
+    async def _attempt(self, action: Action, conversation: Conversation, supervisor: Supervisor) -> StepResult:
+        episode = _Episode(conversation, self._limiter())
+        try:
+            try:
+                playing = self._play(episode)
+                end: Any = await supervisor.within(self.episode_timeout, playing, what="the episode")
+            except (Exception, asyncio.CancelledError) as error:
+                end = error
+            result = await self._result(episode, end)
+            await self._add_reward(action, result, supervisor)
+            return result
+        finally:
+            try:
+                giving_back = self._clean_up(episode)
+                await supervisor.within(self.cleanup_timeout, giving_back, what="cleanup", uninterrupted=True)
+            except (Exception, asyncio.CancelledError):
+                logger.warning("an environment could not be cleaned up", exc_info=True)
+
+    async def _play(self, episode: _Episode) -> Any:
+        await _settled(self.reset())
+        model: Any = await _settled(self.model_factory())
+        with model.episode() if isinstance(model, SGLangModel) else nullcontext() as trajectory:
+            episode.trajectory = trajectory
+            tools = list(await _settled(self.get_tools()))
+            hooks = [episode.limiter, BudgetHooks(self.budgets), *await _settled(self.get_hooks())]
+            system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
+            episode.has_providers = any(isinstance(tool, ToolProvider) for tool in tools)
+
+            def make_agent() -> Agent:
+                return Agent(
+                    model=model,
+                    messages=list(episode.conversation.before),
+                    tools=tools,
+                    system_prompt="\n\n".join(system) or None,
+                    hooks=hooks,
+                    callback_handler=PrintingCallbackHandler() if self.verbose else None,
+                    conversation_manager=NullConversationManager(),
+                    retry_strategy=None,
+                )
+
+            # Tool providers connect while the agent is made, which takes as long as it takes.
+            episode.agent = await asyncio.to_thread(make_agent) if episode.has_providers else make_agent()
+            return await drive(episode.agent, [episode.conversation.asked], self.budgets)
+
+    async def _result(self, episode: _Episode, end: Any) -> StepResult:
+        """What the episode left."""
+        reason = termination_reason(end, trajectory=episode.trajectory, limiter=episode.limiter)
+        messages = list(episode.agent.messages) if episode.agent is not None else []
+        observation = Observation(messages=messages[episode.conversation.history_length :])
+        result = StepResult(observation=observation, termination_reason=reason)
+        if isinstance(end, BaseException):
+            result.error = _told(end)
+            if reason is TerminationReason.AGENT_ERROR:
+                logger.warning("an agent's own code failed", exc_info=end)
+        if episode.trajectory is not None:
+            episode.trajectory.settle(messages)
+            observation.trajectory = episode.trajectory
+            sequence = episode.trajectory.latest_main_sequence(warn=True)
+            observation.tokens = TokenObservation.from_token_manager(sequence)
+        own = messages[len(episode.conversation.before) + 1 :]
+        observation.metrics = episode_metrics(episode.agent, own, episode.trajectory, time.monotonic() - episode.began)
+        try:
+            observation.metrics.update(await _settled(self.compute_metrics(observation)))
+        except Exception as error:
+            logger.warning("the environment's metrics could not be computed", exc_info=True)
+            result.error = result.error or f"compute_metrics: {_told(error)}"
+        return result
+
+    async def _add_reward(self, action: Action, result: StepResult, supervisor: Supervisor) -> None:
+        """Ask for the reward, if the episode's end has one."""
+        rule = OUTCOMES[result.termination_reason].reward
+        if rule is RewardRule.COMPUTED_IF_ANSWERED and result.observation.final_response is not None:
+            rule = RewardRule.COMPUTED
+        if self.reward_fn is None or rule is not RewardRule.COMPUTED:
+            return
+        began = time.monotonic()
+        try:
+            computing = self._reward(self.reward_fn, action, result)
+            result.reward = await supervisor.within(self.reward_timeout, computing, what="the reward function")
+        except (Exception, asyncio.CancelledError) as error:
+            if supervisor.is_cancelled:
+                result.termination_reason = TerminationReason.CANCELLED
+            else:
+                logger.warning("the reward function failed", exc_info=True)
+            result.error = f"reward function: {_told(error)}"
+        result.observation.metrics["reward_seconds"] = time.monotonic() - began
+
+    async def _reward(self, function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
+        reward: Any = await _settled(function.compute(action=action, step_result=result))
+        if isinstance(reward, int | float):
+            reward = RewardResult(reward=reward)
+        if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):
+            raise ValueError(f"a reward is a RewardResult with a finite number, not {reward!r:.80}")
+        return reward
+
+    async def _clean_up(self, episode: _Episode) -> None:
+        try:
+            if episode.agent is not None and episode.has_providers:
+                await asyncio.to_thread(episode.agent.cleanup)  # it waits for threads
+        finally:
+            await _settled(self.cleanup())
+
+    def _limiter(self) -> ToolLimiter:
+        budgets = self.budgets
+        return ToolLimiter(
+            max_tool_iters=budgets.max_tool_iterations,
+            max_tool_calls=budgets.max_tool_calls,
+            max_parallel_tool_calls=budgets.max_parallel_tool_calls,
+            on_limit="stop",
+        )
+
+
+class _Episode:
+    """One episode while it runs."""
+
+    def __init__(self, conversation: Conversation, limiter: ToolLimiter) -> None:
+        self.conversation = conversation
+        self.limiter = limiter
+        self.began = time.monotonic()
+        self.agent: Agent | None = None
+        self.trajectory: Trajectory | None = None
+        self.has_providers = False
+
+
+async def _settled(value: Any) -> Any:
+    """What a function returned that may be async."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def _told(error: BaseException) -> str:
+    """An error in one line, without Strands' wrapper around it."""
+    inner = getattr(error, "original_exception", None) or error
+    return f"{type(inner).__name__}: {inner}" if str(inner) else type(inner).__name__

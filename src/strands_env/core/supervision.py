@@ -1,0 +1,101 @@
+"""Running an episode in a task of its own, so that it has an end and is cleaned up however its caller is interrupted.
+
+All of an episode, from `reset` to `cleanup`, runs in one task: what is entered in one place of it can be left in
+another, as cancel scopes and context variables want it. Whoever interrupts it, the caller or a timer, says so here,
+so that the episode can tell one from the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+INSIST_AFTER = 5.0
+"""Seconds after which code that went on although its time was up is interrupted again."""
+
+
+class Supervisor:
+    """Interrupts one task.
+
+    Attributes:
+        is_cancelled: Whether the caller has cancelled.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing to interrupt."""
+        self.is_cancelled = False
+        self._task: asyncio.Task[Any] | None = None
+        self._may_interrupt = True
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a task of its own, to its end.
+
+        Raises:
+            CancelledError: The caller was cancelled; the task has ended, too.
+        """
+        self._task = task = asyncio.get_running_loop().create_task(coroutine)
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self.is_cancelled = True
+                if self._may_interrupt:
+                    task.cancel()
+        if cancelled is not None:
+            if not task.cancelled():
+                task.exception()  # seen, so that nobody complains that it was not
+            raise cancelled
+        return task.result()
+
+    async def within(
+        self, seconds: float | None, coroutine: Coroutine[Any, Any, T], *, what: str, uninterrupted: bool = False
+    ) -> T:
+        """Await a coroutine in the task, for so long.
+
+        Args:
+            seconds: How long; None for any time.
+            coroutine: What to await.
+            what: Its name, for the error.
+            uninterrupted: Whether the caller's cancellation waits until it has ended.
+
+        Raises:
+            asyncio.TimeoutError: The time is up.
+            CancelledError: The caller has cancelled.
+        """
+        if self.is_cancelled and not uninterrupted:
+            coroutine.close()
+            raise asyncio.CancelledError
+        loop, task, is_late, timer = asyncio.get_running_loop(), self._task, False, None
+        assert task is not None
+
+        def interrupt() -> None:
+            nonlocal is_late, timer
+            is_late = True
+            task.cancel()
+            timer = loop.call_later(INSIST_AFTER, interrupt)
+
+        if seconds is not None:
+            timer = loop.call_later(seconds, interrupt)
+        self._may_interrupt = not uninterrupted
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            _take_back_cancellation(task)
+            if is_late and (uninterrupted or not self.is_cancelled):
+                raise asyncio.TimeoutError(f"{what} took longer than {seconds:g} seconds") from None
+            raise
+        finally:
+            self._may_interrupt = False
+            if timer is not None:
+                timer.cancel()
+
+
+def _take_back_cancellation(task: asyncio.Task[Any]) -> None:
+    """Have the task count as not cancelled: it has been noticed, and what cleans up may use timeouts of its own."""
+    for _ in range(getattr(task, "cancelling", int)()):
+        task.uncancel()  # type: ignore[attr-defined, unused-ignore]  # Python 3.11
