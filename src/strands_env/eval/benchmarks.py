@@ -23,7 +23,6 @@ class Benchmark:
         size: How many tasks it has.
         question_field: The question.
         answer_field: The ground truth.
-        id_field: What names a task; None where nothing does, and its content has to.
         read_answer: Makes the ground truth of the answer field.
     """
 
@@ -34,7 +33,6 @@ class Benchmark:
     size: int
     question_field: str
     answer_field: str
-    id_field: str | None
     read_answer: Callable[[Any], Any] = str
 
 
@@ -53,10 +51,10 @@ def gsm8k_answer(text: Any) -> str:
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("aime-2024", "HuggingFaceH4/aime_2024", None, "train", 30, "problem", "answer", "id"),
-        Benchmark("aime-2025", "math-ai/aime25", None, "test", 30, "problem", "answer", "id"),
-        Benchmark("gsm8k", "openai/gsm8k", "main", "test", 1319, "question", "answer", None, gsm8k_answer),
-        Benchmark("math-500", "HuggingFaceH4/MATH-500", None, "test", 500, "problem", "answer", "unique_id"),
+        Benchmark("aime-2024", "HuggingFaceH4/aime_2024", None, "train", 30, "problem", "answer"),
+        Benchmark("aime-2025", "math-ai/aime25", None, "test", 30, "problem", "answer"),
+        Benchmark("gsm8k", "openai/gsm8k", "main", "test", 1319, "question", "answer", gsm8k_answer),
+        Benchmark("math-500", "HuggingFaceH4/MATH-500", None, "test", 500, "problem", "answer"),
     )
 }
 
@@ -96,7 +94,6 @@ def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> lis
         rows,
         benchmark.question_field,
         benchmark.answer_field,
-        benchmark.id_field,
         source=benchmark.repository,
         read_answer=benchmark.read_answer,
     )
