@@ -20,7 +20,7 @@ from .exceptions import (
 )
 from .model import SGLangModel
 from .outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of, termination_reason
-from .shared import get_client, get_client_from_slime_args, get_tokenizer
+from .shared import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .tokens import Rollout, Segment, Token, TokenManager
 from .tool_limiter import (
     LoopLimiter,
@@ -71,6 +71,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "TurnStatus",
+    "clear_clients",
     "get_client",
     "get_client_from_slime_args",
     "get_tool_parser",

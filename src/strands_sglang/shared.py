@@ -41,6 +41,12 @@ class _Cache:
             value: T = self._values[key]
             return value
 
+    def clear(self) -> list[Any]:
+        with self._lock:
+            values = list(self._values.values())
+            self._values.clear()
+            return values
+
 
 def _hashable(value: Any) -> Any:
     return tuple(sorted(value.items())) if isinstance(value, dict) else value
@@ -77,6 +83,15 @@ def get_client_from_slime_args(args: Any, **overrides: Any) -> SGLangClient:
         ValueError: The arguments name no router, or a setting cannot work.
     """
     return get_client(**slime_client_arguments(args, **overrides))
+
+
+def clear_clients() -> list[SGLangClient]:
+    """Forget all shared clients; the next `get_client` makes a new one.
+
+    Returns:
+        Those that were forgotten. They go on for whoever has them; `await client.close()` closes their connections.
+    """
+    return _clients.clear()
 
 
 def get_tokenizer(

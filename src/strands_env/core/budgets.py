@@ -15,7 +15,7 @@ from typing import Any, cast
 from strands import Agent
 from strands.agent import AgentResult
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import BeforeToolCallEvent, MessageAddedEvent
+from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
 from strands.types.tools import AgentTool, ToolSpec, ToolUse
 from typing_extensions import override
 
@@ -49,10 +49,12 @@ class Budgets:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("max_turns", "max_sampled_tokens", "max_total_tokens"):
+        least = dict.fromkeys(("max_tool_iterations", "max_tool_calls", "max_parallel_tool_calls"), 0)
+        least.update(dict.fromkeys(("max_turns", "max_sampled_tokens", "max_total_tokens"), 1))
+        for name, number in least.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1 or None, not {value!r}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < number):
+                raise ValueError(f"{name} must be a whole number of at least {number} or None, not {value!r}")
 
     def left(self, agent: Agent) -> dict[str, int]:
         """What is left, as Strands takes it; a number below 1 is spent."""
@@ -127,6 +129,25 @@ class BudgetHooks(HookProvider):
             event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
         elif self._budgets.tool_timeout is not None and event.selected_tool is not None:
             event.selected_tool = TimedTool(event.selected_tool, self._budgets.tool_timeout)
+
+
+class ModelFailures(HookProvider):
+    """Notes what the calls of a model raised, which tells a provider's errors from those of the agent's own code.
+
+    Attributes:
+        error: What the latest call raised; None if it gave an answer.
+    """
+
+    def __init__(self) -> None:
+        """Watch one agent."""
+        self.error: BaseException | None = None
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register with the episode's agent."""
+        registry.add_callback(AfterModelCallEvent, self._note)
+
+    def _note(self, event: AfterModelCallEvent) -> None:
+        self.error = event.exception
 
 
 class TimedTool(AgentTool):

@@ -38,7 +38,7 @@ from strands_sglang import (
     termination_reason,
 )
 
-from .budgets import BudgetHooks, Budgets, drive
+from .budgets import BudgetHooks, Budgets, ModelFailures, drive
 from .conversation import Conversation, read_conversation
 from .metrics import episode_metrics
 from .supervision import Supervisor
@@ -138,7 +138,6 @@ class Environment:
             max_total_tokens=max_total_tokens,
             tool_timeout=tool_timeout,
         )
-        self._limiter()  # refuses what cannot work
         self.episode_timeout = episode_timeout
         self.reward_timeout = reward_timeout
         self.cleanup_timeout = cleanup_timeout
@@ -237,7 +236,7 @@ class Environment:
         with model.episode() if isinstance(model, SGLangModel) else nullcontext() as trajectory:
             episode.trajectory = trajectory
             tools = list(await _settled(self.get_tools()))
-            hooks = [episode.limiter, BudgetHooks(self.budgets), *await _settled(self.get_hooks())]
+            hooks = [episode.limiter, BudgetHooks(self.budgets), episode.failures, *await _settled(self.get_hooks())]
             system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
             episode.has_providers = any(isinstance(tool, ToolProvider) for tool in tools)
 
@@ -259,11 +258,11 @@ class Environment:
 
     async def _result(self, episode: _Episode, end: Any) -> StepResult:
         """What the episode left."""
-        reason = termination_reason(end, trajectory=episode.trajectory, limiter=episode.limiter)
+        reason = episode.reason(end)
         messages = list(episode.agent.messages) if episode.agent is not None else []
         observation = Observation(messages=messages[episode.conversation.history_length :])
         result = StepResult(observation=observation, termination_reason=reason)
-        if isinstance(end, BaseException):
+        if isinstance(end, BaseException) and OUTCOMES[reason].reward is not RewardRule.COMPUTED:
             result.error = _told(end)
             if reason is TerminationReason.AGENT_ERROR:
                 logger.warning("an agent's own code failed", exc_info=end)
@@ -335,6 +334,16 @@ class _Episode:
         self.agent: Agent | None = None
         self.trajectory: Trajectory | None = None
         self.has_providers = False
+        self.failures = ModelFailures()
+
+    def reason(self, end: Any) -> TerminationReason:
+        """Why the episode ended, given what it returned or raised."""
+        reason = termination_reason(end, trajectory=self.trajectory, limiter=self.limiter)
+        if reason is TerminationReason.AGENT_ERROR and self.trajectory is None and self.failures.error is not None:
+            # Other providers raise errors of their own for what is their server's or their network's.
+            if self.failures.error in (end, getattr(end, "original_exception", None)):
+                return TerminationReason.INFRASTRUCTURE_ERROR
+        return reason
 
 
 async def _settled(value: Any) -> Any:

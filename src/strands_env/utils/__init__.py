@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from strands_sglang import clear_clients
 from strands_sglang import get_client as get_cached_client
 from strands_sglang import get_client_from_slime_args as get_cached_client_from_slime_args
 
-__all__ = ["get_cached_client", "get_cached_client_from_slime_args"]
+__all__ = ["clear_clients", "get_cached_client", "get_cached_client_from_slime_args"]

@@ -1,61 +1,277 @@
-"""An environment's step: one whole episode, its observation, its reward, its end."""
+"""A step is one whole episode: its observation, its reward, its own trajectory."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from strands import tool
+from strands.hooks import AfterInvocationEvent, HookProvider
 
-from strands_env.core import (
-    Action,
-    Environment,
-    Observation,
-    RewardFunction,
-    RewardResult,
-    StepResult,
-    TaskContext,
-    TerminationReason,
-)
+from strands_env.core import Action, Environment, Observation, RewardFunction, RewardResult, TerminationReason
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import call, make_tools
+from support.agents import call
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
+from support.scripted_model import ScriptedModel, tool_use
 
 
-class Contains(RewardFunction):
-    """1.0 if the answer contains the ground truth."""
-
-    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        answer = step_result.observation.final_response or ""
-        return RewardResult(reward=float(str(action.task_context.ground_truth) in answer))
-
-
-class MathEnv(Environment):
-    def get_tools(self) -> list[Any]:
-        return make_tools()[0]
-
-
-ASK = Action(message="What is 25 * 17?", task_context=TaskContext(ground_truth="425"))
-CALL = call("calculator", expression="25 * 17")
-
-
-async def test_a_step_is_a_whole_episode_with_its_tokens_and_its_reward(rollout: Any) -> None:
-    server, model = rollout([CALL, "It is 425."])
-    result = await MathEnv(model_factory=lambda: model, reward_fn=Contains()).step(ASK)
+async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tokenizer: Any) -> None:
+    env, server = scripted_env(chatml_tokenizer, [CALL, ANSWER])
+    result = await env.step(ASK)
+    observation = result.observation
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
-    assert result.reward is not None and result.reward.reward == 1.0
-    assert result.observation.final_response == "It is 425."
-    assert [message["role"] for message in result.observation.messages] == ["user", "assistant", "user", "assistant"]
-    tokens = result.observation.tokens
-    assert tokens is not None
-    last = server.requests[-1]
-    assert tokens.token_ids[: len(last.input_ids)] == last.input_ids
-    assert result.observation.metrics["tool_calls"] == 1
+    assert result.error is None
+    assert result.reward == RewardResult(reward=1.0)
+    assert observation.final_response == ANSWER
+    assert [message["role"] for message in observation.messages] == ["user", "assistant", "user", "assistant"]
+    assert env.steps == ["reset", "cleanup"]
+    tokens, [first, second] = observation.tokens, server.requests
+    assert tokens is not None and observation.trajectory is not None
+    assert tokens.initial_prompt_token_ids == first.input_ids
+    sampled = [token for response in server.responses for token in response.body["output_ids"]]
+    assert tokens.token_ids == second.input_ids + server.responses[1].body["output_ids"]
+    assert [token for token, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True) if mask] == sampled
+    assert len(tokens.rollout_token_ids) == len(tokens.rollout_loss_mask) == len(tokens.rollout_logprobs)
+    assert [turn.status.value for turn in observation.trajectory.turns] == ["committed", "final"]
 
 
-async def test_a_thousand_turns_with_tools_are_one_episode(rollout: Any) -> None:
-    server, model = rollout([CALL] * 1000 + ["It is 425."])
-    env = MathEnv(model_factory=lambda: model, reward_fn=Contains(), max_tool_iterations=None)
+async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer: Any) -> None:
+    turns = [CALL + call("broken", reason="no") + "<tool_call>\n{not json\n</tool_call>", CALL, ANSWER]
+    env, server = scripted_env(chatml_tokenizer, turns)
+    metrics = (await env.step(ASK)).observation.metrics
+    bodies = [response.body for response in server.responses]
+    sampled = sum(len(body["output_ids"]) for body in bodies)
+    assert metrics["model_calls"] == 3
+    assert metrics["tool_iterations"] == 2
+    assert metrics["tool_calls"] == 4
+    assert metrics["tool_errors"] == 2
+    assert metrics["tool_parse_errors"] == 1
+    assert metrics["sampled_tokens"] == sampled
+    assert metrics["total_tokens"] == metrics["input_tokens"] + sampled
+    assert metrics["input_tokens"] == sum(len(request.input_ids) for request in server.requests)
+    assert metrics["sequences"] == 1
+    assert metrics["attempts"] == 1
+    assert metrics["seconds"] > 0 and metrics["reward_seconds"] >= 0
+    counted = {name: (one["calls"], one["errors"]) for name, one in metrics["tools"].items()}
+    assert counted["calculator"] == (2, 0)
+    assert counted["broken"] == (1, 1)
+    assert sum(one["parse_errors"] for one in metrics["tools"].values()) == 1
+
+
+async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer: Any) -> None:
+    env, server = scripted_env(
+        chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None
+    )
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
     assert result.observation.metrics["model_calls"] == 1001
+    assert result.observation.metrics["tool_iterations"] == 1000
+    assert len(result.observation.messages) == 2002
+    assert [message["role"] for message in result.observation.messages] == ["user", "assistant"] * 1001
+    [sequence] = result.observation.trajectory.sequences()
+    last = server.requests[-1].input_ids
+    assert sequence.token_ids[: len(last)] == last
+
+
+async def test_limits_count_on_over_the_invocations_of_a_long_episode(chatml_tokenizer: Any) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [CALL] * 99, max_tool_iterations=40)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.MAX_TOOL_ITERATIONS_REACHED
+    assert (result.observation.metrics["tool_iterations"], len(env.ran)) == (40, 40)
+
+
+async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(chatml_tokenizer: Any) -> None:
+    seen: list[int] = []
+
+    @tool(context=True)
+    def count(tool_context: Any) -> str:
+        """Count."""
+        state = tool_context.invocation_state["request_state"]
+        state["count"] = state.get("count", 0) + 1
+        seen.append(state["count"])
+        return "counted"
+
+    env, _ = scripted_env(
+        chatml_tokenizer, [call("count")] * 40 + [ANSWER], more_tools=[count], max_tool_iterations=None
+    )
+    await env.step(ASK)
+    assert seen == list(range(1, 41))
+
+
+class Invocations(HookProvider):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def register_hooks(self, registry: Any, **kwargs: Any) -> None:
+        registry.add_callback(AfterInvocationEvent, self._add)
+
+    def _add(self, event: AfterInvocationEvent) -> None:
+        self.count += 1
+
+
+async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokenizer: Any) -> None:
+    hook = Invocations()
+    env, _ = scripted_env(chatml_tokenizer, [CALL] * 9 + [ANSWER], hooks=[hook])
+    assert (await env.step(ASK)).termination_reason is TerminationReason.TASK_COMPLETE
+    assert hook.count == 1
+
+
+async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_tokenizer: Any) -> None:
+    env, server = scripted_env(chatml_tokenizer, lambda request: ANSWER if "tool_response" in request.text else CALL)
+    results = await asyncio.gather(*(env.step(ASK) for _ in range(20)))
+    assert len({id(result.observation.trajectory) for result in results}) == 20
+    assert all(len(result.observation.trajectory) == 2 for result in results)
+    assert all(result.reward.reward == 1.0 for result in results)
+    assert len(server.requests) == 40
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_model_factory_may_be_async_and_make_any_model(is_async: bool) -> None:
+    model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], "It is 425."])
+
+    async def later() -> ScriptedModel:
+        return model
+
+    env = CalculatorEnv(later if is_async else lambda: model)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.observation.tokens is None and result.observation.trajectory is None
+    assert result.reward is None
+    assert result.observation.final_response == "It is 425."
+    assert result.observation.metrics["model_calls"] == 2
+    assert result.observation.metrics["tools"]["calculator"]["calls"] == 1
+
+
+class Prompted(CalculatorEnv):
+    pass
+
+
+async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.md"
+    path.write_text("From the file.\n", encoding="utf-8")
+    env, server = scripted_env(chatml_tokenizer, [ANSWER, ANSWER, ANSWER])
+    Prompted.default_system_prompt_path = path
+    chat = [{"role": "system", "content": "From the task."}, {"role": "user", "content": "Go."}]
+    await Prompted(env.model_factory).step(ASK)
+    await Prompted(env.model_factory, system_prompt="Given.").step(ASK)
+    await Prompted(env.model_factory, system_prompt="Given.").step(Action(message=chat))
+    told = [request.text.split("<|im_end|>")[0] for request in server.requests]
+    assert told[0].startswith("<|im_start|>system\nFrom the file.")
+    assert told[1].startswith("<|im_start|>system\nGiven.")
+    assert told[2].startswith("<|im_start|>system\nGiven.\n\nFrom the task.")
+
+
+async def test_the_history_stands_before_the_question_and_is_no_part_of_the_observation(chatml_tokenizer: Any) -> None:
+    history = [{"role": "user", "content": "My name is Ann."}, {"role": "assistant", "content": "Hello Ann."}]
+    env, server = scripted_env(chatml_tokenizer, ["Ann."])
+    action = Action(message="Who am I?", task_context={"conversation_history": history})
+    before = action.model_dump()
+    result = await env.step(action)
+    assert [message["role"] for message in result.observation.messages] == ["user", "assistant"]
+    assert "Hello Ann.<|im_end|>" in server.requests[0].text
+    assert action.model_dump() == before
+
+
+async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_tokenizer: Any) -> None:
+    used = {"toolUse": {"toolUseId": "a", "name": "calculator", "input": {"expression": "1 * 1"}}}
+    answered = {"toolResult": {"toolUseId": "a", "status": "success", "content": [{"text": "1"}]}}
+    chat = [
+        {"role": "user", "content": [{"text": "1 * 1?"}]},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [answered]},
+        {"role": "assistant", "content": [{"text": "1"}]},
+        {"role": "user", "content": [{"text": "25 * 17?"}]},
+    ]
+    env, _ = scripted_env(chatml_tokenizer, [CALL, ANSWER], max_tool_calls=2)
+    result = await env.step(Action(message=chat, task_context=ASK.task_context))
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.observation.metrics["tool_calls"] == 1
+    assert len(result.observation.messages) == 8
+
+
+async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer: Any) -> None:
+    class Counting(CalculatorEnv):
+        async def compute_metrics(self, observation: Observation) -> dict[str, Any]:
+            return {"ran": len(self.ran), "calls": observation.metrics["tool_calls"]}
+
+    env, _ = scripted_env(chatml_tokenizer, [CALL, ANSWER])
+    metrics = (await Counting(env.model_factory).step(ASK)).observation.metrics
+    assert (metrics["ran"], metrics["calls"]) == (1, 1)
+
+
+async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer: Any) -> None:
+    class Raising(CalculatorEnv):
+        def compute_metrics(self, observation: Observation) -> dict[str, Any]:
+            raise KeyError("nothing")
+
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+    result = await Raising(env.model_factory, reward_fn=env.reward_fn).step(ASK)
+    assert result.reward is not None and result.reward.reward == 1.0
+    assert result.error == "compute_metrics: KeyError: 'nothing'"
+
+
+async def test_verbose_prints_what_the_agent_does(chatml_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in (False, True):
+        env, _ = scripted_env(chatml_tokenizer, [ANSWER], verbose=verbose)
+        await env.step(ASK)
+        assert (ANSWER in capsys.readouterr().out) is verbose
+
+
+async def test_an_environment_without_anything_is_a_single_answer(chatml_tokenizer: Any) -> None:
+    server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
+    env = Environment(lambda: SGLangModel(tokenizer=chatml_tokenizer, client=server.client()))
+    result = await env.step(Action(message="Hi."))
+    assert (result.observation.final_response, result.reward) == ("Hello.", None)
+    assert env.last_result is result
+
+
+async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer: Any) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER] * 3)
+    results = [await asyncio.to_thread(asyncio.run, env.step(ASK)) for _ in range(3)]
+    assert [result.reward.reward for result in results] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_tool_iterations": -1},
+        {"max_tool_calls": 1.5},
+        {"max_turns": 0},
+        {"max_sampled_tokens": 0},
+        {"max_total_tokens": True},
+        {"episode_timeout": 0},
+        {"tool_timeout": -1.0},
+        {"reward_timeout": float("nan")},
+        {"retries": -1},
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Environment(lambda: None, **setting)  # type: ignore[arg-type, return-value]
+
+
+class Returns(RewardFunction):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    async def compute(self, **kwargs: Any) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "1.0", RewardResult(reward=float("inf"))], ids=repr)
+async def test_a_reward_that_is_no_finite_number_is_none_at_all(value: Any, chatml_tokenizer: Any) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(value))
+    result = await env.step(ASK)
+    assert result.reward is None
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.error is not None and result.error.startswith("reward function: ")
+
+
+async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(0.5))
+    result = await env.step(ASK)
+    assert result.reward == RewardResult(reward=0.5)

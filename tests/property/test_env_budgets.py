@@ -1,0 +1,101 @@
+"""Random agents on random budgets: no budget is overspent beyond what it promises, and none ends an episode early."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strands_env.core import TerminationReason
+from support.agents import call
+from support.environments import ANSWER, ASK, CALL, scripted_env
+from support.tokenizers import build_chatml_tokenizer
+
+TOKENIZER = build_chatml_tokenizer()
+BROKEN = call("broken", reason="no")
+UNREADABLE = "<tool_call>\n{not json\n</tool_call>"
+UNKNOWN = call("nobody", x=1)
+
+turns = st.lists(st.lists(st.sampled_from([CALL, BROKEN, UNREADABLE, UNKNOWN]), min_size=1, max_size=4), max_size=40)
+
+
+def limit(least: int, most: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(least, most)
+
+
+@settings(max_examples=150)
+@given(
+    turns=turns,
+    iterations=limit(0, 45),
+    calls=limit(0, 60),
+    parallel=limit(0, 4),
+    model_calls=limit(1, 45),
+    sampled=limit(1, 2000),
+    total=limit(1, 40_000),
+)
+def test_budgets_hold_within_a_batch_and_over_invocations(
+    turns: list[list[str]],
+    iterations: int | None,
+    calls: int | None,
+    parallel: int | None,
+    model_calls: int | None,
+    sampled: int | None,
+    total: int | None,
+) -> None:
+    env, server = scripted_env(
+        TOKENIZER,
+        ["".join(turn) for turn in turns] + [ANSWER],
+        max_tool_iterations=iterations,
+        max_tool_calls=calls,
+        max_parallel_tool_calls=parallel,
+        max_turns=model_calls,
+        max_sampled_tokens=sampled,
+        max_total_tokens=total,
+    )
+    result = asyncio.run(env.step(ASK))
+    bodies = [response.body for response in server.responses if response is not None]
+    outputs = [len(body["output_ids"]) for body in bodies]
+    totals = [len(request.input_ids) + output for request, output in zip(server.requests, outputs, strict=True)]
+    made = len(server.requests)
+    played = [len(turn) for turn in turns[:made]]
+
+    # What would have stopped it after each turn, and that it is what did, at the first turn where anything does.
+    spent: list[set[TerminationReason]] = []
+    for turn in range(1, made + 1):
+        reasons = set()
+        if turn <= len(turns):
+            if iterations is not None and turn >= iterations:
+                reasons.add(TerminationReason.MAX_TOOL_ITERATIONS_REACHED)
+            if calls is not None and sum(played[:turn]) >= calls:
+                reasons.add(TerminationReason.MAX_TOOL_CALLS_REACHED)
+            if model_calls is not None and turn >= model_calls:
+                reasons.add(TerminationReason.MAX_TURNS_REACHED)
+            if sampled is not None and sum(outputs[:turn]) >= sampled:
+                reasons.add(TerminationReason.TOKEN_BUDGET_REACHED)
+            if total is not None and sum(totals[:turn]) >= total:
+                reasons.add(TerminationReason.TOKEN_BUDGET_REACHED)
+        else:
+            reasons.add(TerminationReason.TASK_COMPLETE)
+        spent.append(reasons)
+    assert not any(spent[:-1]), "an episode went on beyond a budget"
+    assert result.termination_reason in spent[-1], "an episode ended for what was not spent"
+
+    # No tool ran beyond a budget, and every call has its result.
+    ran = len(env.ran)
+    assert calls is None or ran <= calls
+    assert iterations != 0 or ran == 0
+    allowed = [turn[: parallel if parallel is not None else None] for turn in turns[:made]]
+    if calls is None and iterations != 0:
+        assert ran == sum(one in (CALL, BROKEN) for turn in allowed for one in turn)
+    messages = result.observation.messages
+    uses = [block["toolUse"]["toolUseId"] for one in messages for block in one["content"] if "toolUse" in block]
+    results = [b["toolResult"]["toolUseId"] for one in messages for b in one["content"] if "toolResult" in b]
+    assert sorted(uses) == sorted(results)
+    assert result.observation.metrics["tool_calls"] == len(uses) == sum(played)
+    assert result.observation.metrics["model_calls"] == made
+
+    # Nothing was put into the model's context but what it sampled and what the tools said.
+    [sequence] = result.observation.trajectory.sequences()
+    assert sum(sequence.loss_mask) == sum(outputs)
+    assert result.reward is not None

@@ -1,0 +1,67 @@
+"""An environment for tests: a calculator, what was run, how often it was prepared and cleaned up, a reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strands_env.core import Action, Environment, RewardFunction, RewardResult, StepResult, TaskContext
+from strands_sglang import SGLangModel
+from strands_sglang.testing import ScriptedSGLang
+
+from .agents import call, make_tools
+
+CALL = call("calculator", expression="25 * 17")
+ANSWER = "25 * 17 is 425."
+ASK = Action(message="What is 25 * 17?", task_context=TaskContext(id="product", ground_truth="425"))
+
+
+class Contains(RewardFunction):
+    """1.0 if the answer contains the ground truth; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
+        self.asked += 1
+        assert step_result.reward is None
+        answer = step_result.observation.final_response or ""
+        return RewardResult(reward=float(str(action.task_context.ground_truth) in answer))
+
+
+class CalculatorEnv(Environment):
+    """Notes in `steps` what happened to it and in `ran` what its tools were given."""
+
+    def __init__(self, *args: Any, hooks: list[Any] | None = None, more_tools: list[Any] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.tools, self.ran = make_tools()
+        self.tools = [*self.tools, *(more_tools or [])]
+        self.hooks = hooks or []
+        self.steps: list[str] = []
+
+    async def reset(self) -> None:
+        self.steps.append("reset")
+
+    async def cleanup(self) -> None:
+        self.steps.append("cleanup")
+
+    def get_tools(self) -> list[Any]:
+        return self.tools
+
+    def get_hooks(self) -> list[Any]:
+        return self.hooks
+
+
+def scripted_env(
+    tokenizer: Any,
+    answers: Any,
+    *,
+    server: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    client: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[CalculatorEnv, ScriptedSGLang]:
+    """An environment whose model is one `SGLangModel` on a scripted server."""
+    scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
+    shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(**(client or {})), **(model or {}))
+    settings = {"reward_fn": Contains(), **settings}
+    return CalculatorEnv(lambda: shared, **settings), scripted

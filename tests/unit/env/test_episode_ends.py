@@ -1,0 +1,434 @@
+"""Every way in which an environment's episode ends: its reason, its reward, what it leaves, that it is cleaned up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from strands import tool
+from strands.hooks import AfterToolCallEvent, BeforeModelCallEvent, HookProvider, MessageAddedEvent
+
+from strands_env.core import Action, RewardFunction, TerminationReason
+from strands_sglang import OUTCOMES, RewardRule
+from strands_sglang.testing import ScriptedAnswer, ScriptedFault
+from support.agents import call
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
+from support.scripted_model import ScriptedModel, tool_use
+
+FAULT = ScriptedFault(status=500)
+LATE = ScriptedAnswer("Too late.", latency_s=60)
+
+
+class Hook(HookProvider):
+    """Calls a function at an event."""
+
+    def __init__(self, kind: type[Any], function: Callable[[Any], Any]) -> None:
+        self.kind, self.function = kind, function
+
+    def register_hooks(self, registry: Any, **kwargs: Any) -> None:
+        registry.add_callback(self.kind, self.function)
+
+
+def cancels(event: Any) -> None:
+    event.agent.cancel()
+
+
+def raises(event: Any) -> None:
+    raise ZeroDivisionError("in a hook")
+
+
+def cancelled_from_within(event: Any) -> None:
+    raise asyncio.CancelledError
+
+
+LONG = Action(message="a question that is longer than the context of the model " * 5, task_context=ASK.task_context)
+
+ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
+    "an answer": (TerminationReason.TASK_COMPLETE, [CALL, ANSWER], {}),
+    "max_new_tokens": (
+        TerminationReason.MAX_TOKENS_REACHED,
+        [CALL, "long " * 300],
+        {"model": {"sampling_params": {"max_new_tokens": 100}}},
+    ),
+    "a prompt beyond the context": (
+        TerminationReason.CONTEXT_WINDOW_OVERFLOW,
+        [],
+        {"action": LONG, "server": {"context_length": 40}},
+    ),
+    "an answer up to the context's end": (
+        TerminationReason.CONTEXT_WINDOW_OVERFLOW,
+        ["long " * 2000],
+        {"server": {"context_length": 1000}},
+    ),
+    "tool iterations": (TerminationReason.MAX_TOOL_ITERATIONS_REACHED, [CALL] * 3, {"max_tool_iterations": 2}),
+    "tool calls": (TerminationReason.MAX_TOOL_CALLS_REACHED, [CALL] * 3, {"max_tool_calls": 2}),
+    "turns": (TerminationReason.MAX_TURNS_REACHED, [CALL] * 3, {"max_turns": 2}),
+    "turns beyond one invocation": (
+        TerminationReason.MAX_TURNS_REACHED,
+        [CALL] * 40,
+        {"max_turns": 32, "max_tool_iterations": None},
+    ),
+    "sampled tokens": (TerminationReason.TOKEN_BUDGET_REACHED, [CALL] * 3, {"max_sampled_tokens": 10}),
+    "total tokens": (TerminationReason.TOKEN_BUDGET_REACHED, [CALL] * 3, {"max_total_tokens": 10}),
+    "time, in a call": (
+        TerminationReason.TIMEOUT,
+        [CALL, LATE],
+        {"episode_timeout": 0.3, "client": {"abort_grace": 1}},
+    ),
+    "a deadline of a call": (TerminationReason.TIMEOUT, [CALL, LATE], {"client": {"deadline": 0.3}}),
+    "an abort": (TerminationReason.ABORTED, [CALL, ScriptedAnswer("Well", finish_reason="abort")], {}),
+    "an abort of the first call": (TerminationReason.ABORTED, [ScriptedAnswer("Well", finish_reason="abort")], {}),
+    "a hook cancels": (TerminationReason.CANCELLED, [CALL] * 3, {"hooks": [Hook(AfterToolCallEvent, cancels)]}),
+    "a hook raises a cancellation": (
+        TerminationReason.CANCELLED,
+        [ANSWER],
+        {"hooks": [Hook(BeforeModelCallEvent, cancelled_from_within)]},
+    ),
+    "a server's error": (TerminationReason.INFRASTRUCTURE_ERROR, [FAULT], {}),
+    "a server's error later": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, FAULT], {}),
+    "garbage": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, ScriptedFault(kind="garbage")], {}),
+    "a lost connection": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, ScriptedFault(kind="drop")], {}),
+    "a refused request": (
+        TerminationReason.INFRASTRUCTURE_ERROR,
+        [ANSWER],
+        {"model": {"sampling_params": {"temperature": -1.0}}},
+    ),
+    "a hook raises": (TerminationReason.AGENT_ERROR, [CALL], {"hooks": [Hook(BeforeModelCallEvent, raises)]}),
+    "a hook raises later": (
+        TerminationReason.AGENT_ERROR,
+        [CALL, ANSWER],
+        {"hooks": [Hook(MessageAddedEvent, lambda event: len(event.agent.messages) > 2 and raises(event))]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+async def test_an_episode_ends_as_the_table_has_it(name: str, chatml_tokenizer: Any) -> None:
+    reason, answers, settings = ENDS[name]
+    settings = dict(settings)
+    action = settings.pop("action", ASK)
+    env, server = scripted_env(chatml_tokenizer, answers, **settings)
+    result = await env.step(action)
+
+    assert result.termination_reason is reason, result.error
+    assert env.steps == ["reset", "cleanup"]
+    assert env.last_result is result
+    has_reward = OUTCOMES[reason].reward is RewardRule.COMPUTED
+    assert (result.reward is not None) is has_reward is bool(env.reward_fn.asked)  # type: ignore[union-attr]
+    limits = OUTCOMES[reason].reward is RewardRule.COMPUTED or "cancels" in name
+    assert (result.error is None) is limits
+    # Everything that was sampled is there, and every sampled token is trained once.
+    trajectory = result.observation.trajectory
+    assert trajectory is not None
+    sampled = sum(len(turn.output_ids) for turn in trajectory.turns)
+    answered = [
+        response.body
+        for response in server.responses
+        if response is not None and response.status == 200 and b"output_ids" in response.content
+    ]
+    assert sampled == sum(len(body["output_ids"]) for body in answered)
+    assert sum(sum(sequence.loss_mask) for sequence in trajectory.sequences()) == sampled
+    assert result.observation.metrics["sampled_tokens"] == sampled
+    assert result.observation.messages[0]["role"] == "user"
+
+
+def test_every_reason_that_an_environment_knows_is_tried() -> None:
+    tried = {reason for reason, _, _ in ENDS.values()}
+    assert set(TerminationReason) - tried == {TerminationReason.MAX_MESSAGES_REACHED}  # no such budget here
+
+
+async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer: Any) -> None:
+    async def slow(request: Any) -> Any:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return ScriptedAnswer("25 times", finish_reason="abort")
+
+    env, _ = scripted_env(chatml_tokenizer, [CALL, slow], episode_timeout=0.3)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TIMEOUT
+    assert result.error == "TimeoutError: the episode took longer than 0.3 seconds"
+    assert result.observation.trajectory is not None
+    assert [turn.status.value for turn in result.observation.trajectory.turns] == ["committed", "cut"]
+    assert result.reward is None
+
+
+async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer: Any) -> None:
+    class Lingering(CalculatorEnv):
+        def get_hooks(self) -> list[Any]:
+            async def linger(event: MessageAddedEvent) -> None:
+                if event.message["role"] == "assistant":
+                    await asyncio.sleep(60)
+
+            return [Hook(MessageAddedEvent, linger)]
+
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+    result = await Lingering(env.model_factory, reward_fn=env.reward_fn, episode_timeout=0.3).step(ASK)
+    assert result.termination_reason is TerminationReason.TIMEOUT
+    assert result.reward is not None and result.reward.reward == 1.0
+
+
+# --- the environment's own code ---
+
+
+@pytest.mark.parametrize("where", ["reset", "get_tools", "get_hooks", "model_factory", "cleanup"])
+async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documented_way(
+    where: str, chatml_tokenizer: Any
+) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+
+    def fail() -> Any:
+        raise OSError("no room")
+
+    async def fail_later() -> Any:
+        fail()
+
+    setattr(env, where, fail_later if where in ("reset", "cleanup") else fail)
+    result = await env.step(ASK)
+    if where == "cleanup":
+        assert result.reward is not None and result.termination_reason is TerminationReason.TASK_COMPLETE
+        return
+    assert result.termination_reason is TerminationReason.AGENT_ERROR
+    assert (result.error, result.reward) == ("OSError: no room", None)
+    assert result.observation.messages == []
+    assert env.steps[-1] == "cleanup"
+
+
+async def test_an_error_of_another_provider_is_one_of_the_infrastructure(chatml_tokenizer: Any) -> None:
+    model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], ConnectionResetError("gone")])
+    result = await CalculatorEnv(lambda: model).step(ASK)
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.error == "ConnectionResetError: gone"
+
+
+async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer: Any) -> None:
+    class Hanging(CalculatorEnv):
+        async def cleanup(self) -> None:
+            await super().cleanup()
+            await asyncio.Event().wait()
+
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+    hanging = Hanging(env.model_factory, reward_fn=env.reward_fn, cleanup_timeout=0.2)
+    assert (await hanging.step(ASK)).reward is not None
+    assert hanging.steps == ["reset", "cleanup"]
+
+
+class Broken(RewardFunction):
+    async def compute(self, **kwargs: Any) -> Any:
+        raise LookupError("no such answer")
+
+
+class Hangs(RewardFunction):
+    async def compute(self, **kwargs: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (Broken(), "reward function: LookupError: no such answer"),
+        (Hangs(), "reward function: TimeoutError: the reward function took longer than 0.2 seconds"),
+    ],
+)
+async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(
+    function: RewardFunction, error: str, chatml_tokenizer: Any
+) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=function, reward_timeout=0.2)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert (result.reward, result.error) == (None, error)
+    assert env.steps == ["reset", "cleanup"]
+
+
+# --- tools that hang ---
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind: str, chatml_tokenizer: Any) -> None:
+    import threading
+
+    release = threading.Event()
+
+    @tool(name="hang")
+    async def hang_async() -> str:
+        """Hang."""
+        await asyncio.Event().wait()
+        return "never"
+
+    @tool(name="hang")
+    def hang_thread() -> str:
+        """Hang."""
+        release.wait(20)
+        return "never"
+
+    env, server = scripted_env(
+        chatml_tokenizer,
+        [call("hang") + CALL, ANSWER],
+        more_tools=[hang_async if kind == "async" else hang_thread],
+        tool_timeout=0.3,
+    )
+    result = await env.step(ASK)
+    release.set()
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert "Error: the tool did not finish within 0.3 seconds." in server.requests[1].text
+    assert "<tool_response>\n425\n</tool_response>" in server.requests[1].text
+    assert result.observation.metrics["tools"]["hang"]["errors"] == 1
+    assert env.ran == ["25 * 17"]
+
+
+async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
+    chatml_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
+
+    @tool
+    async def stubborn() -> str:
+        """Do not listen."""
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if (told := asyncio.current_task()) is not None and told.get_name() == "enough":
+                    raise
+                if told is not None:
+                    told.set_name("enough")
+
+    env, _ = scripted_env(chatml_tokenizer, [call("stubborn")], more_tools=[stubborn], episode_timeout=0.2)
+    result = await asyncio.wait_for(env.step(ASK), 20)
+    assert result.termination_reason is TerminationReason.TIMEOUT
+    assert env.steps == ["reset", "cleanup"]
+
+
+# --- retries ---
+
+
+async def test_a_failed_episode_is_begun_anew_where_that_is_asked_for(chatml_tokenizer: Any) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [CALL, FAULT, FAULT, CALL, ANSWER], retries=3, retry_delay=0.0)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.reward is not None
+    assert result.observation.metrics["attempts"] == 3
+    assert env.steps == ["reset", "cleanup"] * 3
+    assert result.observation.trajectory is not None and len(result.observation.trajectory) == 2
+
+
+async def test_retries_end(chatml_tokenizer: Any) -> None:
+    env, server = scripted_env(chatml_tokenizer, [FAULT] * 3, retries=2, retry_delay=0.0)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+    assert (result.observation.metrics["attempts"], len(server.requests)) == (3, 3)
+
+
+async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer: Any) -> None:
+    answers = [ScriptedAnswer("Well", finish_reason="abort"), ANSWER]
+    env, _ = scripted_env(chatml_tokenizer, answers, retries=1)
+    assert (await env.step(ASK)).termination_reason is TerminationReason.ABORTED
+    named = [TerminationReason.ABORTED]
+    env, _ = scripted_env(chatml_tokenizer, answers, retries=1, retry_on=named, retry_delay=0.0)
+    assert (await env.step(ASK)).termination_reason is TerminationReason.TASK_COMPLETE
+
+
+# --- cancelled callers ---
+
+
+class Gate:
+    """An answer that waits, and tells when it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def __call__(self, request: Any) -> Any:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return ScriptedAnswer("25 times", finish_reason="abort")
+
+
+async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatml_tokenizer: Any) -> None:
+    gate = Gate()
+    env, server = scripted_env(chatml_tokenizer, [CALL, gate], retries=5)
+    step = asyncio.ensure_future(env.step(ASK))
+    await gate.asked.wait()
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert env.steps == ["reset", "cleanup"]
+    result = env.last_result
+    assert result is not None and result.termination_reason is TerminationReason.CANCELLED
+    assert result.reward is None
+    assert result.observation.trajectory is not None
+    assert [turn.status.value for turn in result.observation.trajectory.turns] == ["committed", "cut"]
+    assert server.running == []
+
+
+@pytest.mark.parametrize("phase", ["reset", "reward", "cleanup", "delay"])
+async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
+    phase: str, chatml_tokenizer: Any
+) -> None:
+    reached, finished = asyncio.Event(), []
+
+    async def wait(name: str) -> None:
+        if name == phase:
+            reached.set()
+            await asyncio.sleep(0.2 if name == "cleanup" else 60)
+
+    class Phases(CalculatorEnv):
+        async def reset(self) -> None:
+            await super().reset()
+            await wait("reset")
+
+        async def cleanup(self) -> None:
+            await wait("cleanup")
+            await super().cleanup()
+            finished.append(True)
+
+    class Waits(RewardFunction):
+        async def compute(self, **kwargs: Any) -> Any:
+            await wait("reward")
+            return 1.0
+
+    answers = [FAULT] * 9 if phase == "delay" else [ANSWER]
+    env, _ = scripted_env(chatml_tokenizer, answers)
+    phases = Phases(env.model_factory, reward_fn=Waits(), retries=1, retry_delay=60.0)
+    step = asyncio.ensure_future(phases.step(ASK))
+    if phase == "delay":
+        while not finished:
+            await asyncio.sleep(0.01)
+    else:
+        await reached.wait()
+    step.cancel()
+    await asyncio.sleep(0)
+    step.cancel()  # somebody in a hurry
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(step), 20)
+    assert finished == [True]
+    assert phases.steps == ["reset", "cleanup"]
+    assert phases.last_result is not None
+    if phase in ("reset", "reward", "delay"):
+        assert phases.last_result.termination_reason is TerminationReason.CANCELLED
+        assert phases.last_result.reward is None
+
+
+async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer: Any) -> None:
+    tasks: list[Any] = []
+
+    class Tasks(CalculatorEnv):
+        async def reset(self) -> None:
+            tasks.append(asyncio.current_task())
+
+        async def cleanup(self) -> None:
+            tasks.append(asyncio.current_task())
+
+    env, _ = scripted_env(chatml_tokenizer, [ScriptedAnswer(ANSWER, latency_s=60)])
+    await Tasks(env.model_factory, episode_timeout=0.2).step(ASK)
+    assert tasks[0] is tasks[1]
+
+
+async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer: Any) -> None:
+    env, server = scripted_env(chatml_tokenizer, [])
+    with pytest.raises(ValueError, match="last message"):
+        await env.step(Action(message=[{"role": "assistant", "content": "Hello."}]))
+    assert (env.steps, server.requests) == ([], [])
