@@ -219,7 +219,7 @@ class Evaluator:
             sample_index=index,
             action=prompt.action,
             step_result=kept,
-            seconds=time.monotonic() - began,
+            seconds=round(time.monotonic() - began, 3),
             is_finished=says_something(result, is_judged=is_judged),
         )
         return sample, observation.trajectory if self.keep_trajectories else None

@@ -26,7 +26,7 @@ def encode(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=nearest, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
     except (TypeError, RecursionError, ValueError):  # a lone surrogate, an integer of more than 64 bits, a cycle
-        return json.dumps(_plain(value), allow_nan=False).encode("ascii") + b"\n"
+        return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Any:

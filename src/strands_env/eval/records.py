@@ -76,7 +76,7 @@ class EvalSample(BaseModel):
             "reward_info": None if result.reward is None else result.reward.info,
             "termination_reason": result.termination_reason.value,
             "error": result.error,
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
             "final_response": result.observation.final_response,
             "message": self.action.message,
             "task_context": self.action.task_context.model_dump(),
