@@ -32,10 +32,15 @@ SUCCESS_THRESHOLD = 1.0
 
 
 def answer_of(sample: EvalSample) -> str | None:
-    r"""What a sample answered: `answer` of the reward's info, the last `\boxed{...}` of its text, or its whole text."""
-    reward = sample.step_result.reward
-    if reward is not None and reward.info.get("answer") is not None:
-        return _normal(str(reward.info["answer"]))
+    r"""What a sample answered.
+
+    `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its whole
+    text; white space aside. Spellings of one answer that differ otherwise are different answers.
+    """
+    info = {} if sample.step_result.reward is None else sample.step_result.reward.info
+    for name in ("extracted", "answer"):
+        if info.get(name) is not None:
+            return _normal(str(info[name]))
     text = sample.step_result.observation.final_response
     if text is None:
         return None

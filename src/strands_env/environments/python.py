@@ -1,0 +1,113 @@
+"""An agent that runs Python programs, in the sandbox of this package."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from strands import tool
+
+from ..core import Environment, ModelFactory, RewardFunction
+from ..sandbox import Execution, PythonSandbox, SandboxLimits
+
+_NOTES = {
+    "timeout": "[stopped: it ran for more than {limits.wall_s:g} seconds]",
+    "memory": "[stopped: it used more than {memory} MB of memory]",
+    "processes": "[stopped: it had more than {limits.processes} processes]",
+    "disk": "[stopped: its files took more than {disk} MB]",
+    "output": "[stopped: it printed more than {limits.output_bytes} bytes; print less]",
+}
+
+
+class PythonEnvironment(Environment):
+    """Tasks for an agent that writes programs and sees what they print.
+
+    Each program runs in a `PythonSandbox` of its own, with an empty folder, without network.
+
+    Attributes:
+        sandbox: Where programs run.
+    """
+
+    default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "python.md"
+
+    def __init__(
+        self,
+        model_factory: ModelFactory,
+        reward_fn: RewardFunction | None = None,
+        system_prompt: str | None = None,
+        *args: Any,
+        sandbox: PythonSandbox | None = None,
+        unsafe: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Set up the environment; the first one in a process tries out what this machine allows.
+
+        Args:
+            model_factory: As for `Environment`.
+            reward_fn: As for `Environment`.
+            system_prompt: As for `Environment`.
+            *args: As for `Environment`.
+            sandbox: Where programs run; None for one with default limits, which all environments share.
+            unsafe: Run programs without protection if this machine gives none; see `PythonSandbox`.
+            **kwargs: As for `Environment`.
+
+        Raises:
+            SandboxUnavailableError: This machine gives no protection, and `unsafe` is not set.
+        """
+        super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
+        self.sandbox = sandbox or _shared_sandbox(unsafe)
+
+    def get_tools(self) -> Sequence[Any]:
+        """The tool that runs programs."""
+        return [python_tool(self.sandbox)]
+
+
+def python_tool(sandbox: PythonSandbox) -> Any:
+    """A tool that runs programs in a sandbox, for agents of one's own.
+
+    Args:
+        sandbox: Where programs run.
+    """
+
+    @tool
+    async def execute_python_code(code: str) -> dict[str, Any]:
+        """Execute a Python program and return what it prints.
+
+        Args:
+            code: A whole program. Only what it prints is returned.
+        """
+        try:
+            ran = await sandbox.run(code)
+        except ValueError as error:
+            return {"status": "error", "content": [{"text": f"Error: {error}"}]}
+        ok = ran.ended == "exited" and ran.exit_code == 0
+        return {"status": "success" if ok else "error", "content": [{"text": described(ran, sandbox.limits)}]}
+
+    return execute_python_code
+
+
+def described(ran: Execution, limits: SandboxLimits) -> str:
+    """A run as a model is told of it: the output, with a last line on anything unusual."""
+    note = ""
+    if ran.ended != "exited":
+        sizes = {"memory": limits.memory_bytes >> 20, "disk": limits.disk_bytes >> 20}
+        note = _NOTES[ran.ended].format(limits=limits, **sizes)
+    elif ran.exit_code is not None and ran.exit_code < 0:
+        note = f"[ended by {signal.Signals(-ran.exit_code).name}]"
+        if -ran.exit_code == signal.SIGKILL:
+            note = f"[stopped: it used more than {limits.cpu_s} seconds of CPU time]"
+    elif not ran.output.strip():
+        note = (
+            "[nothing was printed: print what you want to see]"
+            if ran.exit_code == 0
+            else f"[exit code {ran.exit_code}]"
+        )
+    return "\n".join(part for part in (ran.output.rstrip("\n"), note) if part)
+
+
+@functools.lru_cache(maxsize=2)
+def _shared_sandbox(unsafe: bool) -> PythonSandbox:
+    return PythonSandbox(unsafe=unsafe)

@@ -1,0 +1,73 @@
+"""What rewards look at: the answer of an episode, and what it is compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..core.types import Action, StepResult
+
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+
+
+class RewardError(RuntimeError):
+    """A reward could not be computed. Says nothing of the answer, so it is never a 0."""
+
+
+def answer_of(step_result: StepResult) -> str | None:
+    """The text of the episode's last message; None if the assistant did not write it, or wrote none."""
+    return step_result.observation.final_response
+
+
+def ground_truths(action: Action) -> list[str]:
+    """The right answers of a task as texts: one, or each of a list.
+
+    Raises:
+        RewardError: The task has none.
+    """
+    truth: Any = action.task_context.ground_truth
+    several = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
+    if not several or any(one is None or isinstance(one, bytes) or not str(one).strip() for one in several):
+        raise RewardError(f"task {action.task_context.id!r} has no ground truth to compare with, but {truth!r}")
+    return [str(one) for one in several]
+
+
+def question_of(action: Action) -> str:
+    """The text of the last message of a task that is a user's."""
+    if isinstance(action.message, str):
+        return action.message
+    messages = action.message if isinstance(action.message, list) else [action.message]
+    for message in reversed(messages):
+        if message.get("role", "user") == "user":
+            content = message.get("content", "")
+            if isinstance(content, str):
+                return content
+            return "\n".join(block["text"] for block in content if "text" in block)
+    return ""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last complete `\boxed{...}` (or `\fbox{...}`) of a text; None if there is none.
+
+    Braces are matched; escaped ones are text. Linear in the length of the text.
+    """
+    found: str | None = None
+    open_braces: list[int | None] = []  # for each where its box's content begins, if it is one's
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            box = _BOX.match(text, position)
+            if box is not None:
+                open_braces.append(box.end())
+            position = box.end() if box is not None else position + 2
+            continue
+        if character == "{":
+            open_braces.append(None)
+        elif character == "}" and open_braces:
+            begin = open_braces.pop()
+            if begin is not None:
+                found = text[begin:position]
+        position += 1
+    return found

@@ -1,0 +1,28 @@
+"""Whether a text matches a pattern: in a worker, since a pattern can take for ever and hold the interpreter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+
+def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, Any]:
+    """Match.
+
+    Args:
+        request: `pattern`, `flags`, `text`, whether the `whole` text must match, and the `group` that is asked for.
+        stage: Not used.
+    """
+    pattern = re.compile(request["pattern"], request["flags"])
+    last = None
+    if request["whole"]:
+        last = pattern.fullmatch(request["text"])
+    elif request["group"] is None:
+        last = pattern.search(request["text"])
+    else:
+        for match in pattern.finditer(request["text"]):
+            last = match
+    if last is None:
+        return {"matched": None}
+    return {"matched": last[request["group"] or 0] or ""}

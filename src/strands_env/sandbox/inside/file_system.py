@@ -1,0 +1,93 @@
+"""The file system that a program in namespaces sees: Python and the system's libraries, read-only, and one small /tmp.
+
+All of it is in memory and belongs to the namespace, so it is gone with the last process in there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import kernel
+
+PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
+"""Where the new root may be put together; nothing of that is seen outside of the namespace."""
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+BYTES_PER_FILE = 4096
+
+
+def build(config: dict[str, Any], uid: int, gid: int) -> None:
+    """Put the new root together and go there; the current folder is then an empty /tmp."""
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    root = next(place for place in PLACES if os.path.isdir(place))
+    sources = [(path, os.open(path, os.O_PATH)) for path in _shown((*SYSTEM, *config["visible"]))]
+    devices = [(path, os.open(path, os.O_PATH)) for path in DEVICES]
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
+    for name in ("etc", "tmp", "proc", "dev/shm"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    size = config["disk_bytes"]
+    space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
+    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
+    for path, opened in (*sources, *devices):  # behind /tmp: a path may lie in there
+        _bind(opened, root + path)
+        os.close(opened)
+    _make_read_only(root)
+    with open(f"{root}/etc/passwd", "w") as accounts:
+        accounts.write(f"sandbox:x:{uid}:{gid}::/tmp:/bin/sh\n")
+    kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    os.mkdir(f"{root}/tmp/.shm", 0o700)
+    os.chown(f"{root}/tmp/.shm", uid, gid)
+    kernel.mount(f"{root}/tmp/.shm", f"{root}/dev/shm", None, kernel.MS_BIND)  # shared memory counts as disk space
+    kernel.use_as_root(root)
+    read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount(None, "/", None, read_only)
+    os.chdir("/tmp")
+
+
+def most_files(size: int) -> int:
+    """How many files and folders there may be where so many bytes may be."""
+    return max(1024, size // BYTES_PER_FILE)
+
+
+def _shown(paths: tuple[str, ...]) -> list[str]:
+    """The paths that exist, without those inside of others."""
+    kept: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}, key=len):
+        if not any(path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+def _bind(opened: int, target: str) -> None:
+    source = f"/proc/self/fd/{opened}"
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+
+
+def _make_read_only(root: str) -> None:
+    """Make all that is mounted under the new root read-only, mounts inside of mounts too."""
+    with open("/proc/self/mountinfo") as table:
+        points = [line.split()[4].encode().decode("unicode_escape") for line in table]
+    for point in points:
+        if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
+            # What a mount has from its owner (no device files, ...) may not be taken off it by others.
+            flags = os.statvfs(point).f_flag
+            kept = flags & (kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_NOATIME | kernel.MS_NODIRATIME)
+            kept |= kernel.MS_RELATIME if flags & 4096 else 0
+            change = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kept
+            kernel.mount(None, point, None, change)
