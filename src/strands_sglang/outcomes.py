@@ -212,6 +212,8 @@ def _reason_of_exception(error: BaseException) -> TerminationReason:
 
 
 def _limit_reason(limit: LoopLimitReachedError) -> TerminationReason:
+    if limit.outcome is not None:
+        return TerminationReason(limit.outcome)
     return next(
         (reason for kind, reason in _BY_LIMIT.items() if isinstance(limit, kind)),
         TerminationReason.MAX_TOOL_ITERATIONS_REACHED,

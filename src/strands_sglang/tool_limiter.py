@@ -7,7 +7,7 @@ results of an iteration have been added. Nothing that was sampled is cut, and no
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
 from strands.hooks import HookOrder, HookProvider, HookRegistry
@@ -22,7 +22,13 @@ OnLimit = Literal["raise", "stop"]
 
 
 class LoopLimitReachedError(Exception):
-    """A limit on the agent's loop was reached. Strands wraps it in `EventLoopException`; see `limit_cause`."""
+    """A limit on the agent's loop was reached. Strands wraps it in `EventLoopException`; see `limit_cause`.
+
+    Attributes:
+        outcome: Value of the `TerminationReason` of a limit of one's own; None for those of this module.
+    """
+
+    outcome: ClassVar[str | None] = None
 
 
 class MaxToolIterationsReachedError(LoopLimitReachedError):

@@ -31,10 +31,17 @@ class Contains(RewardFunction):
 class CalculatorEnv(Environment):
     """Notes in `steps` what happened to it and in `ran` what its tools were given."""
 
-    def __init__(self, *args: Any, hooks: list[Any] | None = None, more_tools: list[Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        hooks: list[Any] | None = None,
+        tools: list[Any] | None = None,
+        more_tools: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.tools, self.ran = make_tools()
-        self.tools = [*self.tools, *(more_tools or [])]
+        own, self.ran = (tools, []) if tools is not None else make_tools()
+        self.tools = [*own, *(more_tools or [])]
         self.hooks = hooks or []
         self.steps: list[str] = []
 

@@ -61,21 +61,6 @@ async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer:
     assert sum(one["parse_errors"] for one in metrics["tools"].values()) == 1
 
 
-async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer: Any) -> None:
-    env, server = scripted_env(
-        chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None
-    )
-    result = await env.step(ASK)
-    assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
-    assert result.observation.metrics["model_calls"] == 1001
-    assert result.observation.metrics["tool_iterations"] == 1000
-    assert len(result.observation.messages) == 2002
-    assert [message["role"] for message in result.observation.messages] == ["user", "assistant"] * 1001
-    [sequence] = result.observation.trajectory.sequences()
-    last = server.requests[-1].input_ids
-    assert sequence.token_ids[: len(last)] == last
-
-
 async def test_limits_count_on_over_the_invocations_of_a_long_episode(chatml_tokenizer: Any) -> None:
     env, _ = scripted_env(chatml_tokenizer, [CALL] * 99, max_tool_iterations=40)
     result = await env.step(ASK)

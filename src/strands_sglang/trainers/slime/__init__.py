@@ -8,8 +8,17 @@ when a function runs, never here: everything works on any object with slime's fi
 
 from __future__ import annotations
 
+from .episode import EpisodeEnd
 from .rewards import grpo_rewards_by_group, make_reward
 from .rollout import generate, make_generate
 from .samples import SlimeExportError, to_slime_samples
 
-__all__ = ["SlimeExportError", "generate", "grpo_rewards_by_group", "make_generate", "make_reward", "to_slime_samples"]
+__all__ = [
+    "EpisodeEnd",
+    "SlimeExportError",
+    "generate",
+    "grpo_rewards_by_group",
+    "make_generate",
+    "make_reward",
+    "to_slime_samples",
+]

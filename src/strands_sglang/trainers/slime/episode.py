@@ -7,27 +7,47 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strands import Agent
 from strands.agent.conversation_manager import NullConversationManager
+from typing_extensions import override
 
 from ...model import SGLangModel
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason, termination_reason
-from ...tool_limiter import ToolLimiter, limit_cause
+from ...tool_limiter import ToolLimiter
 from ...trajectory import Trajectory
 from ...turns import TurnStatus
-from .gate import EpisodeGate, ResponseBudgetReachedError
+from .arguments import as_reward
+from .gate import EpisodeGate
 from .partial import Kept
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class EpisodeEnd:
+    """How an episode ended that somebody else ran; what the `episode=` of `make_generate` returns.
+
+    Attributes:
+        reason: Why it ended.
+        reward: Its reward, a number or a dictionary for `reward_key`; None leaves it to slime's reward function. One
+            that is no finite number removes the sample.
+        metadata: What `sample.metadata["strands_sglang"]` is to hold.
+    """
+
+    reason: TerminationReason
+    reward: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Settings:
     """The arguments of `make_generate`."""
 
+    episode: Callable[..., Any] | None
     agent_factory: Callable[..., Any] | None
     tools: Sequence[Any]
     system_prompt: str | None
@@ -113,6 +133,32 @@ async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, s
         part.end = error
 
 
+class EpisodesModel(SGLangModel):
+    """The model of one episode: whoever opens an episode on it gets the one that is going on."""
+
+    @override
+    def episode(self) -> AbstractContextManager[Trajectory]:
+        """The episode that is going on."""
+        return nullcontext(self.trajectory)
+
+
+async def run_elsewhere(settings: Settings, args: Any, model: SGLangModel, sample: Any, part: Part) -> EpisodeEnd:
+    """Have somebody else run the episode; whatever that raises is an end."""
+    assert settings.episode is not None
+    try:
+        ended = settings.episode(model, sample)
+        end: EpisodeEnd = await ended if inspect.isawaitable(ended) else ended
+        if not isinstance(end, EpisodeEnd):
+            raise TypeError(f"episode= must return an EpisodeEnd, not {end!r:.80}")
+    except Exception as error:
+        part.end = error
+        return EpisodeEnd(reason_of(part))
+    reward = end.reward
+    if reward is not None and not isinstance(reward, Mapping):
+        reward = as_reward(args, reward)
+    return replace(end, reward=reward)
+
+
 async def _agent(settings: Settings, model: SGLangModel, sample: Any) -> Any:
     if settings.agent_factory is not None:
         agent = settings.agent_factory(model, sample)
@@ -139,8 +185,6 @@ def _limits(settings: Settings, trajectory: Trajectory) -> dict[str, Any]:
 
 def reason_of(part: Part) -> TerminationReason:
     """Why the episode ended."""
-    if isinstance(part.end, Exception) and isinstance(limit_cause(part.end), ResponseBudgetReachedError):
-        return TerminationReason.TOKEN_BUDGET_REACHED
     reason = termination_reason(part.end, trajectory=part.trajectory, limiter=part.limiter)
     if reason is TerminationReason.AGENT_ERROR:
         logger.warning("an agent's own code failed", exc_info=_raised(part.end))

@@ -32,6 +32,8 @@ from .rows import int32_array, top_p_arrays
 class ResponseBudgetReachedError(LoopLimitReachedError):
     """The response is as long as it may be."""
 
+    outcome = "token_budget_reached"
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:

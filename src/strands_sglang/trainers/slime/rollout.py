@@ -18,7 +18,7 @@ from ...shared import get_client_from_slime_args
 from ...tool_limiter import ToolLimiter
 from ...trajectory import Trajectory
 from .arguments import SlimeExportError, context_limit, runs_aborted_again
-from .episode import Part, Settings, clean_up, own_reward, reason_of, run
+from .episode import EpisodesModel, Part, Settings, clean_up, own_reward, reason_of, run, run_elsewhere
 from .gate import EpisodeGate, GatedClient
 from .partial import Kept, forget, keep, kept_on
 from .prompts import messages_of
@@ -30,6 +30,7 @@ Generate = Callable[..., Awaitable[Any]]
 def make_generate(
     agent_factory: Callable[..., Any] | None = None,
     *,
+    episode: Callable[..., Any] | None = None,
     tools: Sequence[Any] = (),
     system_prompt: str | None = None,
     prompt: Callable[[Any], Any] | None = None,
@@ -56,6 +57,9 @@ def make_generate(
     Args:
         agent_factory: `agent_factory(model, sample)`, sync or async, returns the agent of an episode; give it
             `NullConversationManager()`, or its history may be shortened. Instead of `tools` and `system_prompt`.
+        episode: `episode(model, sample)`, sync or async, runs the whole episode by itself on that model and returns an
+            `EpisodeEnd`. Instead of an agent, its limits, `prompt`, `reward` and `timeout`. Partial rollouts are begun
+            anew.
         tools: The agent's tools.
         system_prompt: Its system prompt. One in the sample's prompt is put behind it.
         prompt: `prompt(sample)` returns what the agent is asked: a text, content blocks or messages. By default
@@ -84,6 +88,23 @@ def make_generate(
     """
     if agent_factory is not None and (tools or system_prompt is not None):
         raise ValueError("agent_factory makes the whole agent: give it the tools and the system prompt")
+    if episode is not None and any(
+        one not in (None, "", ())
+        for one in (
+            agent_factory,
+            tools,
+            system_prompt,
+            prompt,
+            max_tool_iters,
+            max_tool_calls,
+            max_parallel_tool_calls,
+            max_messages,
+            max_turns,
+            timeout,
+            reward,
+        )
+    ):
+        raise ValueError("episode runs everything by itself: give it the agent, its limits, its prompt and its reward")
     config = dict(model_config or {})
     if config.get("return_logprob") is False:
         raise ValueError("slime trains on logprobs: leave return_logprob at True")
@@ -102,6 +123,7 @@ def make_generate(
     }
     ToolLimiter(**limits, on_limit="stop")  # refuses what cannot work
     settings = Settings(
+        episode=episode,
         agent_factory=agent_factory,
         tools=tuple(tools),
         system_prompt=system_prompt,
@@ -136,6 +158,7 @@ async def _generate(
         _check_fan_out(args)
     state = _state_of(settings, args)
     partial = bool(getattr(args, "partial_rollout", False)) and not fan_out and not evaluation
+    partial = partial and settings.episode is None
     if state.aborted:
         # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
         sample.status = type(sample).Status.ABORTED
@@ -147,6 +170,10 @@ async def _generate(
     part = _begin(settings, args, state, sampling_params, kept_on(sample) if partial else None, evaluation)
     try:
         model = _model(settings, args, sample, state, sampling_params, part, evaluation)
+        if settings.episode is not None:
+            end = await run_elsewhere(settings, args, model, sample, part)
+            reason, told = end.reason, end.metadata
+            return _export(settings, args, sample, state, part, reason, end.reward, fan_out, partial, evaluation, told)
         await run(settings, model, sample, part, system, asked)
         reason = reason_of(part)
         part.trajectory.settle(list(part.agent.messages) if part.agent is not None else [])
@@ -176,6 +203,8 @@ def _state_of(settings: Settings, args: Any) -> Any:
 
 
 def _asked(settings: Settings, args: Any, sample: Any) -> tuple[str | None, Any]:
+    if settings.episode is not None and not isinstance(sample.prompt, str):
+        return None, None
     return messages_of(args, sample) if settings.prompt is None else (None, settings.prompt(sample))
 
 
@@ -211,7 +240,7 @@ def _model(
         config["return_routed_experts"] = True
     processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
     client = get_client_from_slime_args(args, **settings.client_settings)
-    model = SGLangModel(
+    model = EpisodesModel(
         tokenizer=state.tokenizer if processor is None else processor.tokenizer,
         client=cast(SGLangClient, GatedClient(client, part.gate)),
         tool_parser=settings.tool_parser,
@@ -239,6 +268,7 @@ def _export(
     fan_out: bool,
     partial: bool,
     evaluation: bool,
+    told: Mapping[str, Any] | None = None,
 ) -> Any:
     requeued = settings.requeue_aborted
     if requeued is None:
@@ -266,6 +296,7 @@ def _export(
             "tool_iterations": part.limiter.tool_iter_count,
             "tool_calls": part.limiter.tool_call_count,
             "tool_parse_errors": sum(part.trajectory.tool_parse_errors.values()),
+            **(told or {}),
         },
     )
     if requested and partial and part.agent is not None:

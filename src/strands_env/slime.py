@@ -1,0 +1,67 @@
+"""Environments under slime (github.com/THUDM/slime): a ready `generate` around `strands_sglang.trainers.slime`.
+
+    generate = make_generate(lambda model_factory, sample: MathEnv(model_factory, MathReward()))
+
+slime's budget of tokens holds for the whole response, its aborts stop an episode at once, and whatever becomes of it is
+a sample that slime can use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from strands_sglang import OUTCOMES, RewardRule, SGLangModel
+from strands_sglang.trainers import slime
+
+from .core import Action, Environment, ModelFactory, StepResult, TaskContext
+
+MakeEnvironment = Callable[[ModelFactory, Any], "Environment | Awaitable[Environment]"]
+
+
+def make_generate(
+    make_environment: MakeEnvironment, *, action: Callable[[Any], Action] | None = None, **settings: Any
+) -> Callable[..., Awaitable[Any]]:
+    """Make a `generate(args, sample, sampling_params, evaluation=False)` for slime.
+
+    Args:
+        make_environment: `make_environment(model_factory, sample)`, sync or async, returns the environment of an
+            episode. Its reward is the sample's; without a reward function that is left to slime's. It makes no retries:
+            the client does, and slime runs again what it aborted.
+        action: `action(sample)` returns the task; by default `action_of`.
+        **settings: `fan_out`, `requeue_aborted`, `tool_parser`, `model_config`, `client_settings`, `generate_state` and
+            `failure_reward` of `strands_sglang.trainers.slime.make_generate`.
+    """
+
+    async def episode(model: SGLangModel, sample: Any) -> slime.EpisodeEnd:
+        made = make_environment(lambda: model, sample)
+        environment = await made if inspect.isawaitable(made) else made
+        environment.retries = 0
+        result = await environment.step((action or action_of)(sample))
+        return slime.EpisodeEnd(result.termination_reason, _reward(environment, result), _facts(result))
+
+    return slime.make_generate(episode=episode, **settings)
+
+
+def action_of(sample: Any) -> Action:
+    """The task that a sample holds: its prompt, its label as the ground truth, and its metadata as further fields."""
+    known = {str(name): value for name, value in (sample.metadata or {}).items() if name != "strands_sglang"}
+    return Action(
+        message=sample.prompt, task_context=TaskContext(**{**known, "id": sample.index, "ground_truth": sample.label})
+    )
+
+
+def _reward(environment: Environment, result: StepResult) -> float | None:
+    if result.reward is not None:
+        return result.reward.reward
+    failed = environment.reward_fn is not None and OUTCOMES[result.termination_reason].reward is RewardRule.COMPUTED
+    return float("nan") if failed else None  # which removes the sample: its reward function failed
+
+
+def _facts(result: StepResult) -> dict[str, Any]:
+    metrics = result.observation.metrics
+    facts: dict[str, Any] = {
+        name: metrics[name] for name in ("tool_iterations", "tool_calls", "seconds") if name in metrics
+    }
+    return {**facts, **({"error": result.error} if result.error else {})}

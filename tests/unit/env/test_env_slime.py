@@ -1,0 +1,211 @@
+"""Environments under slime: the split functions that people know, and the ready `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strands_env import slime
+from strands_env.core import Action, RewardFunction, TaskContext
+from strands_env.utils import clear_clients
+from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains
+from support.slime_checker import check_against_server, check_rollouts
+from support.slime_episodes import SlimeState
+from support.slime_stub import Sample, slime_args, slime_sampling_params
+
+QUESTION = "What is 25 * 17?"
+
+SPLIT_FUNCTIONS = """
+    from strands_env.core import Action, TaskContext
+    from strands_env.core.models import sglang_model_factory
+    from strands_env.utils import get_cached_client_from_slime_args
+
+    async def generate(args, sample, sampling_params):
+        # Build model factory with cached client
+        factory = sglang_model_factory(
+            model_id=args.hf_checkpoint,
+            tokenizer=tokenizer,
+            client=get_cached_client_from_slime_args(args),
+            sampling_params=sampling_params,
+        )
+
+        # Create environment and run step
+        env = YourEnv(model_factory=factory, reward_fn=None)
+        action = Action(message=sample.prompt, task_context=TaskContext(ground_truth=sample.label))
+        step_result = await env.step(action)
+
+        # Extract TITO data for training
+        token_obs = step_result.observation.tokens
+        sample.tokens = token_obs.token_ids
+        sample.loss_mask = token_obs.rollout_loss_mask
+        sample.rollout_log_probs = token_obs.rollout_logprobs
+        sample.response_length = len(token_obs.rollout_token_ids)
+
+        # Attach for reward computation
+        sample.action = action
+        sample.step_result = step_result
+        return sample
+
+    async def reward_func(args, sample, **kwargs):
+        reward_fn = YourRewardFunction()
+        reward_result = await reward_fn.compute(action=sample.action, step_result=sample.step_result)
+        return reward_result.reward
+"""
+"""As the package's page has had them from the start."""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatml_tokenizer: Any) -> None:
+    clear_clients()
+    server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
+    namespace: dict[str, Any] = {
+        "tokenizer": chatml_tokenizer,
+        "YourEnv": CalculatorEnv,
+        "YourRewardFunction": Contains,
+    }
+    exec(textwrap.dedent(SPLIT_FUNCTIONS), namespace)
+    prompt: Any = [{"role": "user", "content": QUESTION}] if chat else QUESTION
+    with server.serve() as url:
+        args = slime_args(url)
+        sample = await namespace["generate"](args, Sample(index=0, prompt=prompt, label="425"), slime_sampling_params())
+    clear_clients()
+    assert await namespace["reward_func"](args, sample) == 1.0
+    # What slime itself says of its ends, the functions above leave to it.
+    sample.status, sample.reward = Sample.Status.COMPLETED, 1.0
+    sample.response = chatml_tokenizer.decode(sample.tokens[-sample.response_length :])
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+    last = server.responses[-1]
+    assert last is not None
+    assert sample.tokens == server.requests[-1].input_ids + last.body["output_ids"]
+    sampled = [logprob for logprob, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
+    told = [pair[0] for response in server.responses for pair in response.body["meta_info"]["output_token_logprobs"]]
+    assert sampled == pytest.approx(told)
+    assert {lp for lp, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask} == {0.0}
+
+
+class Rollouts:
+    """A ready `generate` on a scripted server, with what its environments were."""
+
+    def __init__(self, tokenizer: Any, answers: Any, *, reward_fn: RewardFunction | None = None, **limits: Any) -> None:
+        self.state = SlimeState(tokenizer)
+        self.server = ScriptedSGLang(tokenizer, answers)
+        self.environments: list[CalculatorEnv] = []
+
+        def make_environment(model_factory: Any, sample: Any) -> CalculatorEnv:
+            self.environments.append(CalculatorEnv(model_factory, reward_fn, **limits))
+            return self.environments[-1]
+
+        self.generate = slime.make_generate(
+            make_environment,
+            client_settings={"transport": self.server.transport(), "max_retries": 0},
+            generate_state=lambda args: self.state,
+        )
+
+    async def __call__(self, sample: Sample | None = None, **args: Any) -> Any:
+        sample = sample or Sample(index=3, group_index=1, prompt=QUESTION, label="425")
+        result = await self.generate(slime_args(**args), sample, slime_sampling_params())
+        assert [env.steps for env in self.environments] == [["reset", "cleanup"]] * len(self.environments)
+        check_rollouts(result, slime_args(**args), self.state.tokenizer)
+        return result
+
+
+class Broken(RewardFunction):
+    async def compute(self, **kwargs: Any) -> Any:
+        raise LookupError("no such answer")
+
+
+ENDS: dict[str, tuple[list[Any], dict[str, Any], str, float | None, bool]] = {
+    "an answer": ([CALL, ANSWER], {"reward_fn": Contains()}, "COMPLETED", 1.0, False),
+    "an answer for slime's function": ([CALL, ANSWER], {}, "COMPLETED", None, False),
+    "a limit": ([CALL] * 3, {"max_tool_iterations": 2, "reward_fn": Contains()}, "TRUNCATED", 0.0, False),
+    "the response's budget": (["long " * 400], {"reward_fn": Contains()}, "TRUNCATED", 0.0, False),
+    "the response's budget, by a later turn": ([CALL] * 9, {"reward_fn": Contains()}, "TRUNCATED", 0.0, False),
+    "an error of the server": ([CALL, ScriptedFault(status=500)], {"reward_fn": Contains()}, "FAILED", 0.0, True),
+    "an error at once": ([ScriptedFault(status=500)], {"reward_fn": Contains()}, "FAILED", 0.0, True),
+    "an abort that nobody asked for": (
+        [CALL, ScriptedAnswer("25", finish_reason="abort")],
+        {"reward_fn": Contains()},
+        "TRUNCATED",
+        0.0,
+        True,
+    ),
+    "a reward function that fails": ([ANSWER], {"reward_fn": Broken()}, "COMPLETED", 0.0, True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(name: str, chatml_tokenizer: Any) -> None:
+    answers, settings, status, reward, removed = ENDS[name]
+    rollouts = Rollouts(chatml_tokenizer, answers, **settings)
+    sample = await rollouts()
+    assert (sample.status.name, sample.reward, sample.remove_sample) == (status, reward, removed)
+    assert sample.response_length <= 256
+    facts = sample.metadata["strands_sglang"]
+    if name == "an answer":
+        assert (facts["outcome"], facts["tool_calls"]) == ("task_complete", 1)
+        check_against_server(sample, rollouts.server)
+
+
+async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer: Any) -> None:
+    def abort(request: Any) -> str:
+        rollouts.state.aborted = True
+        return CALL
+
+    rollouts = Rollouts(chatml_tokenizer, [abort, ANSWER], reward_fn=Contains())
+    sample = await rollouts()
+    assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 1)
+
+
+async def test_a_reward_is_put_where_slime_looks_for_it(chatml_tokenizer: Any) -> None:
+    rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward_fn=Contains())
+    assert (await rollouts(reward_key="score")).reward == {"score": 1.0}
+
+
+async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_tokenizer: Any) -> None:
+    async def make_environment(model_factory: Any, sample: Any) -> Any:
+        raise OSError("no room")
+
+    state = SlimeState(chatml_tokenizer)
+    generate = slime.make_generate(make_environment, generate_state=lambda args: state)
+    sample = await generate(slime_args(), Sample(index=0, prompt=QUESTION), slime_sampling_params())
+    assert (sample.status.name, sample.remove_sample) == ("FAILED", True)
+    check_rollouts(sample, slime_args(), chatml_tokenizer)
+
+
+async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer: Any) -> None:
+    asked = asyncio.Event()
+
+    async def wait(request: Any) -> str:
+        asked.set()
+        await asyncio.Event().wait()
+        return ANSWER
+
+    rollouts = Rollouts(chatml_tokenizer, [wait])
+    task = asyncio.ensure_future(rollouts())
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rollouts.environments[0].steps == ["reset", "cleanup"]
+
+
+def test_a_samples_task_has_its_label_and_its_metadata() -> None:
+    sample: Any = SimpleNamespace(
+        prompt=QUESTION, label="425", index=7, metadata={"level": 3, "id": "x", "strands_sglang": {}}
+    )
+    assert slime.action_of(sample) == Action(
+        message=QUESTION, task_context=TaskContext(id=7, ground_truth="425", level=3)
+    )
+    assert slime.action_of(SimpleNamespace(**{**vars(sample), "metadata": None})).message == ASK.message
+
+
+def test_an_episode_is_run_by_one_side_only() -> None:
+    from strands_sglang.trainers.slime import make_generate
+
+    with pytest.raises(ValueError, match="runs everything by itself"):
+        make_generate(episode=lambda model, sample: None, max_turns=3)
