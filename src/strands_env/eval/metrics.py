@@ -34,8 +34,8 @@ SUCCESS_THRESHOLD = 1.0
 def answer_of(sample: EvalSample) -> str | None:
     r"""What a sample answered.
 
-    `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its whole
-    text; white space aside. Spellings of one answer that differ otherwise are different answers.
+    `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its
+    whole text; white space aside. Spellings of one answer that differ otherwise are different answers.
     """
     info = {} if sample.step_result.reward is None else sample.step_result.reward.info
     for name in ("extracted", "answer"):
