@@ -44,8 +44,8 @@ async def many(count: int) -> None:
     assert all(result.reward is not None for result in results)
     cpu, wall = time.process_time() - cpu, time.monotonic() - wall
     print(
-        f"{count:6} episodes at once: {1000 * cpu / count:6.1f} ms CPU per episode of {CALLS + 1} calls, "
-        f"{wall:5.1f} s in all, peak {memory:.0f} -> {peak_mb():.0f} MB ({1024 * (peak_mb() - memory) / count:.0f} kB each)"
+        f"{count:6} episodes at once: {1000 * cpu / count:6.1f} ms CPU per episode of {CALLS + 1} calls, {wall:5.1f} s "
+        f"in all, peak {memory:.0f} -> {peak_mb():.0f} MB ({1024 * (peak_mb() - memory) / count:.0f} kB each)"
     )
 
 

@@ -1,1 +1,1 @@
-"""Environments of Strands agents: step, observe, reward. Empty until its own step of the plan."""
+"""Environments of Strands agents: step, observe, reward. The names are in the packages below this one."""

@@ -199,6 +199,7 @@ class TimedTool(AgentTool):
         loop = asyncio.get_running_loop()
         until = loop.time() + self._seconds
         pumping = loop.create_task(pump())
+        pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever is still there
         try:
             while (event := await asyncio.wait_for(events.get(), max(until - loop.time(), 0.0))) is not end:
                 yield event
@@ -212,5 +213,9 @@ class TimedTool(AgentTool):
                 "status": "error",
                 "content": [{"text": f"Error: the tool did not finish within {self._seconds:g} seconds."}],
             }
+        except asyncio.CancelledError:
+            pumping.cancel()
+            await asyncio.wait({pumping})  # what the tool does at its end is done before the environment's cleanup
+            raise
         finally:
             pumping.cancel()

@@ -149,7 +149,10 @@ class Environment:
     # --- what subclasses override ---
 
     def get_tools(self) -> Sequence[Any] | Awaitable[Sequence[Any]]:
-        """The agent's tools; asked for after `reset`."""
+        """The agent's tools; asked for after `reset`. Best made once: decorating one takes milliseconds.
+
+        Tools that are no coroutines run in the event loop's default threads, which all episodes share.
+        """
         return []
 
     def get_hooks(self) -> Sequence[HookProvider] | Awaitable[Sequence[HookProvider]]:
@@ -266,6 +269,8 @@ class Environment:
             result.error = _told(end)
             if reason is TerminationReason.AGENT_ERROR:
                 logger.warning("an agent's own code failed", exc_info=end)
+        elif reason is TerminationReason.AGENT_ERROR:
+            result.error = f"the agent stopped for {end.stop_reason}, which no episode goes on from"
         if episode.trajectory is not None:
             episode.trajectory.settle(messages)
             observation.trajectory = episode.trajectory

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 INSIST_AFTER = 5.0
-"""Seconds after which code that went on although its time was up is interrupted again."""
+"""Seconds after which code that went on although it was interrupted is interrupted again."""
 
 
 class Supervisor:
@@ -40,12 +40,12 @@ class Supervisor:
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
-                await asyncio.wait({task})
+                await asyncio.wait({task}, timeout=INSIST_AFTER if self.is_cancelled else None)
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.is_cancelled = True
-                if self._may_interrupt:
-                    task.cancel()
+            if self.is_cancelled and self._may_interrupt and not task.done():
+                task.cancel()
         if cancelled is not None:
             if not task.cancelled():
                 task.exception()  # seen, so that nobody complains that it was not

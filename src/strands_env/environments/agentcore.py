@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from strands import tool
+from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
+from .backends import BackendError, EndOnBackendErrors
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,10 @@ class AgentCoreCodeEnvironment(Environment):
         """The tool that runs programs."""
         return [self._tool()]
 
+    def get_hooks(self) -> Sequence[HookProvider]:
+        """Ends the episode, without a reward, where the service does not work."""
+        return [EndOnBackendErrors()]
+
     async def cleanup(self) -> None:
         """Stop the session; may be called again."""
         async with self._one_at_a_time:
@@ -111,7 +117,10 @@ class AgentCoreCodeEnvironment(Environment):
     async def _execute(self, code: str) -> tuple[str, bool]:
         """Run code in the session: its output, and whether it failed."""
         async with self._one_at_a_time:  # a session runs one program at a time
-            return await _in_thread(lambda: self._execute_now(code))
+            try:
+                return await _in_thread(lambda: self._execute_now(code))
+            except Exception as error:  # whatever it is, it is not the code's: that comes as a result
+                raise BackendError(f"the code interpreter does not answer: {error}") from error
 
     def _execute_now(self, code: str) -> tuple[str, bool]:
         if self._client is None:

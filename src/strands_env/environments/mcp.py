@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from strands.tools.mcp import MCPClient
 
 from ..core import Environment, ModelFactory, RewardFunction
+from .backends import BackendError
+
+logger = logging.getLogger(__name__)
 
 ClientFactory = Callable[[], "MCPClient | Sequence[MCPClient] | Awaitable[MCPClient | Sequence[MCPClient]]"]
 
@@ -50,7 +54,7 @@ class MCPEnvironment(Environment):
         """Start the step's servers, and ask all for their tools.
 
         Raises:
-            MCPClientInitializationError: A server does not start.
+            BackendError: A server does not start.
         """
         await super().reset()
         given = self._clients
@@ -60,10 +64,22 @@ class MCPEnvironment(Environment):
         tools: list[Any] = []
         for client in [clients] if isinstance(clients, MCPClient) else clients:
             if own:
-                self._own.append(client)
-                await asyncio.to_thread(client.start)
+                await self._start(client)
             tools += await asyncio.to_thread(_tools_of, client)
         self._tools = tools
+
+    async def _start(self, client: MCPClient) -> None:
+        starting = asyncio.ensure_future(asyncio.to_thread(client.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting})  # it cannot be stopped before it has started
+            if starting.exception() is None:
+                self._own.append(client)
+            raise
+        except Exception as error:  # such a client has stopped itself
+            raise BackendError(f"an MCP server did not start: {error}") from error
+        self._own.append(client)
 
     def get_tools(self) -> Sequence[Any]:
         """The servers' tools, by their names and with the clients' prefixes."""
@@ -72,9 +88,12 @@ class MCPEnvironment(Environment):
     async def cleanup(self) -> None:
         """Stop the step's own servers; may be called again."""
         self._tools = []
-        own, self._own = self._own, []
-        for client in own:
-            await asyncio.to_thread(client.stop, None, None, None)
+        while self._own:
+            client = self._own.pop()
+            try:
+                await asyncio.to_thread(client.stop, None, None, None)
+            except Exception:
+                logger.warning("an MCP server could not be stopped", exc_info=True)
         await super().cleanup()
 
 

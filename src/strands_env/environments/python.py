@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from strands import tool
+from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
-from ..sandbox import Execution, PythonSandbox, SandboxLimits
+from ..sandbox import Execution, PythonSandbox, SandboxError, SandboxLimits
+from .backends import EndOnBackendErrors
 
 _NOTES = {
     "timeout": "[stopped: it ran for more than {limits.wall_s:g} seconds]",
@@ -63,6 +65,10 @@ class PythonEnvironment(Environment):
     def get_tools(self) -> Sequence[Any]:
         """The tool that runs programs."""
         return [python_tool(self.sandbox)]
+
+    def get_hooks(self) -> Sequence[HookProvider]:
+        """Ends the episode, without a reward, where the sandbox does not work."""
+        return [EndOnBackendErrors(SandboxError)]
 
 
 def python_tool(sandbox: PythonSandbox) -> Any:

@@ -171,4 +171,4 @@ class JudgeReward(RewardFunction):
         if judgement is None:
             raise ValueError("the judge answered without a judgement")
         # Not every provider holds the answer against the schema.
-        return self._judgement.model_validate(judgement.model_dump())
+        return self._judgement.model_validate(judgement.model_dump(warnings=False))

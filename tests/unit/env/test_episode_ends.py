@@ -301,6 +301,74 @@ async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
     assert env.steps == ["reset", "cleanup"]
 
 
+@pytest.mark.parametrize("ended_by", ["time", "caller"])
+async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by: str, chatml_tokenizer: Any) -> None:
+    started = asyncio.Event()
+
+    @tool
+    async def lock() -> str:
+        """Take a while to let go."""
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            env.steps.append("let go")
+        return "never"
+
+    env, _ = scripted_env(
+        chatml_tokenizer,
+        [call("lock")],
+        more_tools=[lock],
+        tool_timeout=60,
+        episode_timeout=0.2 if ended_by == "time" else None,
+    )
+    step = asyncio.ensure_future(env.step(ASK))
+    await started.wait()
+    if ended_by == "caller":
+        step.cancel()
+    await asyncio.wait({step})
+    assert env.steps == ["reset", "let go", "cleanup"]
+
+
+async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(
+    chatml_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
+    started, told = asyncio.Event(), []
+
+    @tool
+    async def stubborn() -> str:
+        """Do not listen the first time."""
+        started.set()
+        while len(told) < 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                told.append(True)
+        raise asyncio.CancelledError
+
+    env, _ = scripted_env(chatml_tokenizer, [call("stubborn")], more_tools=[stubborn])
+    step = asyncio.ensure_future(env.step(ASK))
+    await started.wait()
+    step.cancel()
+    await asyncio.wait({step}, timeout=20)
+    assert step.cancelled()
+    assert env.steps == ["reset", "cleanup"]
+
+
+async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_tokenizer: Any) -> None:
+    @tool(context=True)
+    def ask_a_person(tool_context: Any) -> str:
+        """Ask."""
+        return str(tool_context.interrupt("approval", reason="may I?"))
+
+    env, _ = scripted_env(chatml_tokenizer, [call("ask_a_person")], more_tools=[ask_a_person])
+    result = await env.step(ASK)
+    assert (result.termination_reason, result.reward) == (TerminationReason.AGENT_ERROR, None)
+    assert result.error is not None and "interrupt" in result.error
+
+
 # --- retries ---
 
 

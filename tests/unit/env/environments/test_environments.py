@@ -1,0 +1,296 @@
+"""The ready-made environments, each with an agent on a scripted server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import StdioServerParameters, stdio_client
+from strands.tools.mcp import MCPClient
+
+from strands_env.core import Environment, StepResult, TerminationReason
+from strands_env.environments import (
+    AgentCoreCodeEnvironment,
+    CalculatorEnvironment,
+    MCPEnvironment,
+    PythonEnvironment,
+)
+from strands_env.rewards import ExactMatchReward, MathReward
+from strands_env.sandbox import PythonSandbox, SandboxLimits
+from strands_sglang import SGLangModel
+from strands_sglang.testing import ScriptedSGLang
+from support.agents import call
+from support.episodes import task
+
+SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
+
+
+@pytest.fixture
+def factory(chatml_tokenizer: Any) -> Callable[..., Callable[[], SGLangModel]]:
+    """Makes a model factory whose models "sample" the given texts."""
+
+    def make(*answers: str) -> Callable[[], SGLangModel]:
+        server = ScriptedSGLang(chatml_tokenizer, list(answers))
+        return lambda: SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+
+    return make
+
+
+def tool_results(result: StepResult) -> list[tuple[str, str]]:
+    """Status and text of each tool result of an episode."""
+    return [
+        (block["toolResult"]["status"], "".join(part.get("text", "") for part in block["toolResult"]["content"]))
+        for message in result.observation.messages
+        for block in message["content"]
+        if "toolResult" in block
+    ]
+
+
+async def test_an_agent_computes_and_is_rewarded(factory: Any) -> None:
+    answers = [call("calculator", expression="2^10"), call("calculator", expression="1/0"), "It is \\boxed{1024}."]
+    environment = CalculatorEnvironment(factory(*answers), MathReward())
+    result = await environment.step(task("1024", message="What is 2^10?"))
+    assert tool_results(result) == [("success", "1024"), ("error", "Error: division by zero in 1/0")]
+    assert result.termination_reason == TerminationReason.TASK_COMPLETE
+    assert result.reward is not None and result.reward.reward == 1.0
+    assert "calculator" in (environment.system_prompt or "")
+
+
+async def test_an_agent_runs_programs(factory: Any) -> None:
+    sandbox = PythonSandbox(SandboxLimits(wall_s=1.0), unsafe=True)
+    programs = ["print(6 * 7)", "x = 1", "1 / 0", "import time\ntime.sleep(100)", "import os; os.kill(os.getpid(), 11)"]
+    answers = [call("execute_python_code", code=code) for code in programs]
+    environment = PythonEnvironment(factory(*answers, "42"), ExactMatchReward(), sandbox=sandbox)
+    result = await environment.step(task("42"))
+    statuses, texts = zip(*tool_results(result), strict=True)
+    assert statuses == ("success", "success", "error", "error", "error")
+    assert texts[0] == "42"
+    assert "nothing was printed" in texts[1] and "ZeroDivisionError" in texts[2]
+    assert texts[3] == "[stopped: it ran for more than 1 seconds]" and texts[4] == "[ended by SIGSEGV]"
+    assert result.reward is not None and result.reward.reward == 1.0
+
+
+async def test_an_episode_that_runs_out_of_time_ends_its_program(factory: Any, tmp_path: Path) -> None:
+    sandbox = PythonSandbox(unsafe=True)
+    code = "import time\nwhile True: time.sleep(0.01)"
+    environment = PythonEnvironment(
+        factory(call("execute_python_code", code=code), "done"), sandbox=sandbox, episode_timeout=1.5
+    )
+    result = await environment.step(task())
+    assert result.termination_reason == TerminationReason.TIMEOUT
+    deadline = time.monotonic() + 5
+    while any(b"main.py" in _command(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+        assert time.monotonic() < deadline
+
+
+def _command(folder: Path) -> bytes:
+    try:
+        return (folder / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+async def test_a_sandbox_that_does_not_work_is_no_reward(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = PythonSandbox(unsafe=True)
+    answers = [call("execute_python_code", code="print(1)"), "done"]
+    environment = PythonEnvironment(factory(*answers), ExactMatchReward(), sandbox=sandbox)
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    result = await environment.step(task("done"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "no process could be started" in (result.error or "")
+
+
+def test_environments_share_one_sandbox(factory: Any) -> None:
+    first, second = (PythonEnvironment(factory(), unsafe=True) for _ in range(2))
+    assert first.sandbox is second.sandbox
+
+
+# --- MCP ---
+
+
+def mcp_client() -> MCPClient:
+    return MCPClient(lambda: stdio_client(StdioServerParameters(command=sys.executable, args=[str(SERVER)])))
+
+
+def servers() -> list[str]:
+    return [
+        folder.name
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and str(SERVER).encode() in _command(folder)
+    ]
+
+
+async def test_the_tools_of_a_server_are_the_agents(factory: Any) -> None:
+    answers = [call("add", a=2, b=3), call("fail"), call("count"), "5"]
+    environment = MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client)
+    result = await environment.step(task("5"))
+    (added, sum_), (failed, message), (_, count) = tool_results(result)
+    assert (added, failed) == ("success", "error")
+    assert sum_.startswith("5") and "fail" in message and count.startswith("1 ")
+    assert result.reward is not None and result.reward.reward == 1.0
+    assert servers() == []
+
+
+async def test_each_step_has_a_server_of_its_own(factory: Any) -> None:
+    environment = MCPEnvironment(factory(*[call("add", a=1, b=1), call("count"), "2"] * 2), clients=mcp_client)
+    counts = [tool_results(await environment.step(task()))[1][1] for _ in range(2)]
+    assert [count.split()[0] for count in counts] == ["1", "1"] and len(set(counts)) == 2
+
+
+async def test_running_clients_are_shared_and_left_running(factory: Any) -> None:
+    with mcp_client() as client:
+        environment = MCPEnvironment(factory(*[call("add", a=1, b=1), call("count"), "2"] * 2), clients=client)
+        counts = [tool_results(await environment.step(task()))[1][1].split()[0] for _ in range(2)]
+        assert counts == ["1", "2"] and len(servers()) == 1
+    assert servers() == []
+
+
+async def test_several_servers_have_prefixes(factory: Any) -> None:
+    def clients() -> list[MCPClient]:
+        command = StdioServerParameters(command=sys.executable, args=[str(SERVER)])
+        return [MCPClient(lambda: stdio_client(command), prefix=name) for name in ("left", "right")]
+
+    answers = [call("left_add", a=1, b=1), call("right_count"), "done"]
+    results = tool_results(await MCPEnvironment(factory(*answers), clients=clients).step(task()))
+    assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
+
+
+# Strands leaves a coroutine behind when a client of it does not start.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(factory: Any) -> None:
+    def clients() -> list[MCPClient]:
+        broken = StdioServerParameters(command="/does/not/exist")
+        return [mcp_client(), MCPClient(lambda: stdio_client(broken), startup_timeout=5)]
+
+    result = await MCPEnvironment(factory("x"), ExactMatchReward(), clients=clients).step(task("x"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "did not start" in (result.error or "")
+    assert servers() == []
+
+
+# --- AgentCore ---
+
+
+class FakeInterpreter:
+    """Answers as the service does: an event stream. Keeps variables, runs one program at a time."""
+
+    made: list[FakeInterpreter] = []
+
+    def __init__(self) -> None:
+        self.started: dict[str, Any] | None = None
+        self.stopped = 0
+        self.names: dict[str, Any] = {}
+        self.busy = threading.Lock()
+        FakeInterpreter.made.append(self)
+
+    def start(
+        self, identifier: str | None = None, name: str | None = None, session_timeout_seconds: int | None = None
+    ) -> str:
+        self.started = {"identifier": identifier, "timeout": session_timeout_seconds}
+        return "session"
+
+    def invoke(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        assert method == "executeCode" and params is not None and params["language"] == "python"
+        assert self.busy.acquire(blocking=False), "two programs at once"
+        try:
+            return {"stream": self._events(params["code"])}
+        finally:
+            self.busy.release()
+
+    def _events(self, code: str) -> Iterator[dict[str, Any]]:
+        if code == "throttle":
+            yield {"throttlingException": {"message": "slow down"}}
+            return
+        printed: list[str] = []
+        error = ""
+        try:
+            exec(code, {"print": lambda *what: printed.append(" ".join(map(str, what))), "names": self.names})
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        yield {
+            "result": {
+                "content": [{"type": "text", "text": "\n".join(printed) + error}],
+                "structuredContent": {"stdout": "\n".join(printed), "stderr": error, "exitCode": int(bool(error))},
+                "isError": bool(error),
+            }
+        }
+
+    def stop(self) -> bool:
+        self.stopped += 1
+        return True
+
+
+@pytest.fixture
+def interpreters() -> list[FakeInterpreter]:
+    FakeInterpreter.made = []
+    return FakeInterpreter.made
+
+
+def agentcore(model_factory: Any, **options: Any) -> Environment:
+    return AgentCoreCodeEnvironment(model_factory, client_factory=FakeInterpreter, session_timeout=60, **options)
+
+
+async def test_programs_of_a_step_share_a_session_that_is_stopped(factory: Any, interpreters: Any) -> None:
+    codes = ["names['x'] = 6", "print(names['x'] * 7)", "1 / 0"]
+    answers = [call("execute_python_code", code=code) for code in codes]
+    result = await agentcore(factory(*answers, "42")).step(task())
+    assert tool_results(result) == [
+        ("success", "[nothing was printed: print what you want to see]"),
+        ("success", "42"),
+        ("error", "ZeroDivisionError: division by zero"),
+    ]
+    (interpreter,) = interpreters
+    assert interpreter.started == {"identifier": "aws.codeinterpreter.v1", "timeout": 60}
+    assert interpreter.stopped == 1
+
+
+async def test_a_step_that_runs_nothing_opens_no_session(factory: Any, interpreters: Any) -> None:
+    await agentcore(factory("42")).step(task())
+    assert interpreters == []
+
+
+async def test_parallel_programs_run_one_after_the_other(factory: Any, interpreters: Any) -> None:
+    both = call("execute_python_code", code="print(1)") + "\n" + call("execute_python_code", code="print(2)")
+    result = await agentcore(factory(both, "done")).step(task())
+    assert sorted(text for _, text in tool_results(result)) == ["1", "2"]
+    assert len(interpreters) == 1
+
+
+async def test_an_error_of_the_service_is_no_reward_and_the_session_is_stopped(factory: Any, interpreters: Any) -> None:
+    environment = agentcore(factory(call("execute_python_code", code="throttle"), "done"), reward_fn=ExactMatchReward())
+    result = await environment.step(task("done"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "throttlingException" in (result.error or "")
+    assert interpreters[0].stopped == 1
+
+
+def test_without_its_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, factory: Any) -> None:
+    monkeypatch.setitem(sys.modules, "bedrock_agentcore", None)
+    with pytest.raises(ImportError, match=r"strands-sglang\[agentcore\]"):
+        AgentCoreCodeEnvironment(factory(), region="us-west-2")
+    with pytest.raises(ValueError, match="region"):
+        AgentCoreCodeEnvironment(factory())
+
+
+def test_importing_environments_imports_no_optional_package() -> None:
+    import subprocess
+
+    code = (
+        "import sys, strands_env.environments, strands_env.rewards\n"
+        "print([name for name in ('bedrock_agentcore', 'math_verify', 'sympy', 'torch') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.stdout == "[]\n", ran.stderr
+
+
+@pytest.mark.parametrize("environment", [CalculatorEnvironment, PythonEnvironment, AgentCoreCodeEnvironment])
+def test_their_system_prompts_are_there(environment: type[Environment]) -> None:
+    path = environment.default_system_prompt_path
+    assert path is not None and "boxed" in Path(path).read_text()

@@ -1,0 +1,206 @@
+"""MathReward: right is right however it is written, and no text hangs or crashes this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strands_env.rewards import MathReward, RewardError, WorkerLimits, last_boxed
+from support.episodes import answered, task
+
+pytest.importorskip("math_verify")
+
+SHORT = WorkerLimits(cpu_s=1.0)
+
+
+async def reward(text: str | None, truth: Any, **options: Any) -> tuple[float, str]:
+    result = await MathReward(**options).compute(action=task(truth), step_result=answered(text))
+    return result.reward, result.info["verdict"]
+
+
+def workers() -> set[int]:
+    """The pids of this process's workers."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and "jobs.worker" in (folder / "cmdline").read_text():
+                    found.add(int(folder.name))
+            except OSError:
+                pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"),
+    [
+        ("42", r"So it is \boxed{42}."),
+        (42, "so it is 42."),
+        (0.5, r"\boxed{\frac{1}{2}}"),
+        (r"\frac{1}{2}", r"\boxed{0.5}"),
+        ("1/2", r"The final answer is $\frac12$."),
+        ("5", r"\boxed{x=5}"),
+        (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
+        ("(0,1]", r"\boxed{(0,1]}"),
+        ("1024", r"\boxed{1,024}"),
+        ("1000", r"\boxed{1000 \text{ cm}}"),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+        (r"\text{Evelyn}", r"\boxed{Evelyn}"),
+        ("B", r"\boxed{\text{(B)}}"),
+        ("yes", "yes"),
+        (["1", "2"], "It is 2."),
+        ("7", r"\boxed{3} no, wait: \boxed{7}"),
+        ("7", r"\boxed{\boxed{7}}"),
+        ("7", r"I never close \boxed{this, but then \boxed{7}"),
+    ],
+)
+async def test_what_means_the_same_is_correct(truth: Any, text: str) -> None:
+    assert await reward(text, truth) == (1.0, "correct")
+
+
+@pytest.mark.parametrize(
+    ("truth", "text", "verdict"),
+    [
+        ("42", r"\boxed{43}", "wrong"),
+        ("42", r"42, so \boxed{43}", "wrong"),
+        ("42", "no number", "no_answer"),
+        ("42", None, "no_answer"),
+        ("42", "", "no_answer"),
+        ("42", r"\boxed{}", "wrong"),
+        ("(0,1]", r"\boxed{[0,1]}", "wrong"),
+    ],
+)
+async def test_what_does_not_is_not(truth: Any, text: str | None, verdict: str) -> None:
+    given_reward, given_verdict = await reward(text, truth)
+    assert given_reward == 0.0
+    assert given_verdict in (verdict, "no_answer")
+
+
+async def test_an_answer_outside_of_a_box_counts_only_if_it_may() -> None:
+    assert await reward("It is 42.", "42") == (1.0, "correct")
+    assert await reward("It is 42.", "42", require_boxed=True) == (0.0, "not_boxed")
+
+
+async def test_info_says_what_was_compared() -> None:
+    result = await MathReward().compute(action=task("42"), step_result=answered(r"\boxed{43}"))
+    assert result.info == {"verdict": "wrong", "extracted": "43", "ground_truth": "42"}
+
+
+@pytest.mark.parametrize("truth", [None, "", "  ", [], [None]])
+async def test_without_a_ground_truth_there_is_an_error_and_no_reward(truth: Any) -> None:
+    with pytest.raises(RewardError, match="no ground truth"):
+        await reward("42", truth)
+
+
+HOSTILE = {
+    "tower of powers": r"\boxed{9^{9^{9^{9}}}}",
+    "tower outside of a box": "9^9^9^9",
+    "python's powers": "it is 9**9**9**9",
+    "nested parentheses": rf"\boxed{{{'(' * 2000}1{')' * 2000}}}",
+    "nested fractions": rf"\boxed{{{chr(92)}frac{{1}}{{{(chr(92) + 'frac{1}{') * 300}1{'}' * 301}}}",
+    "factorial of a factorial": r"\boxed{10^{10^6}!}",
+    "endless sum": r"\boxed{\sum_{n=1}^{10^9} n!}",
+    "hard integral": r"\boxed{\int_0^1 x^{x^{x^x}} dx}",
+    "long binomial": r"\boxed{\binom{10^9}{5 \cdot 10^8}}",
+    "many boxes": "\\boxed{" * 5000,
+    "many dollars": "$" * 20_001,
+    "many digits": "1" * 100_000,
+    "long sum": "1+" * 50_000 + "1",
+    "white space": " " * 100_000 + "x",
+    "surrogates and nothing": "\ud800\x00\x1b",
+    "code": r"\boxed{__import__('os')._exit(0)}",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_hostile_answers_are_wrong_within_their_limits(text: str) -> None:
+    began = time.monotonic()
+    given_reward, verdict = await reward(text, "1", limits=SHORT)
+    assert given_reward == 0.0
+    assert verdict in ("over_limits", "wrong", "no_answer", "too_long", "unreadable")
+    assert time.monotonic() - began < 30  # a second of CPU time, and a new worker, on a busy machine
+    assert await reward("it is $1$", "1", limits=SHORT) == (1.0, "correct")
+
+
+async def test_a_hostile_answer_does_not_hold_up_others() -> None:
+    hostile = [reward(r"\boxed{9^{9^{9^{9}}}}", "1", limits=SHORT) for _ in range(3)]
+    plain = [reward(rf"${n}+{n}$", 2 * n, limits=SHORT) for n in range(60)]
+    results = await asyncio.gather(*hostile, *plain)
+    assert results[:3] == [(0.0, "over_limits")] * 3
+    assert results[3:] == [(1.0, "correct")] * 60
+
+
+async def test_memory_is_limited() -> None:
+    limits = WorkerLimits(cpu_s=2.0, memory_bytes=300 << 20)
+    given_reward, verdict = await reward(r"\boxed{7^{7^{9}} - 2^{3^{20}}}", "1", limits=limits)
+    assert (given_reward, verdict) in ((0.0, "over_limits"), (0.0, "wrong"), (0.0, "unreadable"))
+
+
+async def test_a_worker_that_dies_is_replaced() -> None:
+    limits = WorkerLimits(cpu_s=2.0)
+    assert await reward("$2/2$", "1", limits=limits, n_workers=1) == (1.0, "correct")
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
+    assert await reward("$3/3$", "1", limits=limits, n_workers=1) == (1.0, "correct")
+
+
+async def test_a_machine_that_starts_no_workers_is_an_error_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    with pytest.raises(RewardError, match="could not be compared"):
+        await reward("$2/2$", "1", limits=WorkerLimits(cpu_s=2.5))
+
+
+async def test_cancelling_does_not_break_the_workers() -> None:
+    running = [asyncio.ensure_future(reward(f"${n}$", n, limits=SHORT)) for n in range(20)]
+    await asyncio.sleep(0)
+    for task_ in running[::2]:
+        task_.cancel()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert results[1::2] == [(1.0, "correct")] * 10
+    assert await reward("$8/8$", "1", limits=SHORT) == (1.0, "correct")
+
+
+def test_it_works_in_one_event_loop_after_another() -> None:
+    for _ in range(2):
+        assert asyncio.run(reward("$4/4$", "1")) == (1.0, "correct")
+
+
+def test_workers_go_with_their_process() -> None:
+    code = (
+        "import asyncio, os\nfrom support.episodes import answered, task\nfrom strands_env.rewards import MathReward\n"
+        "asyncio.run(MathReward().compute(action=task('1'), step_result=answered('$2/2$')))\n"
+        "import subprocess\n"
+        "asked = ['ps', '-o', 'pid=', '--ppid', str(os.getpid())]\n"
+        "print(subprocess.run(asked, capture_output=True, text=True).stdout)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    pids = [int(pid) for pid in ran.stdout.split()]
+    assert len(pids) >= 2  # a worker, and ps itself
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@settings(max_examples=300)
+@given(st.text(alphabet="\\boxed{}f a1", max_size=60))
+def test_the_last_box_is_some_text_between_braces_that_match(text: str) -> None:
+    box = last_boxed(text)
+    if box is not None:
+        assert f"{{{box}}}" in text
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="{}\\")), st.text())
+def test_what_was_boxed_last_is_found(content: str, before: str) -> None:
+    before = before.replace("\\", "")
+    assert last_boxed(f"{before}\\boxed{{{content}}}") == content
