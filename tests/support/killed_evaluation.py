@@ -2,7 +2,7 @@
 
 Run by hand for the whole thing, 64 tasks x 4 samples killed three times (about ten minutes on two cores):
 
-    PYTHONPATH=tests python tests/support/killed_evaluation.py --tasks 64 --samples 4 --kills 3
+    PYTHONPATH=tests python -m support.killed_evaluation --tasks 64 --samples 4 --kills 3
 """
 
 from __future__ import annotations
