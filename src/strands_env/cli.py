@@ -224,6 +224,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from .eval.storage import results_file, side_file
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
+    if not arguments.verbose:  # unknown tools and cut-off answers are a model's everyday life, and in the results
+        logging.getLogger("strands").setLevel(logging.CRITICAL)
     for name in ("env", "output"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is needed")
