@@ -216,7 +216,7 @@ def list_names(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run an evaluation; return the exit code."""
-    from .eval import CheckpointError, EvaluationStoppedError, Evaluator
+    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
     from .eval.checkpoint import replace_file
     from .eval.comparison import end_lines, metric_lines
     from .eval.json_lines import encode
@@ -254,7 +254,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     except (CheckpointError, EvaluationStoppedError) as error:
         tell(f"strands-env: {one_line(error)}")
         return FAILED
-    except ValueError as error:  # two different tasks with one id
+    except DuplicateTaskError as error:
         raise UsageError(one_line(error)) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; what is finished is kept in {arguments.output}, the same command goes on with it")
