@@ -110,7 +110,9 @@ def standard_metrics(
             add(
                 f"majority@{k}",
                 [majority_at_k(a, s, k) for a, s in zip(answers, successes, strict=True) if len(a) >= k],
-                [majority_at_k(a, s, k) for a, s in zip(worst_answers, worst_successes, strict=True) if len(a) >= k],
+                [majority_at_k(a, s, k) for a, s in zip(worst_answers, worst_successes, strict=True) if len(a) >= k]
+                if dropped
+                else [],
             )
     add(
         f"avg@{n}",

@@ -13,9 +13,9 @@ All are means over prompts. Samples of one prompt resemble each other, so what i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -85,13 +85,20 @@ def majority_at_k(answers: Sequence[Hashable | None], successes: Sequence[bool],
     n = len(answers)
     if len(successes) != n or not 1 <= k <= n:
         raise ValueError(f"{n} answers, {len(successes)} successes, k={k}")
-    subsets: list[tuple[int, ...]]
-    if math.comb(n, k) <= _MOST_SUBSETS:
-        subsets = list(itertools.combinations(range(n), k))
-    else:
-        ranks = np.random.default_rng(seed).random((_MOST_SUBSETS, n))
-        subsets = [tuple(row) for row in np.argpartition(ranks, k - 1, axis=1)[:, :k].tolist()]
-    return sum(_vote(answers, successes, subset) for subset in subsets) / len(subsets)
+    columns = {answer: column for column, answer in enumerate(dict.fromkeys(one for one in answers if one is not None))}
+    if not columns:
+        return 0.0
+    given = np.zeros((n, len(columns)))  # which sample gave which answer
+    for row, answer in enumerate(answers):
+        if answer is not None:
+            given[row, columns[answer]] = 1.0
+    chosen = _subsets(n, k, seed)
+    votes = chosen @ given
+    # By answer and not by sample: a judge that was of two minds about one answer counts as such.
+    right = chosen @ (given * np.asarray(successes, dtype=np.float64)[:, None])
+    won = (votes == votes.max(axis=1, keepdims=True)) & (votes > 0)
+    shares = np.divide(right, votes, out=np.zeros_like(right), where=votes > 0)
+    return float(((shares * won).sum(axis=1) / np.maximum(won.sum(axis=1), 1)).mean())
 
 
 def mean_over_prompts(
@@ -148,17 +155,16 @@ def _chance_of_drawing_only(
     return np.asarray(factors.prod(axis=1), dtype=np.float64)
 
 
-def _vote(answers: Sequence[Hashable | None], successes: Sequence[bool], subset: tuple[int, ...]) -> float:
-    votes = Counter(answers[i] for i in subset if answers[i] is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = {answer for answer, count in votes.items() if count == most}
-    # By answer and not by sample: a judge that was of two minds about one answer counts as such.
-    shares = [
-        float(np.mean([successes[i] for i in subset if answers[i] == winner])) for winner in sorted(winners, key=repr)
-    ]
-    return sum(shares) / len(shares)
+@functools.lru_cache(maxsize=16)
+def _subsets(n: int, k: int, seed: int) -> npt.NDArray[np.float64]:
+    """Which samples are drawn: one row per draw, 1 in the columns of its samples."""
+    if math.comb(n, k) <= _MOST_SUBSETS:
+        drawn = np.array(list(itertools.combinations(range(n), k)))
+    else:
+        drawn = np.argsort(np.random.default_rng(seed).random((_MOST_SUBSETS, n)), axis=1)[:, :k]
+    chosen = np.zeros((len(drawn), n))
+    np.put_along_axis(chosen, drawn, 1.0, axis=1)
+    return chosen
 
 
 def _expanded_tail(tail: float, count: int) -> float:

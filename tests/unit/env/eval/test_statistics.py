@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -52,6 +53,19 @@ def test_a_tied_vote_is_shared_and_no_answer_does_not_vote():
     assert majority_at_k(["a", "b"], [True, False], 2) == 0.5
     assert majority_at_k(["a", None, None], [True, False, False], 3) == 1.0
     assert majority_at_k([None, None], [False, False], 2) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7), st.data())
+def test_majority_is_what_voting_in_every_draw_gives(samples, data):
+    k = data.draw(st.integers(1, len(samples)))
+    expected = []
+    for draw in itertools.combinations(samples, k):
+        votes = Counter(answer for answer, _ in draw if answer is not None)
+        winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+        shares = [np.mean([right for answer, right in draw if answer == winner]) for winner in winners]
+        expected.append(np.mean(shares) if shares else 0.0)
+    answers, successes = zip(*samples, strict=True)
+    assert majority_at_k(answers, successes, k) == pytest.approx(np.mean(expected))
 
 
 def test_majority_of_some_samples_agrees_with_a_closed_form():
