@@ -74,7 +74,6 @@ class CheckpointFile:
         self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None
-        self.fsyncs = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records in the order of their writing.
@@ -142,35 +141,47 @@ class CheckpointFile:
             self._writing = None
 
     def _commit(self, lines: list[Callable[[], bytes]]) -> list[CheckpointError | None]:
-        """Write and sync; runs in the thread. What went wrong with each, all of them if the disk refuses."""
-        outcomes: list[CheckpointError | None] = []
-        encoded: list[bytes] = []
-        for line in lines:
+        """Write and sync; runs in the thread. What went wrong with each."""
+        outcomes: list[CheckpointError | None] = [self._failure] * len(lines)
+        encoded: dict[int, bytes] = {}
+        for position, line in enumerate(lines):
             try:
-                encoded.append(line())
-                outcomes.append(None)
+                encoded[position] = line()
             except Exception as error:
-                outcomes.append(CheckpointError(f"{self.path}: a result cannot be written: {error!r}"))
-        if self._failure is not None:
-            return [self._failure] * len(lines)
-        data = b"".join(encoded)
+                outcomes[position] = CheckpointError(f"{self.path}: a result cannot be written: {error!r}")
+        if self._failure is not None or not encoded:
+            return outcomes
+        try:
+            self._put(b"".join(encoded.values()))
+        except OSError:
+            for position, record in encoded.items():  # some of them may still fit
+                if self._failure is None:
+                    try:
+                        self._put(record)
+                        continue
+                    except OSError as error:
+                        self._failure = self._told(error)
+                outcomes[position] = self._failure
+        return outcomes
+
+    def _put(self, data: bytes) -> None:
+        """Write and sync all of it, or leave none of it."""
         try:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._fd, data[written : written + _BLOCK], self._end + written)
             os.fsync(self._fd)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)
-            what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-            self._failure = CheckpointError(
-                f"{self.path}: {what}; every result reported as finished is kept, run again to go on"
-            )
-            self._failure.__cause__ = error
-            return [self._failure] * len(lines)
-        self.fsyncs += 1
+            raise
         self._end += len(data)
-        return outcomes
+
+    def _told(self, error: OSError) -> CheckpointError:
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
+        told = CheckpointError(f"{self.path}: {what}; every result reported as finished is kept, run again to go on")
+        told.__cause__ = error
+        return told
 
     def _repair(self) -> int:
         """Cut off what is no whole record behind the last newline; return the file's length."""

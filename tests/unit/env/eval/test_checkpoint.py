@@ -107,6 +107,24 @@ async def test_a_full_disk_is_a_clear_error_and_leaves_whole_records_only(tmp_pa
     assert path.read_bytes() == record(1)
 
 
+async def test_of_records_that_wait_together_those_that_fit_are_kept(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    file = CheckpointFile(path)
+    pwrite, room = os.pwrite, 2 * len(record(1)) + 5
+
+    def small_disk(fd, data, offset):
+        if offset + len(data) > room:
+            pwrite(fd, data[: room - offset], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", small_disk)
+    ends = await asyncio.gather(*(file.append(lambda n=n: record(n)) for n in range(4)), return_exceptions=True)
+    await file.close()
+    assert [end is None for end in ends] == [True, True, False, False]
+    assert path.read_bytes() == record(0) + record(1)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 async def test_a_device_that_is_full_is_told_as_such():
     with pytest.raises(CheckpointError):
