@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,7 +104,8 @@ class Environment:
             max_total_tokens: Tokens of prompts and answers, summed over the agent's calls, likewise.
             episode_timeout: Seconds from `reset` to the agent's end.
             tool_timeout: Seconds for one tool call; it ends with an error that the model sees, and the episode goes on.
-            reward_timeout: Seconds for the reward function; after that there is no reward, and `error` says so.
+            reward_timeout: Seconds for the reward function, and for `compute_metrics` if it is async; after that there
+                is none, and `error` says so.
             cleanup_timeout: Seconds for `cleanup`.
             retries: How often an episode that failed is begun anew, with `cleanup` and `reset` in between.
             retry_on: The ends that count as failed.
@@ -168,6 +169,8 @@ class Environment:
     def compute_metrics(self, observation: Observation) -> dict[str, Any] | Awaitable[dict[str, Any]]:
         """Metrics of one's own, put beside those of `observation.metrics`; asked for before the reward.
 
+        Not of steps that the caller cancelled.
+
         Args:
             observation: What the episode left.
         """
@@ -223,8 +226,9 @@ class Environment:
                 end: Any = await supervisor.within(self.episode_timeout, playing, what="the episode")
             except (Exception, asyncio.CancelledError) as error:
                 end = error
-            result = await self._result(episode, end)
-            await self._add_reward(action, result, supervisor)
+            result = await self._result(episode, end, supervisor)
+            with _trajectory_of(episode.model):  # of a judge that asks the same model
+                await self._add_reward(action, result, supervisor)
             return result
         finally:
             try:
@@ -236,8 +240,10 @@ class Environment:
     async def _play(self, episode: _Episode) -> Any:
         await _settled(self.reset())
         model: Any = await _settled(self.model_factory())
-        with model.episode() if isinstance(model, SGLangModel) else nullcontext() as trajectory:
-            episode.trajectory = trajectory
+        if model is None:
+            raise TypeError("the model factory made no model; Strands would take one of its own")
+        episode.model = model
+        with _trajectory_of(model) as episode.trajectory:
             tools = list(await _settled(self.get_tools()))
             hooks = [episode.limiter, BudgetHooks(self.budgets), episode.failures, *await _settled(self.get_hooks())]
             system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
@@ -259,7 +265,7 @@ class Environment:
             episode.agent = await asyncio.to_thread(make_agent) if episode.has_providers else make_agent()
             return await drive(episode.agent, [episode.conversation.asked], self.budgets)
 
-    async def _result(self, episode: _Episode, end: Any) -> StepResult:
+    async def _result(self, episode: _Episode, end: Any, supervisor: Supervisor) -> StepResult:
         """What the episode left."""
         reason = episode.reason(end)
         messages = list(episode.agent.messages) if episode.agent is not None else []
@@ -279,7 +285,12 @@ class Environment:
         own = messages[len(episode.conversation.before) + 1 :]
         observation.metrics = episode_metrics(episode.agent, own, episode.trajectory, time.monotonic() - episode.began)
         try:
-            observation.metrics.update(await _settled(self.compute_metrics(observation)))
+            added: Any = {} if supervisor.is_cancelled else self.compute_metrics(observation)
+            if inspect.isawaitable(added):
+                added = await supervisor.within(self.reward_timeout, _settled(added), what="compute_metrics")
+            observation.metrics.update(added)
+        except asyncio.CancelledError:
+            result.termination_reason = TerminationReason.CANCELLED
         except Exception as error:
             logger.warning("the environment's metrics could not be computed", exc_info=True)
             result.error = result.error or f"compute_metrics: {_told(error)}"
@@ -336,6 +347,7 @@ class _Episode:
         self.conversation = conversation
         self.limiter = limiter
         self.began = time.monotonic()
+        self.model: Any = None
         self.agent: Agent | None = None
         self.trajectory: Trajectory | None = None
         self.has_providers = False
@@ -349,6 +361,11 @@ class _Episode:
             if self.failures.error in (end, getattr(end, "original_exception", None)):
                 return TerminationReason.INFRASTRUCTURE_ERROR
         return reason
+
+
+def _trajectory_of(model: Any) -> AbstractContextManager[Trajectory | None]:
+    """A trajectory of its own for what is asked of a model inside, if it is one that records."""
+    return model.episode() if isinstance(model, SGLangModel) else nullcontext()
 
 
 async def _settled(value: Any) -> Any:

@@ -40,8 +40,7 @@ class AgentCoreCodeEnvironment(Environment):
     """Tasks for an agent that runs Python in AgentCore's code interpreter.
 
     Each step has a session of its own, opened when the first program runs and stopped by `cleanup`; what a program
-    defines is there
-    for the next one. One environment runs one step at a time: make one per step.
+    defines is there for the next one. One environment runs one step at a time: make one per step.
     """
 
     default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "code_interpreter.md"

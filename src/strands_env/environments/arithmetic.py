@@ -33,8 +33,7 @@ def evaluate(expression: str) -> Number:
     """Compute an expression.
 
     Numbers; `+ - * / // % **`, with `^` for `**`; parentheses; `pi`, `e`, `tau`; and the functions that the error text
-    for an
-    unknown one lists. `/` gives a whole number where it comes out even.
+    for an unknown one lists. `/` gives a whole number where it comes out even.
 
     Raises:
         ArithmeticExpressionError: It is anything else, too long or nested, too large, or has no real value.

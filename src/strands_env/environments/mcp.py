@@ -22,8 +22,7 @@ class MCPEnvironment(Environment):
     """Tasks for an agent with the tools of one or several MCP servers.
 
     With a factory each step has servers of its own, started by `reset` and stopped by `cleanup`: state that a server
-    keeps is not
-    seen by other episodes. With running clients all steps share them, and who started them stops them.
+    keeps is not seen by other episodes. With running clients all steps share them, and who started them stops them.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
     elif ran.exit_code is not None and ran.exit_code < 0:
         note = f"[ended by {signal.Signals(-ran.exit_code).name}]"
         if -ran.exit_code == signal.SIGKILL:
-            note = f"[stopped: it used more than {limits.cpu_s} seconds of CPU time]"
+            note = f"[killed: it used more than {limits.cpu_s} seconds of CPU time, or the machine ran out of memory]"
     elif not ran.output.strip():
         note = (
             "[nothing was printed: print what you want to see]"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.types import Action, StepResult
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 
 
 class RewardError(RuntimeError):
@@ -54,20 +54,14 @@ def last_boxed(text: str) -> str | None:
     """
     found: str | None = None
     open_braces: list[int | None] = []  # for each where its box's content begins, if it is one's
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            box = _BOX.match(text, position)
-            if box is not None:
-                open_braces.append(box.end())
-            position = box.end() if box is not None else position + 2
-            continue
-        if character == "{":
-            open_braces.append(None)
-        elif character == "}" and open_braces:
-            begin = open_braces.pop()
+    for match in _BRACES.finditer(text):
+        mark = match[0]
+        if mark == "}":
+            begin = open_braces.pop() if open_braces else None
             if begin is not None:
-                found = text[begin:position]
-        position += 1
+                found = text[begin : match.start()]
+        elif mark == "{":
+            open_braces.append(None)
+        elif len(mark) > 2:  # no escaped character
+            open_braces.append(match.end())
     return found

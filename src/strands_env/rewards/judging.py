@@ -8,11 +8,14 @@ import inspect
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from strands.models.model import Model
 from strands.types.content import Messages
+
+from strands_sglang import SGLangModel
 
 from ..core.types import Action, RewardFunction, RewardResult, StepResult
 from .answers import RewardError, answer_of, question_of
@@ -51,10 +54,8 @@ class JudgeReward(RewardFunction):
     """The score that a judge gives, brought to 0 ... 1. No answer is 0 without asking.
 
     The judge answers in structured output (`reasoning`, `score`), is asked again if its answer does not fit or the call
-    fails, and
-    in the end raises: a judge that fails says nothing of the answer. Its calls belong to no episode and are
-    never trained: the judge has a model of its own, and one that records (`SGLangModel`) is told that they are
-    auxiliary.
+    fails, and in the end raises: a judge that fails says nothing of the answer. Its calls belong to no episode and are
+    never trained; a model that records keeps nothing of them.
 
     `info` has `score`, `reasoning`, `attempts`, and `verdict` (judged, no_answer).
     """
@@ -76,12 +77,10 @@ class JudgeReward(RewardFunction):
         Args:
             model: The judge: a Strands model, or what makes one for each answer (as the model factories of
                 `strands_env.core`).
-                For an `SGLangModel` give a factory: one object would record every judgement for ever.
             rubric: What makes an answer good.
             scale: The lowest and the highest score that the judge may give.
             template: The message, with places for `question`, `answer`, `ground_truth`, `rubric`, `low`, `high`, and
-                `mark`, a tag
-                that no answer can close, since it is made from the answer's text.
+                `mark`, a tag that no answer can close, since it is made from the answer's text.
             system_prompt: The judge's system prompt.
             max_attempts: How often it is asked.
             timeout: Seconds for one attempt.
@@ -162,12 +161,13 @@ class JudgeReward(RewardFunction):
         if not isinstance(model, Model):
             made = model()
             model = await made if inspect.isawaitable(made) else made
-        model = getattr(model, "auxiliary", model)
         messages: Messages = [{"role": "user", "content": [{"text": prompt}]}]
         judgement: BaseModel | None = None
-        async for event in model.structured_output(self._judgement, messages, system_prompt=self.system_prompt):
-            if "output" in event:
-                judgement = event["output"]
+        # A model that records does so in a trajectory of this call's own, which is dropped.
+        with model.episode() if isinstance(model, SGLangModel) else nullcontext():
+            async for event in model.structured_output(self._judgement, messages, system_prompt=self.system_prompt):
+                if "output" in event:
+                    judgement = event["output"]
         if judgement is None:
             raise ValueError("the judge answered without a judgement")
         # Not every provider holds the answer against the schema.

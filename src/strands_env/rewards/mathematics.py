@@ -4,8 +4,7 @@ What counts as the answer, in this order:
 
 1. what stands in the last complete `\boxed{...}`; nothing else is looked at then,
 2. with `require_boxed=False`: what math-verify finds in the last 20,000 characters: a "final answer is ...", an
-   "answer: ...", the last
-   formula between `$` or `\[ \]`, the last number.
+   "answer: ...", the last formula between `$` or `\[ \]`, the last number.
 
 The comparison is math-verify's: `1/2`, `0.5` and `\frac{1}{2}` are the same, `x=5` is `5`, sets and intervals are
 compared as such, floats by their digits.
@@ -32,8 +31,7 @@ class MathReward(RewardFunction):
     r"""1 for the right answer, 0 for a wrong one or none.
 
     `info` has `verdict` (correct, wrong, no_answer, not_boxed, too_long, unreadable, over_limits), `extracted` (the
-    answer as it was found)
-    and `ground_truth`.
+    answer as it was found) and `ground_truth`.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ Three modes, best first; `PythonSandbox` takes the first that this machine allow
   /tmp in memory; no other process, no other file, no network. The kernel ends all of it at once.
 - `uid`: root without namespaces, as in most containers. A uid of its own: it can read what everybody on the machine may
   read, and no more; it cannot signal, trace or look into other processes; a filter on system calls keeps it from the
-  network. Files are measured 20 times a second, and only in its folder: what it writes to other places that everybody
-  may write to stays.
+  network. Files in its folder, /tmp, /var/tmp and /dev/shm are measured 20 times a second and removed at the end;
+  what it writes to other places that everybody may write to is neither.
 - `unsafe`, only if asked for: a process of the same user, with limits. It can do all that this process can.
 
 In each mode a run has limits on time, memory, files, processes and output, nothing of the caller's environment, no
@@ -23,7 +23,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+from .inside.file_system import remove
 from .limits import DEFAULT_LIMITS, SandboxLimits
 
 Mode = Literal["namespaces", "uid", "unsafe"]
@@ -165,7 +165,7 @@ class PythonSandbox:
                     command = _command(self._python, self.mode, self.limits, status_writes, folder, self._visible)
                     process = await asyncio.create_subprocess_exec(
                         *command,
-                        env={},
+                        env=_environment(),
                         cwd="/",
                         stdin=given,
                         stdout=output_writes,
@@ -242,7 +242,7 @@ def _why_not(mode: Mode, python: str) -> str | None:
             try:
                 ran = subprocess.run(
                     _command(python, mode, DEFAULT_LIMITS, writes, folder, ()),
-                    env={},
+                    env=_environment(),
                     cwd="/",
                     stdin=given,
                     stdout=subprocess.PIPE,
@@ -304,16 +304,12 @@ def _folder(mode: Mode) -> Iterator[str | None]:
     try:
         yield folder
     finally:
-        _remove(folder)
+        remove(folder)
 
 
-def _remove(folder: str) -> None:
-    """Remove a folder whatever a program made of it: without permissions, nested deeper than Python can recurse."""
-    with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-    if os.path.lexists(folder):
-        subprocess.run(["chmod", "-R", "u+rwx", folder], capture_output=True)
-        subprocess.run(["rm", "-rf", "--", folder], capture_output=True)
+def _environment() -> dict[str, str]:
+    """What a Python may need to start, and nothing else."""
+    return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
 
 
 def _in_memory(source: bytes) -> IO[bytes]:

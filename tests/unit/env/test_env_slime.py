@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from strands import Agent
 
 from strands_env import slime
 from strands_env.core import Action, RewardFunction, TaskContext
@@ -95,8 +96,10 @@ class Rollouts:
         self.state = SlimeState(tokenizer)
         self.server = ScriptedSGLang(tokenizer, answers)
         self.environments: list[CalculatorEnv] = []
+        self.models: list[Any] = []
 
         def make_environment(model_factory: Any, sample: Any) -> CalculatorEnv:
+            self.models.append(model_factory())
             self.environments.append(CalculatorEnv(model_factory, reward_fn, **limits))
             return self.environments[-1]
 
@@ -209,3 +212,16 @@ def test_an_episode_is_run_by_one_side_only() -> None:
 
     with pytest.raises(ValueError, match="runs everything by itself"):
         make_generate(episode=lambda model, sample: None, max_turns=3)
+
+
+async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer: Any) -> None:
+    class Judge(RewardFunction):
+        async def compute(self, **kwargs: Any) -> float:
+            agent = Agent(model=rollouts.models[0], callback_handler=None)
+            return float("425" in str(await agent.invoke_async("Is it right?")))
+
+    rollouts = Rollouts(chatml_tokenizer, [ANSWER, ANSWER], reward_fn=Judge())
+    sample = await rollouts()
+    assert (sample.reward, len(rollouts.server.requests)) == (1.0, 2)
+    assert sample.metadata["strands_sglang"]["other_sequences"] == 0
+    assert sum(sample.loss_mask) == len(rollouts.server.responses[0].body["output_ids"])

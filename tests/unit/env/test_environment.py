@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strands import tool
+from strands import Agent, tool
 from strands.hooks import AfterInvocationEvent, HookProvider
 
 from strands_env.core import Action, Environment, Observation, RewardFunction, RewardResult, TerminationReason
@@ -260,3 +260,17 @@ async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(0.5))
     result = await env.step(ASK)
     assert result.reward == RewardResult(reward=0.5)
+
+
+async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokenizer: Any) -> None:
+    class Judge(RewardFunction):
+        async def compute(self, **kwargs: Any) -> RewardResult:
+            verdict = await Agent(model=model, callback_handler=None).invoke_async(ASK.message)
+            return RewardResult(reward=1.0, info={"verdict": str(verdict)})
+
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: ANSWER)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    env = Environment(lambda: model, reward_fn=Judge())
+    results = await asyncio.gather(*(env.step(ASK) for _ in range(5)))
+    assert [len(result.observation.trajectory) for result in results] == [1] * 5
+    assert len(model.trajectory) == 0 and len(server.requests) == 10

@@ -88,6 +88,7 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
     ),
     "a server's error": (TerminationReason.INFRASTRUCTURE_ERROR, [FAULT], {}),
     "a server's error later": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, FAULT], {}),
+    "a throttled request, asked once": (TerminationReason.INFRASTRUCTURE_ERROR, [ScriptedFault(status=429)], {}),
     "garbage": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, ScriptedFault(kind="garbage")], {}),
     "a lost connection": (TerminationReason.INFRASTRUCTURE_ERROR, [CALL, ScriptedFault(kind="drop")], {}),
     "a refused request": (
@@ -171,6 +172,12 @@ async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer: Any) -> No
 
 
 # --- the environment's own code ---
+
+
+async def test_a_factory_that_makes_nothing_gets_no_model_of_strands() -> None:
+    result = await CalculatorEnv(lambda: None).step(ASK)  # type: ignore[arg-type, return-value]
+    assert result.termination_reason is TerminationReason.AGENT_ERROR
+    assert result.error is not None and "the model factory made no model" in result.error
 
 
 @pytest.mark.parametrize("where", ["reset", "get_tools", "get_hooks", "model_factory", "cleanup"])
@@ -432,7 +439,7 @@ async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatm
     assert server.running == []
 
 
-@pytest.mark.parametrize("phase", ["reset", "reward", "cleanup", "delay"])
+@pytest.mark.parametrize("phase", ["reset", "metrics", "reward", "cleanup", "delay"])
 async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
     phase: str, chatml_tokenizer: Any
 ) -> None:
@@ -447,6 +454,10 @@ async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
         async def reset(self) -> None:
             await super().reset()
             await wait("reset")
+
+        async def compute_metrics(self, observation: Any) -> dict[str, Any]:
+            await wait("metrics")
+            return {}
 
         async def cleanup(self) -> None:
             await wait("cleanup")
@@ -475,7 +486,7 @@ async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
     assert finished == [True]
     assert phases.steps == ["reset", "cleanup"]
     assert phases.last_result is not None
-    if phase in ("reset", "reward", "delay"):
+    if phase != "cleanup":
         assert phases.last_result.termination_reason is TerminationReason.CANCELLED
         assert phases.last_result.reward is None
 

@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from strands_env.sandbox import (
     SandboxUnavailableError,
     available_modes,
 )
+from support.sandboxes import running
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # in most places every user may run it
 SMALL = SandboxLimits(
@@ -60,27 +62,17 @@ def sandbox_in(mode: str, limits: SandboxLimits = SMALL) -> PythonSandbox:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> object:
-    """After each test: no process that was not there before, no folder."""
-    before = set(processes())
-    yield
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where sandboxes of this test make their folders. After the test nothing is left, in there and of processes."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
+    folder = tempfile.mkdtemp(prefix="test-sandbox-")
+    os.chmod(folder, 0o755)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    yield folder
     deadline = time.monotonic() + 5
-    while left := {pid: what for pid, what in processes().items() if pid not in before and "sandbox-mark" in what}:
+    while left := running(os.getpid(), folder):
         assert time.monotonic() < deadline, left
-    assert not list(Path(tempfile.gettempdir()).glob("strands-env-sandbox-*"))
-
-
-def processes() -> dict[int, str]:
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes().decode(errors="replace")
-                mark = "sandbox-mark" if "main.py" in command or "inside.launcher" in command else ""
-                found[int(folder.name)] = command + mark
-            except OSError:
-                pass
-    return found
+    os.rmdir(folder)
 
 
 def program(text: str) -> str:
@@ -261,6 +253,23 @@ async def test_open_files_are_limited(mode: str) -> None:
     assert "Too many open files" in ran.output
 
 
+async def test_files_outside_of_its_folder_count_and_go_too(mode: str) -> None:
+    if mode == "unsafe":
+        pytest.skip("not promised in this mode")
+    code = program("""
+        import os
+        for folder in ('/tmp', '/dev/shm'):
+            os.mkdir(f'{folder}/strands-env-sandbox-left'); open(f'{folder}/strands-env-sandbox-left/file', 'w')
+        print('written')
+        while True:
+            with open('/dev/shm/strands-env-sandbox-big', 'ab') as f: f.write(b'x' * (1 << 20))
+    """)
+    ran = await sandbox_in(mode).run(code)
+    assert ran.output.startswith("written\n")
+    assert ran.ended == "disk" or "No space left" in ran.output or "File too large" in ran.output
+    assert not list(Path("/dev/shm").glob("strands-env-sandbox-*"))
+
+
 # --- what outlives the program ---
 
 
@@ -296,36 +305,33 @@ async def test_zombies_and_a_closed_output_do_not_matter(mode: str) -> None:
     assert (ran.output, ran.exit_code) == ("", 5)
 
 
-async def test_a_cancelled_run_is_ended(mode: str) -> None:
+async def test_a_cancelled_run_is_ended(mode: str, folders: str) -> None:
     sandbox = sandbox_in(mode)
-    running = asyncio.ensure_future(sandbox.run("import time\nwhile True: time.sleep(0.01)"))
-    while not any("main.py" in what for what in processes().values()):
+    ran = asyncio.ensure_future(sandbox.run("import time\nwhile True: time.sleep(0.01)"))
+    while len(running(os.getpid(), folders)) < 2:
         await asyncio.sleep(0.01)
-    running.cancel()
+    ran.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert not any("main.py" in what for what in processes().values())
+        await ran
+    assert running(os.getpid(), folders) == []
 
 
-def test_programs_go_when_the_process_that_runs_them_is_killed(mode: str, tmp_path: Path) -> None:
+def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed(mode: str, folders: str) -> None:
     code = (
         "import asyncio\nfrom strands_env.sandbox import PythonSandbox\n"
         f"box = PythonSandbox(mode={mode!r}, unsafe=True, python={python_for(mode)!r})\n"
+        "print('ready', flush=True)\n"
         "asyncio.run(box.run('import time; time.sleep(1000)'))"
     )
     package = str(Path(strands_env.sandbox.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": package, "TMPDIR": str(tmp_path)}
-    tmp_path.chmod(0o755)
-    for parent in (tmp_path, *tmp_path.parents):
-        if str(parent).startswith(tempfile.gettempdir() + "/"):
-            parent.chmod(0o755)
-    with subprocess.Popen([sys.executable, "-c", code], env=environment) as owner:
+    environment = {**os.environ, "PYTHONPATH": package, "TMPDIR": folders}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
         deadline = time.monotonic() + 30
-        while not any("main.py" in what for what in processes().values()):
+        while len(running(owner.pid, folders)) < 2:
             assert owner.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
         owner.kill()
-    while any("main.py" in what for what in processes().values()):
+    while running(owner.pid, folders) or os.listdir(folders):
         assert time.monotonic() < deadline + 10
 
 
@@ -430,22 +436,21 @@ async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode: str, tmp_
     assert ran.output == ""
 
 
-async def test_only_python_and_a_small_system_are_visible_in_namespaces(tmp_path: Path) -> None:
+async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders: str) -> None:
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
-    (tmp_path / "data.txt").write_text("of the host")
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.is_relative_to(tempfile.gettempdir()) and folder != Path(tempfile.gettempdir()):
-            folder.chmod(0o755)
-    hidden = (
-        f"import os; print(os.path.exists({str(tmp_path)!r}), os.path.exists('/home'), len(os.listdir('/proc')) > 0)"
-    )
-    assert (await sandbox_in("namespaces").run(hidden)).output == "False False True\n"
-    shown = PythonSandbox(SMALL, mode="namespaces", visible_paths=[tmp_path])
-    ran = await shown.run(
-        f"print(open({str(tmp_path / 'data.txt')!r}).read())\nopen({str(tmp_path / 'data.txt')!r}, 'w')"
-    )
-    assert ran.output.startswith("of the host\n") and "Read-only" in ran.output
+    folder = Path(folders) / "data"
+    folder.mkdir()
+    file = folder / "data.txt"
+    file.write_text("of the host")
+    try:
+        hidden = f"import os; print([os.path.exists(path) for path in ({folders!r}, '/home', '/proc/self')])"
+        assert (await sandbox_in("namespaces").run(hidden)).output == "[False, False, True]\n"
+        shown = PythonSandbox(SMALL, mode="namespaces", visible_paths=[folder])
+        ran = await shown.run(f"print(open({str(file)!r}).read())\nopen({str(file)!r}, 'w')")
+        assert ran.output.startswith("of the host\n") and "Read-only" in ran.output
+    finally:
+        shutil.rmtree(folder)
 
 
 async def test_there_is_no_network(safe_mode: str) -> None:

@@ -5,7 +5,10 @@ All of it is in memory and belongs to the namespace, so it is gone with the last
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import subprocess
 from typing import Any
 
 from . import kernel
@@ -58,6 +61,19 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
 def most_files(size: int) -> int:
     """How many files and folders there may be where so many bytes may be."""
     return max(1024, size // BYTES_PER_FILE)
+
+
+def remove(path: str) -> None:
+    """Remove what a program has made, be it without permissions or nested deeper than Python recurses."""
+    with contextlib.suppress(OSError, RecursionError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    if os.path.lexists(path):
+        for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", "--", path]):
+            with contextlib.suppress(OSError):
+                subprocess.run(command, capture_output=True, env={"PATH": "/usr/bin:/bin"})
 
 
 def _shown(paths: tuple[str, ...]) -> list[str]:

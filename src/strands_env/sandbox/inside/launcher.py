@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import sys
 import time
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ INNER = 1000
 FIRST_SPARE = 2_000_000_000
 """The uids from here on belong to nobody; each run takes one of its own."""
 POLL_S = 0.05
+SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where every user of a machine may write."""
 
 
 def main() -> NoReturn:
@@ -43,8 +46,12 @@ def main() -> NoReturn:
         run = {"namespaces": _in_namespaces, "uid": _as_other_user, "unsafe": _unsafe}[config["mode"]]
         run(config)
     except OSError as error:
-        _tell(status_fd, refused=str(error))
-    os._exit(0)
+        with contextlib.suppress(BrokenPipeError):  # whoever started this is gone
+            _tell(status_fd, refused=str(error))
+    finally:
+        if config["folder"] is not None:
+            file_system.remove(config["folder"])
+        os._exit(0)
 
 
 def _tell(status_fd: int, **what: Any) -> None:
@@ -101,7 +108,11 @@ def _as_other_user(config: dict[str, Any]) -> None:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.chown(config["folder"], uid, uid)
     os.chdir(config["folder"])
-    _finish(_start(config, user=uid, filtered=True), OfUser(uid), config)
+    try:
+        _finish(_start(config, user=uid, filtered=True), OfUser(uid), config, uid)
+    finally:
+        for path in _elsewhere(uid, config["folder"]):  # nobody is left who could change it meanwhile
+            file_system.remove(path)
 
 
 def _unsafe(config: dict[str, Any]) -> None:
@@ -111,9 +122,9 @@ def _unsafe(config: dict[str, Any]) -> None:
     _finish(program, OfParent(program), config)
 
 
-def _finish(program: int, members: Members, config: dict[str, Any]) -> None:
+def _finish(program: int, members: Members, config: dict[str, Any], uid: int | None = None) -> None:
     try:
-        ended, code = _watch(program, members, config)
+        ended, code = _watch(program, members, config, uid)
     finally:
         members.kill()
     _tell(config["status_fd"], ended=ended, code=code)
@@ -185,6 +196,8 @@ def _become_program(config: dict[str, Any], user: int | None, filtered: bool) ->
         kernel.filter_system_calls()
     home = os.getcwd()
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+    if "LD_LIBRARY_PATH" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     python = config["python"]
     # Nothing but the standard streams may be left of what was open (the status pipe closes by itself: it is needed if
@@ -215,7 +228,7 @@ def _of_user(uid: int) -> int:
 # --- watching ---
 
 
-def _watch(program: int, members: Members, config: dict[str, Any]) -> tuple[str, int | None]:
+def _watch(program: int, members: Members, config: dict[str, Any], uid: int | None = None) -> tuple[str, int | None]:
     """Wait until the program ends or must be ended: why, and its exit code."""
     deadline = time.monotonic() + config["wall_s"]
     # The first process of a namespace hears the program's signals only, and is ended from outside with SIGKILL.
@@ -231,19 +244,41 @@ def _watch(program: int, members: Members, config: dict[str, Any]) -> tuple[str,
             return "memory", None
         if processes > config["processes"]:  # the kernel's limit does not hold for root
             return "processes", None
-        if config["mode"] != "namespaces" and _folder_is_full(config["folder"], config["disk_bytes"]):
-            return "disk", None
+        if config["mode"] != "namespaces":
+            elsewhere = _elsewhere(uid, config["folder"]) if uid is not None else []
+            if _are_full([config["folder"], *elsewhere], config["disk_bytes"]):
+                return "disk", None
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
         came = signal.sigtimedwait(woken_by, left)
         if came is not None and came.si_signo == signal.SIGTERM:
             return "stopped", None
 
 
-def _folder_is_full(folder: str, most: int) -> bool:
-    """Whether the files in a folder take more than they may, or cannot be counted."""
+def _elsewhere(uid: int, folder: str) -> list[str]:
+    """What a user of its own has made in folders that all users share, beside its folder."""
+    found = []
+    for shared in SHARED_FOLDERS:
+        with contextlib.suppress(OSError), os.scandir(shared) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.path != folder and entry.stat(follow_symlinks=False).st_uid == uid:
+                        found.append(entry.path)
+    return found
+
+
+def _are_full(paths: list[str], most: int) -> bool:
+    """Whether files and folders, with all that is in them, take more than they may, or cannot be counted."""
     used = files = 0
     most_files = file_system.most_files(most)
-    folders = [folder]
+    folders = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            state = os.lstat(path)
+            used += state.st_blocks * 512
+            if stat.S_ISDIR(state.st_mode):
+                folders.append(path)
+    if used > most or len(paths) > most_files:
+        return True
     while folders:
         try:
             with os.scandir(folders.pop()) as entries:

@@ -134,11 +134,16 @@ async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, s
 
 
 class EpisodesModel(SGLangModel):
-    """The model of one episode: whoever opens an episode on it gets the one that is going on."""
+    """The model of one episode: who opens an episode on it first gets the one that is going on."""
+
+    _is_open = False
 
     @override
     def episode(self) -> AbstractContextManager[Trajectory]:
-        """The episode that is going on."""
+        """The episode that is going on, and then those of others, as of a judge."""
+        if self._is_open:
+            return super().episode()
+        self._is_open = True
         return nullcontext(self.trajectory)
 
 

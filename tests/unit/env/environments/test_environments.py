@@ -27,6 +27,7 @@ from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.episodes import task
+from support.sandboxes import running
 
 SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
 
@@ -85,15 +86,17 @@ async def test_an_episode_that_runs_out_of_time_ends_its_program(factory: Any, t
     result = await environment.step(task())
     assert result.termination_reason == TerminationReason.TIMEOUT
     deadline = time.monotonic() + 5
-    while any(b"main.py" in _command(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+    while running(os.getpid(), "/nowhere"):
         assert time.monotonic() < deadline
 
 
-def _command(folder: Path) -> bytes:
+def _is_server(folder: Path) -> bool:
+    """Whether a process is an MCP server of this one."""
     try:
-        return (folder / "cmdline").read_bytes()
+        parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        return int(parent) == os.getpid() and str(SERVER).encode() in (folder / "cmdline").read_bytes()
     except OSError:
-        return b""
+        return False
 
 
 async def test_a_sandbox_that_does_not_work_is_no_reward(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +122,7 @@ def mcp_client() -> MCPClient:
 
 
 def servers() -> list[str]:
-    return [
-        folder.name
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and str(SERVER).encode() in _command(folder)
-    ]
+    return [folder.name for folder in Path("/proc").iterdir() if folder.name.isdigit() and _is_server(folder)]
 
 
 async def test_the_tools_of_a_server_are_the_agents(factory: Any) -> None:

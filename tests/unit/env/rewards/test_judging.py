@@ -128,12 +128,12 @@ async def test_a_factory_makes_a_judge_for_each_answer() -> None:
     assert len(made) == 1
 
 
-async def test_judgements_of_an_sglang_model_are_not_trained(chatml_tokenizer: Any) -> None:
+async def test_judgements_of_an_sglang_model_are_in_no_trajectory(chatml_tokenizer: Any) -> None:
     server = ScriptedSGLang(chatml_tokenizer, [json.dumps(GOOD)])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     result = await judge(model).compute(action=task("42"), step_result=answered("42"))
     assert result.reward == 0.8
-    assert sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences()) == 0
+    assert not model.trajectory.turns
 
 
 @pytest.mark.parametrize(

@@ -204,3 +204,10 @@ def test_the_last_box_is_some_text_between_braces_that_match(text: str) -> None:
 def test_what_was_boxed_last_is_found(content: str, before: str) -> None:
     before = before.replace("\\", "")
     assert last_boxed(f"{before}\\boxed{{{content}}}") == content
+
+
+@pytest.mark.parametrize("text", ["\\boxed" + " " * 20, "\\boxed{", "{", "}", "\\", "words "])
+def test_long_texts_are_searched_in_linear_time(text: str) -> None:
+    began = time.process_time()
+    last_boxed(text * (2_000_000 // len(text)))
+    assert time.process_time() - began < 5
