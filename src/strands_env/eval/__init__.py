@@ -1,0 +1,21 @@
+"""Evaluation: many samples of many tasks, kept as they finish, and metrics with their uncertainty."""
+
+from .checkpoint import CheckpointError
+from .evaluator import EvaluationStoppedError, Evaluator
+from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
+from .records import DuplicateTaskError, EvalSample, Results
+from .storage import read_results
+
+__all__ = [
+    "AnswerFn",
+    "CheckpointError",
+    "DuplicateTaskError",
+    "EvalSample",
+    "EvaluationStoppedError",
+    "Evaluator",
+    "MetricFn",
+    "Results",
+    "answer_of",
+    "read_results",
+    "standard_metrics",
+]

@@ -1,0 +1,235 @@
+"""`Evaluator`: many episodes at once, each kept as soon as it ends, and what they say of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from strands_sglang import TerminationReason
+
+from ..core.types import Action, Observation, StepResult
+from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
+from .progress import Progress
+from .records import EvalSample, Prompt, Results, name_prompts, says_something
+from .storage import Run, Storage
+
+if TYPE_CHECKING:
+    from ..core.environment import Environment
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationStoppedError(Exception):
+    """So many samples failed one after the other that going on has no use."""
+
+
+class Evaluator:
+    """Runs every task several times and computes metrics.
+
+    Subclasses set `benchmark_name` and override `load_dataset`.
+
+    Example:
+        evaluator = YourEvaluator(env_factory, n_samples_per_prompt=8, output_path="runs/first")
+        results = await evaluator.run(evaluator.load_dataset())
+        evaluator.compute_metrics(results)  # {"pass@1": 0.75, "pass@1_low": 0.61, ...}
+
+    Attributes:
+        benchmark_name: Part of the configuration that results belong to.
+    """
+
+    benchmark_name: str = ""
+
+    def __init__(
+        self,
+        env_factory: Callable[[Action], Awaitable[Environment] | Environment],
+        n_samples_per_prompt: int = 1,
+        max_concurrency: int = 10,
+        keep_tokens: bool = False,
+        metrics_fns: Iterable[MetricFn] = (),
+        output_path: str | os.PathLike[str] | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        keep_trajectories: bool = False,
+        success_threshold: float = SUCCESS_THRESHOLD,
+        answer_fn: AnswerFn = answer_of,
+        stop_after_failures: int | None = None,
+        show_progress: bool | None = None,
+    ) -> None:
+        """Set up; nothing is opened before `run`.
+
+        Args:
+            env_factory: Makes the environment of one sample; may be async. It gets the sample's own copy of the action.
+            n_samples_per_prompt: Episodes of each task.
+            max_concurrency: Episodes at once.
+            keep_tokens: Whether to keep each sample's `TokenObservation` (models that record tokens only).
+            metrics_fns: Each takes all results and returns further metrics.
+            output_path: Results file (`*.jsonl`) or folder: results are kept there as they finish, and a later run
+                goes on from them. None keeps them in memory only.
+            config: What the results depend on beside the tasks: model, sampling parameters, prompts. JSON-like. Results
+                of one configuration are never taken for another's, and a file with those of another is refused.
+            keep_trajectories: Whether to keep all model calls of each finished sample in a file of its own, beside the
+                results.
+            success_threshold: The least reward of a success.
+            answer_fn: What a sample answered, for majority votes.
+            stop_after_failures: After so many failed samples in a row, stop; None to go on whatever happens.
+            show_progress: Whether to show a progress bar; None for "if standard error is a terminal".
+
+        Raises:
+            ValueError: A number cannot work, or `keep_trajectories` has no place to keep them.
+        """
+        if n_samples_per_prompt < 1 or max_concurrency < 1:
+            raise ValueError("n_samples_per_prompt and max_concurrency must be at least 1")
+        if stop_after_failures is not None and stop_after_failures < 1:
+            raise ValueError("stop_after_failures must be at least 1, or None")
+        if keep_trajectories and output_path is None:
+            raise ValueError("keep_trajectories needs an output_path")
+        self.env_factory = env_factory
+        self.n_samples_per_prompt = n_samples_per_prompt
+        self.max_concurrency = max_concurrency
+        self.keep_tokens = keep_tokens
+        self.metrics_fns = list(metrics_fns)
+        self.output_path = output_path
+        self.config = dict(config or {})
+        self.keep_trajectories = keep_trajectories
+        self.success_threshold = success_threshold
+        self.answer_fn = answer_fn
+        self.stop_after_failures = stop_after_failures
+        self.show_progress = show_progress
+
+    def load_dataset(self) -> Iterable[Action]:
+        """The tasks of the benchmark. Subclasses override it.
+
+        Raises:
+            NotImplementedError: The class is not of a benchmark.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no tasks of its own: override load_dataset")
+
+    async def run(self, actions: Iterable[Action] | AsyncIterable[Action]) -> Results:
+        """Run what is not finished yet of all samples.
+
+        If it is cancelled, episodes under way are ended and everything that is finished is kept.
+
+        Args:
+            actions: The tasks.
+
+        Returns:
+            All samples by prompt id, those of earlier runs and those that failed included.
+
+        Raises:
+            CheckpointError: The files cannot be used, or no longer written. What is finished is kept.
+            DuplicateTaskError: Two different tasks have the same id.
+            EvaluationStoppedError: `stop_after_failures` samples in a row failed.
+        """
+        tasks = [action async for action in actions] if isinstance(actions, AsyncIterable) else list(actions)
+        prompts = name_prompts(tasks)
+        run = Run.of(self.benchmark_name, self.config, self.n_samples_per_prompt, prompts)
+        if self.output_path is None:
+            return await self._run(run, prompts, None)
+        storage = Storage(self.output_path, run)
+        try:
+            return await self._run(run, prompts, storage)
+        finally:
+            await storage.close()
+
+    def compute_metrics(self, results: Results) -> dict[str, float]:
+        """Flat metrics: pass@k, pass^k, avg@k, majority@k, their intervals, counts, and those of `metrics_fns`.
+
+        `strands_env.eval.metrics` says what the keys mean.
+
+        Args:
+            results: What `run` returned.
+        """
+        metrics = standard_metrics(
+            results,
+            n_samples_per_prompt=self.n_samples_per_prompt,
+            success_threshold=self.success_threshold,
+            answer_fn=self.answer_fn,
+        )
+        for function in self.metrics_fns:
+            metrics.update({name: float(value) for name, value in function(results).items()})
+        return metrics
+
+    async def _run(self, run: Run, prompts: Sequence[Prompt], storage: Storage | None) -> Results:
+        by_id = {prompt.id: prompt for prompt in prompts}
+        samples: dict[str, EvalSample] = dict(storage.finished) if storage is not None else {}
+        keys = run.sample_keys()
+        todo = iter([(key, by_id[prompt], index) for key, (prompt, index) in keys.items() if key not in samples])
+        failures_in_a_row = 0
+        name = self.benchmark_name or "evaluation"
+        with Progress(name, len(keys), list(samples.values()), shown=self.show_progress) as progress:
+
+            async def work() -> None:
+                nonlocal failures_in_a_row
+                for key, prompt, index in todo:
+                    sample, trajectory = await self._sample(key, prompt, index)
+                    if storage is not None:
+                        await storage.add(sample, trajectory=trajectory)
+                    samples[key] = sample
+                    progress.add(sample)
+                    failures_in_a_row = 0 if sample.is_finished else failures_in_a_row + 1
+                    if self.stop_after_failures is not None and failures_in_a_row >= self.stop_after_failures:
+                        raise EvaluationStoppedError(
+                            f"{failures_in_a_row} samples in a row failed, the last one with: "
+                            f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
+                        )
+
+            workers = min(self.max_concurrency, len(keys) - len(samples))
+            await _all_or_none([asyncio.ensure_future(work()) for _ in range(workers)])
+        results: Results = {prompt.id: [] for prompt in prompts}
+        for key, (prompt_id, _) in keys.items():
+            results[prompt_id].append(samples[key])
+        return results
+
+    async def _sample(self, key: str, prompt: Prompt, index: int) -> tuple[EvalSample, Any]:
+        """Play one episode; return it and its trajectory, if that is to be kept."""
+        # A copy of its own: environments may write into the action, and the other samples must not see it.
+        action = prompt.action.model_copy(deep=True)
+        began = time.monotonic()
+        is_judged = True
+        try:
+            made: Any = self.env_factory(action)
+            env: Environment = await made if inspect.isawaitable(made) else made
+            is_judged = getattr(env, "reward_fn", None) is not None
+            result = await env.step(action)
+        except Exception as error:
+            logger.warning("prompt=<%s>, sample=<%d> | a sample failed", prompt.id, index, exc_info=True)
+            result = StepResult(
+                observation=Observation(),
+                termination_reason=TerminationReason.AGENT_ERROR,
+                error=f"{type(error).__name__}: {error}",
+            )
+        observation = result.observation
+        kept = result.model_copy(
+            update={
+                "observation": Observation(
+                    messages=observation.messages,
+                    tokens=observation.tokens if self.keep_tokens else None,
+                    metrics=observation.metrics,
+                )
+            }
+        )
+        sample = EvalSample(
+            key=key,
+            prompt_id=prompt.id,
+            sample_index=index,
+            action=prompt.action,
+            step_result=kept,
+            seconds=round(time.monotonic() - began, 3),
+            is_finished=says_something(result, is_judged=is_judged),
+        )
+        return sample, observation.trajectory if self.keep_trajectories else None
+
+
+async def _all_or_none(workers: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all; if one fails or the caller is cancelled, end the others before that is passed on."""
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

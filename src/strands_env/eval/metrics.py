@@ -1,0 +1,163 @@
+"""From samples to numbers: a flat dictionary of floats, and what it leaves out.
+
+For a metric `pass@4` there are, beside the value itself,
+- `pass@4_low`, `pass@4_high`: its 95 % interval, for two prompts or more;
+- `pass@4_prompts`, `pass@4_dropped_prompts`: how many prompts it is the mean of, and how many it could not use;
+- `pass@4_if_dropped_failed`: its value if every dropped sample had failed with reward 0; only where samples were
+  dropped. Samples are seldom dropped by chance, so a value far above this one is to be read with care.
+
+`samples`, `dropped_samples`, `unscored_samples` and `prompts` count. A dropped sample has failed, or is not there; an
+unscored one is finished and has no reward. Neither is in any metric, and a prompt is used for k if k of its samples are
+left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .records import EvalSample, Results
+from .statistics import Interval, majority_at_k, mean_over_prompts, pass_at_k, pass_hat_k
+
+MetricFn = Callable[[Results], Mapping[str, float]]
+"""Further metrics from all samples."""
+
+AnswerFn = Callable[[EvalSample], Hashable | None]
+"""What a sample answered, for majority votes; None for no answer."""
+
+SUCCESS_THRESHOLD = 1.0
+"""A sample is a success if its reward is at least this."""
+
+
+def answer_of(sample: EvalSample) -> str | None:
+    r"""What a sample answered.
+
+    `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its
+    whole text; white space aside. Spellings of one answer that differ otherwise are different answers.
+    """
+    info = {} if sample.step_result.reward is None else sample.step_result.reward.info
+    for name in ("extracted", "answer"):
+        if info.get(name) is not None:
+            return _normal(str(info[name]))
+    text = sample.step_result.observation.final_response
+    if text is None:
+        return None
+    boxed = _last_boxed(text)
+    return _normal(text if boxed is None else boxed) or None
+
+
+def sample_sizes(n: int) -> list[int]:
+    """The k of which metrics are computed for n samples: 1, 2, 4, ... and n itself."""
+    return sorted({1, n, *(2**power for power in range(n.bit_length()) if 2**power <= n)})
+
+
+def standard_metrics(
+    results: Results,
+    *,
+    n_samples_per_prompt: int,
+    success_threshold: float = SUCCESS_THRESHOLD,
+    answer_fn: AnswerFn = answer_of,
+    ks: Iterable[int] | None = None,
+) -> dict[str, float]:
+    """pass@k, pass^k, avg@k and majority@k with their intervals, and the counts; the module says under which keys.
+
+    avg@k is given for k = n only: as an estimate from n samples it is the same for every k.
+
+    Args:
+        results: All samples, failed ones included.
+        n_samples_per_prompt: How many samples each prompt was to have.
+        success_threshold: The least reward of a success.
+        answer_fn: What a sample answered.
+        ks: Which k; by default those of `sample_sizes`.
+    """
+    n = n_samples_per_prompt
+    scored = {
+        prompt: [sample for sample in samples if sample.is_finished and sample.reward is not None]
+        for prompt, samples in results.items()
+    }
+    finished = sum(sample.is_finished for samples in results.values() for sample in samples)
+    counted = sum(len(samples) for samples in scored.values())
+    dropped = len(results) * n - finished
+    metrics: dict[str, float] = {
+        "prompts": float(len(results)),
+        "samples": float(finished),
+        "dropped_samples": float(dropped),
+        "unscored_samples": float(finished - counted),
+    }
+    rewards = [[float(sample.reward or 0.0) for sample in samples] for samples in scored.values()]
+    successes = [[reward >= success_threshold for reward in row] for row in rewards]
+    answers = [[answer_fn(sample) for sample in samples] for samples in scored.values()]
+    # What the numbers would be if the dropped samples had been sampled and had failed.
+    missing = [n - sum(sample.is_finished for sample in samples) for samples in results.values()]
+    worst_successes = [row + [False] * max(0, gap) for row, gap in zip(successes, missing, strict=True)]
+    worst_rewards = [row + [0.0] * max(0, gap) for row, gap in zip(rewards, missing, strict=True)]
+    worst_answers = [row + [None] * max(0, gap) for row, gap in zip(answers, missing, strict=True)]
+
+    def add(name: str, values: Sequence[float], worst: Sequence[float]) -> None:
+        metrics[f"{name}_prompts"] = float(len(values))
+        metrics[f"{name}_dropped_prompts"] = float(len(results) - len(values))
+        if len(values):
+            metrics.update(interval_metrics(name, mean_over_prompts(values)))
+        if dropped and len(worst):
+            metrics[f"{name}_if_dropped_failed"] = float(np.mean(worst))
+
+    for k in sorted(set(ks)) if ks is not None else sample_sizes(n):
+        add(f"pass@{k}", *(_by_prompt(pass_at_k, rows, k) for rows in (successes, worst_successes)))
+        if k > 1:  # for one sample, both of these are pass@1
+            add(f"pass^{k}", *(_by_prompt(pass_hat_k, rows, k) for rows in (successes, worst_successes)))
+            add(
+                f"majority@{k}",
+                [majority_at_k(a, s, k) for a, s in zip(answers, successes, strict=True) if len(a) >= k],
+                [majority_at_k(a, s, k) for a, s in zip(worst_answers, worst_successes, strict=True) if len(a) >= k]
+                if dropped
+                else [],
+            )
+    add(
+        f"avg@{n}",
+        [float(np.mean(row)) for row in rewards if row],
+        [float(np.mean(row)) for row in worst_rewards if row],
+    )
+    return metrics
+
+
+def interval_metrics(name: str, interval: Interval) -> dict[str, float]:
+    """An interval as flat floats."""
+    ends = {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {name: interval.value, **{key: end for key, end in ends.items() if end is not None}}
+
+
+def success_rates(results: Results, success_threshold: float = SUCCESS_THRESHOLD) -> dict[str, float]:
+    """The share of successes of each prompt that has scored samples: what pass@1 is the mean of."""
+    rates: dict[str, float] = {}
+    for prompt, samples in results.items():
+        rewards = [sample.reward for sample in samples if sample.is_finished and sample.reward is not None]
+        if rewards:
+            rates[prompt] = sum(reward >= success_threshold for reward in rewards) / len(rewards)
+    return rates
+
+
+def _by_prompt(function: Callable[..., np.ndarray], rows: Sequence[Sequence[bool]], k: int) -> Sequence[float]:
+    usable = [row for row in rows if len(row) >= k]
+    if not usable:
+        return []
+    values: list[float] = function([len(row) for row in usable], [sum(row) for row in usable], k).tolist()
+    return values
+
+
+def _normal(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return None

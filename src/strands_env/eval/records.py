@@ -1,0 +1,195 @@
+"""What an evaluation keeps of a sample, and how it is told from every other.
+
+A *prompt* is a task; a *sample* is one episode of it. A sample's key is a digest of the task's whole content, the
+sample's index and the configuration, so a record can be taken for another sample's only if all three are the same. Two
+tasks with equal content are two prompts: they are told apart by how often the content came before.
+
+A sample is *finished* if its end says something of the policy. One that failed (the server, the agent's own code, the
+reward) is kept apart with its cause, and is a *dropped* sample of every metric until a later run finishes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from strands_sglang import OUTCOMES, RewardRule, TerminationReason
+
+from ..core.types import Action, Observation, RewardResult, StepResult, TaskContext, TokenObservation
+from .json_lines import digest
+
+RECORD_START = b'{"key":"'
+"""How every record begins: tells a torn record from a file that is someone else's."""
+
+
+class EvalSample(BaseModel):
+    """One episode of an evaluation.
+
+    Attributes:
+        key: Names it among all samples of all configurations.
+        prompt_id: Names its prompt; results are grouped by it.
+        sample_index: Which of its prompt's samples it is, from 0.
+        action: The task.
+        step_result: The episode. Tokens only with `keep_tokens`; no trajectory.
+        seconds: How long the episode took.
+        is_finished: Whether its end says something of the policy; else it is dropped from metrics, and tried again on
+            resume.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    key: str = ""
+    prompt_id: str
+    sample_index: int = 0
+    action: Action
+    step_result: StepResult
+    seconds: float = 0.0
+    is_finished: bool = True
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is dropped: the opposite of `is_finished`."""
+        return not self.is_finished
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward; None if it has none."""
+        return None if self.step_result.reward is None else self.step_result.reward.reward
+
+    def to_record(self, config_digest: str) -> dict[str, Any]:
+        """The sample as JSON-like data. The key comes first; see `RECORD_START`."""
+        result = self.step_result
+        observation: dict[str, Any] = {
+            "messages": result.observation.messages,
+            "metrics": result.observation.metrics,
+        }
+        if result.observation.tokens is not None:
+            observation["tokens"] = result.observation.tokens.model_dump()
+        record: dict[str, Any] = {
+            "key": self.key,
+            "config": config_digest,
+            "prompt_id": self.prompt_id,
+            "sample_index": self.sample_index,
+            "reward": None if result.reward is None else result.reward.reward,
+            "reward_info": None if result.reward is None else result.reward.info,
+            "termination_reason": result.termination_reason.value,
+            "error": result.error,
+            "seconds": self.seconds,
+            "final_response": result.observation.final_response,
+            "message": self.action.message,
+            "task_context": self.action.task_context.model_dump(),
+            "observation": observation,
+        }
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], *, is_finished: bool = True) -> EvalSample:
+        """The sample of a record.
+
+        Args:
+            record: What `to_record` made, read back.
+            is_finished: Whether it is one of a finished sample: the file that it is from tells.
+
+        Raises:
+            ValueError: It is not one.
+        """
+        try:
+            observation = record["observation"]
+            tokens = observation.get("tokens")
+            reward = record["reward"]
+            return cls(
+                key=record["key"],
+                prompt_id=record["prompt_id"],
+                sample_index=record["sample_index"],
+                seconds=record["seconds"],
+                is_finished=is_finished,
+                action=Action(
+                    message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
+                ),
+                step_result=StepResult(
+                    observation=Observation(
+                        messages=observation["messages"],
+                        metrics=observation["metrics"],
+                        tokens=None if tokens is None else TokenObservation.model_validate(tokens),
+                    ),
+                    reward=None if reward is None else RewardResult(reward=reward, info=record["reward_info"] or {}),
+                    termination_reason=TerminationReason(record["termination_reason"]),
+                    error=record["error"],
+                ),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a record of a sample: {error!r}") from error
+
+
+def says_something(result: StepResult, *, is_judged: bool) -> bool:
+    """Whether an episode's end says something of the policy, so that the sample is finished.
+
+    Args:
+        result: The episode.
+        is_judged: Whether its environment has a reward function; an end that has a reward is then finished with it
+            only, since a reward function that failed says nothing.
+    """
+    if result.reward is not None:
+        return True
+    rule = OUTCOMES[result.termination_reason].reward
+    if rule is RewardRule.NONE or is_judged:
+        return False
+    return rule is RewardRule.COMPUTED or result.observation.final_response is not None
+
+
+Results = dict[str, list[EvalSample]]
+"""All samples by prompt, in the order of the tasks and of the sample indices; failed ones included."""
+
+
+class Prompt(BaseModel):
+    """A task of an evaluation with the names that it goes by."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    digest: str
+    action: Action = Field(repr=False)
+
+    def sample_key(self, index: int, config_digest: str) -> str:
+        """The key of one of its samples."""
+        return digest([self.digest, index, config_digest])
+
+
+class DuplicateTaskError(ValueError):
+    """Two different tasks have one id."""
+
+    def __init__(self, prompt_id: str, first: int, second: int) -> None:
+        """Take the id and the positions of the two tasks, from 0."""
+        super().__init__(
+            f"tasks {first} and {second} (from 0) are different tasks with the same id {prompt_id!r}: results are kept "
+            "by id, give each task its own"
+        )
+
+
+def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
+    """Give every task its id and digest.
+
+    The id is the task's own (`task_context.id`) or made of its digest. A task that comes again, equal in everything,
+    is a prompt of its own with `#2`, `#3` ... behind its id.
+
+    Raises:
+        DuplicateTaskError: Two different tasks have the same id.
+    """
+    prompts: list[Prompt] = []
+    times: dict[str, int] = {}
+    positions: dict[str, int] = {}
+    for position, action in enumerate(actions):
+        content = digest([action.message, action.task_context.model_dump()])
+        times[content] = occurrence = times.get(content, 0) + 1
+        prompt_id = f"task-{content[:12]}" if action.task_context.id is None else str(action.task_context.id)
+        if occurrence > 1:
+            prompt_id = f"{prompt_id}#{occurrence}"
+        if prompt_id in positions:
+            raise DuplicateTaskError(prompt_id, positions[prompt_id], position)
+        positions[prompt_id] = position
+        prompts.append(
+            Prompt(id=prompt_id, digest=content if occurrence == 1 else digest([content, occurrence]), action=action)
+        )
+    return prompts

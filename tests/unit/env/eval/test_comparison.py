@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strands_env.core import Action
+from strands_env.eval import EvalSample
+from strands_env.eval.comparison import compare, comparison_lines
+from strands_env.eval.statistics import mean_over_prompts
+from strands_env.eval.storage import Run
+from support.evaluation import step_result
+
+
+def evaluation(rewards):
+    """A run of prompts by id, whose content is their id."""
+    results = {
+        prompt: [
+            EvalSample(
+                prompt_id=prompt, sample_index=index, action=Action(message=prompt), step_result=step_result(reward)
+            )
+            for index, reward in enumerate(row)
+        ]
+        for prompt, row in rewards.items()
+    }
+    return Run("b", {}, 2, {prompt: f"content-{prompt}" for prompt in rewards}), results
+
+
+def test_a_difference_is_by_prompt_over_the_prompts_of_both():
+    first = evaluation({"a": [1.0, 0.0], "b": [0.0, 0.0], "only": [1.0, 1.0]})
+    second = evaluation({"b": [1.0, 1.0], "a": [1.0, 0.0], "c": [0.0, 0.0], "d": [None, None]})
+    told = compare(first, second)
+    assert (told.common, told.only_first, told.only_second) == (2, 1, 1)
+    one = told.differences[0]
+    assert (one.first, one.second, one.interval.value, one.better, one.worse) == (0.25, 0.75, 0.5, 1, 0)
+    assert "prompts in both: 2, in A only: 1, in B only: 1" in comparison_lines(told)
+
+
+def test_pairing_finds_a_small_gain_that_two_intervals_do_not():
+    rng = np.random.default_rng(0)
+    skills = rng.uniform(0, 0.9, size=100)
+    first = evaluation({f"p{n}": list((rng.random(32) < skill).astype(float)) for n, skill in enumerate(skills)})
+    second = evaluation(
+        {f"p{n}": list((rng.random(32) < skill + 0.08).astype(float)) for n, skill in enumerate(skills)}
+    )
+    interval = compare(first, second).differences[0].interval
+    assert interval.low > 0
+    alone = [
+        mean_over_prompts([np.mean([s.reward for s in row]) for row in one[1].values()]) for one in (first, second)
+    ]
+    assert alone[0].high > alone[1].low
+
+
+def test_nothing_in_common_is_an_error():
+    with pytest.raises(ValueError, match="no prompt with scored samples in common"):
+        compare(evaluation({"a": [1.0]}), evaluation({"b": [1.0]}))

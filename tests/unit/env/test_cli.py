@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from strands_env.cli import main
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from support.agents import call
+from support.evaluation import lines
+
+SAMPLES = 3
+
+
+def solve(request):
+    """A policy that asks the calculator, and is right about sums that are no multiple of three."""
+    left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
+    if "<tool_response>" not in request.text:
+        return ScriptedAnswer(call("calculator", expression=f"{left} + {right}"), latency_s=0.005)
+    return ScriptedAnswer(rf"\boxed{{{left + right if (left + right) % 3 else 0}}}", latency_s=0.005)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(chatml_tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    chatml_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def server(chatml_tokenizer):
+    scripted = ScriptedSGLang(chatml_tokenizer, solve)
+    with scripted.serve() as base_url:
+        scripted.base_url = base_url
+        yield scripted
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    rows = [{"id": f"s{n}", "question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def command(server, tokenizer_path, dataset, tmp_path):
+    return [
+        *("eval", "--dataset", dataset, "--env", "calculator", "--backend", "sglang", "--base-url", server.base_url),
+        *("--tokenizer", tokenizer_path, "--n-samples", SAMPLES, "--concurrency", 2, "--output", tmp_path / "out"),
+    ]
+
+
+def run(arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def start(arguments, **options):
+    line = [sys.executable, "-m", "strands_env.cli", *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def finished(path):
+    """Whole lines of a file that a killed process may have left torn."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def finished_by_prompt(path):
+    whole = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return Counter(json.loads(line)["prompt_id"] for line in whole if line.endswith(b"\n"))
+
+
+def test_an_evaluation_from_the_command_line(command, tmp_path, capsys):
+    assert run([*command, "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    records = lines(tmp_path / "out" / "results.jsonl")
+    assert Counter(record["prompt_id"] for record in records) == {f"s{n}": SAMPLES for n in range(6)}
+    assert metrics["pass@1"] == pytest.approx(4 / 6) == sum(record["reward"] for record in records) / len(records)
+    assert json.loads((tmp_path / "out" / "results.metrics.json").read_bytes()) == metrics
+    assert run(["report", tmp_path / "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == metrics
+    assert run(["report", tmp_path / "out"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"pass@1 +0\.6667 +0\.\d+ \.\. 1?0?\.\d+ +6 +-\n", table) and "task_complete 18" in table
+
+
+def test_two_evaluations_are_compared_by_prompt(command, tmp_path, capsys):
+    run(command)
+    other = [tmp_path / "other" if part == tmp_path / "out" else part for part in command]
+    assert run([*other, "--temperature", 0.5]) == 0
+    capsys.readouterr()
+    assert run(["compare", tmp_path / "out", tmp_path / "other"]) == 0
+    assert re.search(r"pass@1 +0\.6667 +0\.6667 +\+0\.0000", capsys.readouterr().out)
+    assert run(["compare", tmp_path / "out", tmp_path / "other", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["common"] == 6 and told["differences"][0]["interval"]["low"] == 0.0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_sample(command, server, tmp_path):
+    path = tmp_path / "out" / "results.jsonl"
+    for wanted in (4, 9, 14):
+        before, asked = finished_by_prompt(path), len(server.requests)
+        with start(command) as process:
+            deadline = time.monotonic() + 60
+            while finished(path) < wanted and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGKILL)
+        assert finished(path) >= wanted
+        assert_nothing_is_asked_again(server.requests[asked:], before)
+        with path.open("ab") as file:
+            file.write(b'{"key":"torn' if path.read_bytes().endswith(b"\n") else b"")
+    before, asked = finished_by_prompt(path), len(server.requests)
+    assert run(command) == 0
+    assert_nothing_is_asked_again(server.requests[asked:], before, exactly=True)
+    records = lines(path)
+    assert len(records) == len({record["key"] for record in records}) == 6 * SAMPLES
+    assert {(record["prompt_id"], record["sample_index"]) for record in records} == {
+        (f"s{n}", index) for n in range(6) for index in range(SAMPLES)
+    }
+
+
+def assert_nothing_is_asked_again(requests, before, *, exactly=False):
+    """Every sample opens with one request without a tool's answer: as many of a question as samples were missing."""
+    openings = [request.text for request in requests if "<tool_response>" not in request.text]
+    asked = Counter("s" + re.findall(r"What is (\d+) ", text)[-1] for text in openings)
+    for prompt in {*asked, *(f"s{n}" for n in range(6))}:
+        missing = SAMPLES - before[prompt]
+        assert asked[prompt] == missing if exactly else asked[prompt] <= missing
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_how_it_goes_on_and_keeps_what_is_finished(command, tmp_path, number):
+    path = tmp_path / "out" / "results.jsonl"
+    with start(command) as process:
+        while finished(path) < 3 and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped; what is finished is kept in" in errors and "Traceback" not in errors
+    kept = len(lines(path))
+    assert 3 <= kept < 18
+    assert run(command) == 0 and len(lines(path)) == 18
+
+
+def test_options_may_stand_in_a_file_and_the_command_line_goes_first(command, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"n_samples": 5, "temperature": 0.5, "env_args": {"max_turns": 3}, "json": True}))
+    assert run([*command, "--config", config]) == 0
+    described = json.loads((tmp_path / "out" / "results.run.json").read_bytes())
+    assert described["n_samples_per_prompt"] == SAMPLES
+    assert described["config"]["sampling_params"] == {"temperature": 0.5}
+    assert described["config"]["env_args"] == {"max_turns": 3}
+    assert json.loads(capsys.readouterr().out)["samples"] == 18
+
+
+def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command, tmp_path, capsys):
+    environment = tmp_path / "broken_environment.py"
+    environment.write_text(
+        "from strands_env.environments import CalculatorEnvironment\n"
+        "class Broken(CalculatorEnvironment):\n"
+        "    async def reset(self):\n"
+        "        raise RuntimeError('no sandbox')\n"
+    )
+    command[command.index("calculator")] = "broken_environment.Broken"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.syspath_prepend(str(tmp_path))
+        assert run([*command, "--limit", 2]) == 1
+        out = capsys.readouterr().out
+        assert "dropped: 6 x RuntimeError: no sandbox" in out and "dropped samples: 6" in out
+        assert run([*command, "--limit", 2, "--stop-after-failures", 2]) == 1
+        assert "2 samples in a row failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"--dataset": "missing.jsonl"}, "No such file"),
+        ({"--env": "nothing"}, "neither one of calculator"),
+        ({"--env": "strands_env.nothing"}, "strands_env has no nothing"),
+        ({"--env": "no_such_module.Env"}, "no_such_module cannot be imported"),
+        ({"--env-args": '{"max_turnz": 1}'}, "max_turnz"),
+        ({"--env-args": '{"max_turns": 0}'}, "max_turns"),
+        ({"--reward": "best"}, "neither one of math"),
+        ({"--tokenizer": "/no/such/folder"}, "/no/such/folder"),
+        ({"--base-url": "http://localhost:1/v1"}, "/v1"),
+        ({"--config": "missing.json"}, "missing.json"),
+        ({"--benchmark": "nothing"}, "there is no benchmark 'nothing'"),
+        ({"--region": "us-east-1"}, "region_name"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsys):
+    given = [*command, *(part for pair in changes.items() for part in pair)]
+    assert run(given) == 2
+    error = capsys.readouterr().err.strip()
+    assert told in error and len(error.splitlines()) == 1 and error.startswith("strands-env: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"n_sample": 1}, "there is no option 'n_sample'"),
+        ({"n_samples": "many"}, "n_samples cannot be"),
+        ({"backend": "vllm"}, 'backend cannot be "vllm"'),
+        ({"env_args": []}, "env_args cannot be"),
+        ({"json": 1}, "json cannot be 1"),
+    ],
+)
+def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run([*command, "--config", tmp_path / "config.json"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_missing_is_told(tmp_path, capsys):
+    assert run(["eval", "--env", "calculator", "--output", tmp_path]) == 2
+    assert "--benchmark NAME or --dataset FILE is needed" in capsys.readouterr().err
+    assert run(["eval", "--dataset", "x.jsonl"]) == 2
+    assert run(["report", tmp_path]) == 2
+    assert "no results of an evaluation" in capsys.readouterr().err
+
+
+def test_names_are_listed(capsys):
+    assert run(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("aime-2024", "gsm8k", "calculator", "math", "bedrock"))

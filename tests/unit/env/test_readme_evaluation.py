@@ -1,0 +1,35 @@
+"""The README's section on evaluation: its metrics, commands and options are those of the code."""
+
+from __future__ import annotations
+
+import shlex
+
+from strands_env.cli import build_parsers
+from strands_env.core import Action
+from strands_env.eval import EvalSample, standard_metrics
+from support.evaluation import step_result
+from support.readme import blocks, names_in_code, table
+
+
+def test_the_metrics_that_are_named_are_computed() -> None:
+    results = {
+        prompt: [EvalSample(prompt_id=prompt, action=Action(message="?"), step_result=step_result(1.0))] * 4
+        for prompt in "ab"
+    }
+    metrics = standard_metrics(results, n_samples_per_prompt=4)
+    named = {names_in_code(row["Metric"])[0] for row in table("Evaluation", "Metric", "Meaning")}
+    computed = {name.removesuffix("_low") for name in metrics if name.endswith("_low")}
+    assert {name.split("@")[0].split("^")[0] for name in named} == {
+        name.split("@")[0].split("^")[0] for name in computed
+    }
+    assert {"pass@1", "pass@4", "pass^4", "majority@4", "avg@4"} <= computed
+
+
+def test_the_commands_that_are_named_are_those_there_are_and_the_shown_lines_are_understood() -> None:
+    parser, commands = build_parsers()
+    rows = table("Evaluation", "Command", "What it does")
+    assert [names_in_code(row["Command"])[0].split()[1] for row in rows] == list(commands)
+    shown = [line for block in blocks("bash") for line in block.text.splitlines() if line.startswith("strands-env ")]
+    assert len(shown) == 2
+    for line in shown:
+        parser.parse_args(shlex.split(line)[1:])
