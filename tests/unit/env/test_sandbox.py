@@ -186,6 +186,24 @@ async def test_processes_that_fill_the_memory_together_are_ended(mode: str) -> N
     assert ran.ended == "memory"
 
 
+async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode: str) -> None:
+    # Neither counted as a process's nor as a file's, and shared segments outlive all processes.
+    ran = await sandbox_in(safe_mode).run(
+        program("""
+        import ctypes, os
+        try:
+            file = os.memfd_create('held')
+            print('file', os.write(file, b'x' * 4096))
+        except OSError as error:
+            print('no file', error.strerror)
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, size in (('shmget', [4096]), ('msgget', []), ('semget', [1])):
+            print(getattr(libc, name)(0, *size, 0o1600), os.strerror(ctypes.get_errno()))
+    """)
+    )
+    assert ran.output.splitlines() == ["no file Operation not permitted", *["-1 Operation not permitted"] * 3]
+
+
 async def test_the_disk_cannot_be_filled_by_one_file(mode: str) -> None:
     ran = await sandbox_in(mode).run("with open('big', 'wb') as f:\n    while True: f.write(b'x' * 65536); f.flush()")
     assert ran.ended == "disk" or "OSError" in ran.output or ran.exit_code == -signal.SIGXFSZ

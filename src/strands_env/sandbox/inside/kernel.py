@@ -1,7 +1,8 @@
 """The system calls of the sandbox that Python does not have: namespaces, mounts, and a filter on system calls (Linux).
 
 The filter keeps a program from the network (sockets of its own machine aside), from namespaces, mounts, other
-processes' memory, and parts of the kernel that no computation needs.
+processes' memory, memory that is no process's (it would be held without being counted, and some of it outlives all
+processes), and parts of the kernel that no computation needs.
 """
 
 from __future__ import annotations
@@ -68,21 +69,24 @@ class _Machine:
     denied: tuple[int, ...]
 
 
-_COMMON = (425, 428, 429, 430, 431, 432, 433, 442)  # io_uring_setup, and the new way of mounting
+_COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 447)  # io_uring_setup, the new way of mounting, memfd_secret
 _MACHINES = {
     "x86_64": _Machine(
         audit=0xC000003E,
         socket=41,
         clone=56,
         # ptrace, mount, umount2, pivot_root, init_module, kexec_load, add_key, request_key, keyctl, unshare,
-        # perf_event_open, setns, process_vm_readv, process_vm_writev, finit_module, bpf, userfaultfd
-        denied=(101, 165, 166, 155, 175, 246, 248, 249, 250, 272, 298, 308, 310, 311, 313, 321, 323),
+        # perf_event_open, setns, process_vm_readv, process_vm_writev, finit_module, bpf, userfaultfd,
+        # memfd_create, shmget, msgget, semget, mq_open
+        denied=(101, 165, 166, 155, 175, 246, 248, 249, 250, 272, 298, 308, 310, 311, 313, 321, 323)
+        + (319, 29, 68, 64, 240),
     ),
     "aarch64": _Machine(
         audit=0xC00000B7,
         socket=198,
         clone=220,
-        denied=(117, 40, 39, 41, 105, 104, 217, 218, 219, 97, 241, 268, 270, 271, 273, 280, 282),
+        denied=(117, 40, 39, 41, 105, 104, 217, 218, 219, 97, 241, 268, 270, 271, 273, 280, 282)
+        + (279, 194, 186, 190, 180),
     ),
 }
 _CLONE3 = 435
