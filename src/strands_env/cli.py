@@ -235,6 +235,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         factory = environment_factory(arguments, model)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(one_line(error)) from error
+    except Exception as error:  # code that is named on the command line raises what it likes
+        raise UsageError(f"--env or --reward: {type(error).__name__}: {one_line(error)}") from error
     evaluator = Evaluator(
         factory,
         n_samples_per_prompt=arguments.n_samples,

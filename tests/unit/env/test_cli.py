@@ -206,6 +206,30 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsy
 
 
 @pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("def Env(model_factory, reward_fn=None: ...", "SyntaxError"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        (
+            "class Env:\n    def __init__(self, model_factory):\n        raise RuntimeError('no sandbox\\nhere')",
+            "no sandbox here",
+        ),
+    ],
+    ids=["no Python", "not importable", "refuses"],
+)
+def test_an_environment_that_cannot_be_made_is_one_line_and_exit_code_2(command, tmp_path, module, told, capsys):
+    name = f"unusable_{len(module)}"
+    (tmp_path / f"{name}.py").write_text(module)
+    command[command.index("calculator")] = f"{name}.Env"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.syspath_prepend(str(tmp_path))
+        assert run(command) == 2
+    error = capsys.readouterr().err.strip()
+    assert told in error and len(error.splitlines()) == 1 and error.startswith("strands-env: ")
+
+
+@pytest.mark.parametrize(
     ("content", "told"),
     [
         ({"n_sample": 1}, "there is no option 'n_sample'"),
