@@ -33,5 +33,11 @@ def fail() -> str:
     raise ValueError("it broke")
 
 
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(1)
+
+
 if __name__ == "__main__":
     server.run("stdio")

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from strands.hooks import HookProvider, HookRegistry
+from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Environment, ModelFactory, RewardFunction
 from .backends import BackendError
 
 logger = logging.getLogger(__name__)
+
+ANSWERS_WITHIN_S = 10.0
+"""How long a server whose tool failed is asked whether it is still there; one that is silent is busy."""
+_FAILED = "Tool execution failed"
+"""How Strands begins the result of a call that no server answered, and of one that a server found no call at all."""
 
 ClientFactory = Callable[[], "MCPClient | Sequence[MCPClient] | Awaitable[MCPClient | Sequence[MCPClient]]"]
 
@@ -84,6 +91,10 @@ class MCPEnvironment(Environment):
         """The servers' tools, by their names and with the clients' prefixes."""
         return self._tools
 
+    def get_hooks(self) -> Sequence[HookProvider]:
+        """Ends the episode, without a reward, where a server has died."""
+        return [_EndWithServers({tool.tool_name: tool.mcp_client for tool in self._tools})]
+
     async def cleanup(self) -> None:
         """Stop the step's own servers; may be called again."""
         self._tools = []
@@ -94,6 +105,33 @@ class MCPEnvironment(Environment):
             except Exception:
                 logger.warning("an MCP server could not be stopped", exc_info=True)
         await super().cleanup()
+
+
+class _EndWithServers(HookProvider):
+    """Ends the episode when a tool failed and its server no longer answers: Strands tells that to the model only."""
+
+    def __init__(self, clients: Mapping[str, MCPClient]) -> None:
+        """Take the client of each tool, by the tool's name."""
+        self._clients = clients
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register with the episode's agent."""
+        registry.add_callback(AfterToolCallEvent, self._check)
+
+    async def _check(self, event: AfterToolCallEvent) -> None:
+        if isinstance(event.exception, BackendError):  # raised here before: Strands asks again for what a hook raises
+            raise event.exception
+        name = event.tool_use["name"]
+        texts = [block.get("text", "") for block in event.result["content"]]
+        failed = event.exception is not None or any(text.startswith(_FAILED) for text in texts)
+        if name not in self._clients or not failed:
+            return
+        try:
+            await asyncio.wait_for(asyncio.to_thread(_tools_of, self._clients[name]), ANSWERS_WITHIN_S)
+        except asyncio.TimeoutError:
+            return
+        except Exception as error:
+            raise BackendError(f"{name}: an MCP server no longer answers: {error}") from error
 
 
 def _tools_of(client: MCPClient) -> list[Any]:

@@ -173,6 +173,23 @@ async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(fa
     assert servers() == []
 
 
+async def test_a_server_that_dies_in_the_middle_is_no_reward(factory: Any) -> None:
+    environment = MCPEnvironment(
+        factory(call("add", a=1, b=1), call("die"), "5"), ExactMatchReward(), clients=mcp_client
+    )
+    result = await environment.step(task("4"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert result.reward is None and "die" in (result.error or "")
+    assert [status for status, _ in tool_results(result)][:1] == ["success"] and servers() == []
+
+
+async def test_what_a_model_does_wrong_with_a_servers_tools_is_its_own_matter(factory: Any) -> None:
+    answers = [call("add", a="x", b=[]), call("add"), call("add", a=1, b=1), "2"]
+    result = await MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client).step(task("2"))
+    assert [status for status, _ in tool_results(result)] == ["error", "error", "success"]
+    assert result.reward is not None and result.reward.reward == 1.0
+
+
 # --- AgentCore ---
 
 
