@@ -30,14 +30,20 @@ AnswerFn = Callable[[EvalSample], Hashable | None]
 SUCCESS_THRESHOLD = 1.0
 """A sample is a success if its reward is at least this."""
 
+_NO_ANSWER = ("no_answer", "not_boxed", "no_match")
+"""Verdicts of `strands_env.rewards` on episodes that answered nothing."""
+
 
 def answer_of(sample: EvalSample) -> str | None:
     r"""What a sample answered.
 
     `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its
-    whole text; white space aside. Spellings of one answer that differ otherwise are different answers.
+    whole text; white space aside. Spellings of one answer that differ otherwise are different answers. None where the
+    reward's verdict is that there is no answer.
     """
     info = {} if sample.step_result.reward is None else sample.step_result.reward.info
+    if info.get("verdict") in _NO_ANSWER:
+        return None
     for name in ("extracted", "answer"):
         if info.get(name) is not None:
             return _normal(str(info[name]))

@@ -74,3 +74,12 @@ def test_an_answer_is_boxed_or_the_whole_text(text, answer):
     assert one.step_result.reward is not None
     one.step_result.reward.info.clear()
     assert answer_of(one) == answer
+
+
+@pytest.mark.parametrize("verdict", ["no_answer", "not_boxed", "no_match"])
+def test_a_sample_in_which_the_reward_found_no_answer_has_no_vote(verdict):
+    lost = [sample(0.0, "I do not know") for _ in range(2)]
+    for one in lost:
+        one.step_result.reward.info.update({"verdict": verdict, "extracted": None})
+    assert [answer_of(one) for one in lost] == [None, None]
+    assert standard_metrics({"a": [sample(1.0), *lost]}, n_samples_per_prompt=3)["majority@3"] == 1.0
