@@ -129,6 +129,8 @@ class BudgetHooks(HookProvider):
             event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
         elif self._budgets.tool_timeout is not None and event.selected_tool is not None:
             event.selected_tool = TimedTool(event.selected_tool, self._budgets.tool_timeout)
+        elif event.selected_tool is not None and event.selected_tool.tool_name == event.tool_use["name"]:
+            event.selected_tool = ContainedTool(event.selected_tool)  # a renamed call is still to find its tool
 
 
 class ModelFailures(HookProvider):
@@ -150,17 +152,16 @@ class ModelFailures(HookProvider):
         self.error = event.exception
 
 
-class TimedTool(AgentTool):
-    """A tool whose calls end after some seconds with an error that the model gets to see.
+class ContainedTool(AgentTool):
+    """A tool that cannot end this process: a `SystemExit` of it is an error that the model gets to see.
 
-    A tool that runs in a thread goes on in it; its result is dropped.
+    A tool that evaluates what a model wrote raises one when that says `exit()`, and asyncio ends its loop for it.
     """
 
-    def __init__(self, tool: AgentTool, seconds: float) -> None:
-        """Watch over a tool."""
+    def __init__(self, tool: AgentTool) -> None:
+        """Contain a tool."""
         super().__init__()
         self._tool = tool
-        self._seconds = seconds
 
     @property
     @override
@@ -184,14 +185,38 @@ class TimedTool(AgentTool):
     async def stream(
         self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
+        """The tool's events."""
+        try:
+            async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
+                yield event
+        except SystemExit as error:
+            raise RuntimeError(f"the tool asked for the process to exit ({error.code!r})") from error
+
+
+class TimedTool(ContainedTool):
+    """A tool whose calls end after some seconds with an error that the model gets to see.
+
+    A tool that runs in a thread goes on in it; its result is dropped.
+    """
+
+    def __init__(self, tool: AgentTool, seconds: float) -> None:
+        """Watch over a tool."""
+        super().__init__(tool)
+        self._seconds = seconds
+
+    @override
+    async def stream(
+        self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         """The tool's events; an error result when the time is up."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         end = object()
+        contained = super().stream
 
         async def pump() -> None:
             # In a task of its own throughout: a generator's context must not change from event to event.
             try:
-                async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
+                async for event in contained(tool_use, invocation_state, **kwargs):
                     events.put_nowait(event)
             finally:
                 events.put_nowait(end)

@@ -224,7 +224,7 @@ class Environment:
             try:
                 playing = self._play(episode)
                 end: Any = await supervisor.within(self.episode_timeout, playing, what="the episode")
-            except (Exception, asyncio.CancelledError) as error:
+            except (Exception, asyncio.CancelledError, SystemExit) as error:
                 end = error
             result = await self._result(episode, end, supervisor)
             with _trajectory_of(episode.model):  # of a judge that asks the same model
@@ -307,7 +307,7 @@ class Environment:
         try:
             computing = self._reward(self.reward_fn, action, result)
             result.reward = await supervisor.within(self.reward_timeout, computing, what="the reward function")
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             if supervisor.is_cancelled:
                 result.termination_reason = TerminationReason.CANCELLED
             else:

@@ -14,7 +14,7 @@ from strands_env.core import Action, RewardFunction, TerminationReason
 from strands_sglang import OUTCOMES, RewardRule
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
 from support.agents import call
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, scripted_env
 from support.scripted_model import ScriptedModel, tool_use
 
 FAULT = ScriptedFault(status=500)
@@ -511,3 +511,37 @@ async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer: A
     with pytest.raises(ValueError, match="last message"):
         await env.step(Action(message=[{"role": "assistant", "content": "Hello."}]))
     assert (env.steps, server.requests) == ([], [])
+
+
+@pytest.mark.parametrize("seconds", [None, 60])
+async def test_a_tool_that_wants_the_process_to_exit_gives_an_error_to_the_model(seconds):
+    @tool
+    def evaluate(expression: str) -> str:
+        """Evaluate an expression."""
+        return str(eval(expression))
+
+    model = ScriptedModel([[tool_use("1", "evaluate", expression="exit(3)")], ANSWER])
+    env = CalculatorEnv(lambda: model, Contains(), tools=[evaluate], tool_timeout=seconds)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward.reward == 1.0
+    told = result.observation.messages[2]["content"][0]["toolResult"]
+    assert told["status"] == "error" and "exit (3)" in told["content"][0]["text"]
+
+
+@pytest.mark.parametrize("place", ["reset", "reward"])
+async def test_code_of_the_environment_that_wants_the_process_to_exit_ends_its_episode_only(place):
+    class Exits(Contains):
+        async def compute(self, *, action, step_result):
+            raise SystemExit
+
+    class Env(CalculatorEnv):
+        async def reset(self):
+            if place == "reset":
+                raise SystemExit
+
+    env = Env(lambda: ScriptedModel([ANSWER]), Exits(), tools=[])
+    result = await env.step(ASK)
+    assert result.reward is None and "SystemExit" in result.error and env.steps == ["cleanup"]
+    assert result.termination_reason is (
+        TerminationReason.AGENT_ERROR if place == "reset" else TerminationReason.TASK_COMPLETE
+    )
