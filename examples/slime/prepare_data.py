@@ -1,7 +1,7 @@
 """Write dapo-math-17k (training) and aime-2024 (evaluation) as slime reads them: objects with prompt and label.
 
-python prepare_data.py /root/data
-python prepare_data.py /root/data --dapo my-dapo.jsonl --aime my-aime.jsonl   # from local files
+python prepare_data.py ~/data
+python prepare_data.py ~/data --dapo my-dapo.jsonl --aime my-aime.jsonl   # from local files
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 # GRPO with Qwen3-8B and a Python tool on one node with 8 GPUs. Run it in slime's container; see README.md.
 set -euo pipefail
 
-SLIME_DIR=${SLIME_DIR:-/root/slime}
-MEGATRON_DIR=${MEGATRON_DIR:-/root/Megatron-LM}
-MODEL_DIR=${MODEL_DIR:-/root/models/Qwen}
-DATA_DIR=${DATA_DIR:-/root/data}
+SLIME_DIR=${SLIME_DIR:-~/slime}
+MEGATRON_DIR=${MEGATRON_DIR:-~/Megatron-LM}
+MODEL_DIR=${MODEL_DIR:-~/models/Qwen}
+DATA_DIR=${DATA_DIR:-~/data}
 NUM_GPUS=${NUM_GPUS:-8}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 EXAMPLE_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
