@@ -252,7 +252,7 @@ class ChatTemplate:
                     f"{where}: the chat template leaves tool calls out of what it writes; use a template that has a "
                     "place for them, chat_template=<jinja text>"
                 )
-            if self._renderer.leaves_out(message):
+            if self._renderer.forms.leaves_out(message):
                 raise ChatTemplateError(
                     f"{where}: the chat template leaves text beside a tool call out of what it writes; take the text "
                     "out of the message, or use a template that has a place for it, chat_template=<jinja text>"

@@ -61,8 +61,10 @@ class TemplateForms:
         return [message]
 
     def leaves_out(self, message: ChatMessage) -> bool:
-        """Whether the template would leave text of this message out, in whatever form."""
-        return self.text_beside_calls == "left out" and bool(message.get("tool_calls")) and bool(message["content"])
+        """Whether the template would leave text beside this message's tool calls out, in whatever form."""
+        if self.text_beside_calls != "left out":
+            return False
+        return any(formed.get("tool_calls") and formed["content"] for formed in self._put(message))
 
     def with_own_ids(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """The results of tool calls under the ids that the template writes into those calls.

@@ -113,10 +113,6 @@ class TemplateRenderer:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
-    def leaves_out(self, message: ChatMessage) -> bool:
-        """Whether the template would leave text beside the message's tool calls out."""
-        return any(self.forms.leaves_out(formed) for formed in self.forms.put([message]))
-
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; no special tokens are added, the template wrote them."""
         with self._lock:

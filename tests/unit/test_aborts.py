@@ -35,10 +35,14 @@ def workers(*hosts: str) -> dict[str, Any]:
 
 
 async def cancelled(network: Network, worker: FakeServer, **settings: Any) -> list[dict[str, Any]]:
-    """Cancel a call that the worker has; the partial answers."""
-    partial: list[dict[str, Any]] = []
+    """Cancel a call of a new client that the worker has; the partial answers."""
     worker.arrived.clear()
-    client = network.client("router", **{"abort_grace": 2.0, **settings})
+    return await cancelled_call(network.client("router", **{"abort_grace": 2.0, **settings}), worker)
+
+
+async def cancelled_call(client: SGLangClient, worker: FakeServer) -> list[dict[str, Any]]:
+    """Cancel a call once the worker has it; the partial answers."""
+    partial: list[dict[str, Any]] = []
     task = asyncio.create_task(client.generate([1], on_partial=partial.append))
     await worker.arrived.wait()
     task.cancel()
@@ -81,13 +85,7 @@ async def test_a_list_that_names_a_worker_that_is_gone_is_read_again() -> None:
     client = network.client("router", abort_grace=2.0)
     await client.abort("before")
     router.listed = workers("gone", "one")
-    partial: list[dict[str, Any]] = []
-    task = asyncio.create_task(client.generate([1], on_partial=partial.append))
-    await worker.arrived.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(partial) == 1
+    assert len(await cancelled_call(client, worker)) == 1
 
 
 async def test_a_worker_that_joined_since_the_list_was_read_is_found_when_the_first_abort_has_no_effect() -> None:
@@ -96,13 +94,7 @@ async def test_a_worker_that_joined_since_the_list_was_read_is_found_when_the_fi
     client = Network(router=router, old=old, new=new).client("router", abort_grace=2.0)
     await client.abort("before")
     router.listed = workers("old", "new")
-    partial: list[dict[str, Any]] = []
-    task = asyncio.create_task(client.generate([1], on_partial=partial.append))
-    await new.arrived.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(partial) == 1
+    assert len(await cancelled_call(client, new)) == 1
 
 
 async def test_a_router_that_names_nobody_does_not_hold_the_caller_back() -> None:

@@ -53,6 +53,17 @@ def sampled(server, index):
     return server.responses[index].body["output_ids"]
 
 
+async def cancelled_turn(model, asked):
+    """The only turn of an agent that is cancelled once `asked` is set."""
+    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    (turn,) = model.trajectory.turns
+    return turn
+
+
 async def test_the_call_goes_on_from_its_tokens_and_the_agent_notices_nothing(resuming):
     server, model = resuming([aborted("The answer "), aborted(""), aborted("is "), "4."])
     result = await make_agent(model).invoke_async("2+2?")
@@ -167,12 +178,7 @@ async def test_what_was_sampled_before_a_failure_is_kept(resuming):
 async def test_a_cancel_keeps_all_parts(resuming):
     asked, hang = hanging()
     server, model = resuming([aborted("Half "), hang])
-    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
-    await asked.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    (turn,) = model.trajectory.turns
+    turn = await cancelled_turn(model, asked)
     assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
 
 
@@ -249,12 +255,7 @@ async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, 
         return body
 
     monkeypatch.setattr(bodies, "generation", without_experts_of_the_first)
-    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
-    await asked.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    (turn,) = model.trajectory.turns
+    turn = await cancelled_turn(model, asked)
     assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
 
 

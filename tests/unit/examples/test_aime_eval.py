@@ -1,26 +1,16 @@
-"""The AIME example on a small local file against a scripted server, and what it says when it cannot run."""
+"""The AIME example on a small local file against a scripted server."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.evaluation import lines
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "aime_eval.py"
-
-
-def run(*arguments: Any) -> Any:
-    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+from support.examples import run_example
 
 
 def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(
@@ -41,24 +31,10 @@ def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(
     with server.serve() as url:
         command = ["--sglang-base-url", url, "--tokenizer", tmp_path / "tokenizer", "--dataset", problems]
         command += ["--n-samples", 2, "--output", tmp_path / "out"]
-        done = run(*command)
+        done = run_example("aime_eval", *command)
         asked = len(server.requests)
-        again = run(*command)
+        again = run_example("aime_eval", *command)
     assert done.returncode == again.returncode == 0, done.stderr
     assert re.search(r"^pass@1 +0\.6667$", done.stdout, re.MULTILINE)
     assert again.stdout == done.stdout and len(server.requests) == asked == 12
     assert len(lines(tmp_path / "out" / "results.jsonl")) == 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"),
-    [
-        (["--backend", "openai"], 2, "--backend openai needs --model-id"),
-        (["--sglang-base-url", "http://localhost:1/v1"], 1, "ends in /v1"),
-    ],
-    ids=["no model", "no such address"],
-)
-def test_what_cannot_run_is_said_in_one_line(arguments: list[str], code: int, told: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == code
-    assert told in done.stderr.splitlines()[-1]
