@@ -226,21 +226,29 @@ class TimedTool(ContainedTool):
         pumping = loop.create_task(pump())
         pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever is still there
         try:
-            while (event := await asyncio.wait_for(events.get(), max(until - loop.time(), 0.0))) is not end:
+            while True:
+                try:
+                    event = await asyncio.wait_for(events.get(), max(until - loop.time(), 0.0))
+                except asyncio.TimeoutError:
+                    if not pumping.done():
+                        yield self._out_of_time(tool_use)
+                        return
+                    event = events.get_nowait()  # the tool is done; only the loop was late to fetch what it gave
+                if event is end:
+                    break
                 yield event
-            await pumping
-        except asyncio.TimeoutError:
-            if pumping.done():
-                raise  # the tool's own
-            logger.info("tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds)
-            yield {
-                "toolUseId": tool_use["toolUseId"],
-                "status": "error",
-                "content": [{"text": f"Error: the tool did not finish within {self._seconds:g} seconds."}],
-            }
+            await pumping  # an error of the tool's own, timeouts included
         except asyncio.CancelledError:
             pumping.cancel()
             await asyncio.wait({pumping})  # what the tool does at its end is done before the environment's cleanup
             raise
         finally:
             pumping.cancel()
+
+    def _out_of_time(self, tool_use: ToolUse) -> dict[str, Any]:
+        logger.info("tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds)
+        return {
+            "toolUseId": tool_use["toolUseId"],
+            "status": "error",
+            "content": [{"text": f"Error: the tool did not finish within {self._seconds:g} seconds."}],
+        }

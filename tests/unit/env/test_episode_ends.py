@@ -274,15 +274,41 @@ async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind
         chatml_tokenizer,
         [call("hang") + CALL, ANSWER],
         more_tools=[hang_async if kind == "async" else hang_thread],
-        tool_timeout=0.3,
+        tool_timeout=1.5,
     )
     result = await env.step(ASK)
     release.set()
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
-    assert "Error: the tool did not finish within 0.3 seconds." in server.requests[1].text
+    assert "Error: the tool did not finish within 1.5 seconds." in server.requests[1].text
     assert "<tool_response>\n425\n</tool_response>" in server.requests[1].text
     assert result.observation.metrics["tools"]["hang"]["errors"] == 1
     assert env.ran == ["25 * 17"]
+
+
+@pytest.mark.parametrize("outcome", ["result", "own timeout"])
+async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome: str, chatml_tokenizer: Any) -> None:
+    import threading
+    import time
+
+    loop, held = asyncio.get_running_loop(), threading.Event()
+
+    def hold_the_loop_beyond_the_limit() -> None:
+        held.set()
+        time.sleep(0.2)
+
+    @tool
+    def quick() -> str:
+        """Be done while the loop is held up."""
+        loop.call_soon_threadsafe(hold_the_loop_beyond_the_limit)
+        held.wait(20)
+        if outcome == "own timeout":
+            raise asyncio.TimeoutError("the database was slow")
+        return "computed"
+
+    env, server = scripted_env(chatml_tokenizer, [call("quick"), ANSWER], more_tools=[quick], tool_timeout=0.1)
+    result = await env.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
 
 
 async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(

@@ -160,8 +160,6 @@ async def test_several_servers_have_prefixes(factory: Any) -> None:
     assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
 
 
-# Strands leaves a coroutine behind when a client of it does not start.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(factory: Any) -> None:
     def clients() -> list[MCPClient]:
         broken = StdioServerParameters(command="/does/not/exist")
