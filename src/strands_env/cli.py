@@ -216,11 +216,13 @@ def list_names(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run an evaluation; return the exit code."""
+    from strands_sglang import SGLangClientError
+
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
     from .eval.checkpoint import replace_file
     from .eval.comparison import end_lines, metric_lines
     from .eval.json_lines import encode
-    from .eval.setup import environment_factory, model_config, run_config
+    from .eval.setup import environment_factory, model_config, run_config, served_model
     from .eval.storage import results_file, side_file
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
@@ -249,11 +251,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
         stop_after_failures=arguments.stop_after_failures,
     )
     evaluator.benchmark_name = arguments.benchmark or arguments.dataset.stem
+
+    async def run() -> Any:
+        evaluator.config.update(await served_model(model))
+        return await evaluator.run(actions)
+
     try:
-        results = asyncio.run(until_stopped(evaluator.run(actions)))
+        results = asyncio.run(until_stopped(run()))
         metrics = evaluator.compute_metrics(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
-    except (CheckpointError, EvaluationStoppedError) as error:
+    except (CheckpointError, EvaluationStoppedError, SGLangClientError) as error:
         tell(f"strands-env: {one_line(error)}")
         return FAILED
     except DuplicateTaskError as error:

@@ -185,12 +185,16 @@ class SGLangFactoryConfig(_Plain):
     tool_parser: str | None = None
     client: dict[str, Any] = Field(default_factory=dict)
 
+    def shared_client(self) -> SGLangClient:
+        """The client of all its models."""
+        return get_client(self.base_url, **self.client)
+
     def factory(self) -> Callable[[], Model]:
         """The factory."""
         return sglang_model_factory(
             model_id=self.model_id,
             tokenizer=self.tokenizer,
-            client=get_client(self.base_url, **self.client),
+            client=self.shared_client(),
             sampling_params=self.sampling_params,
             tool_parser=self.tool_parser,
             **self.config,

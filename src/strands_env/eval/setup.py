@@ -10,7 +10,9 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..core.models import build_model_factory
+from strands_sglang import SGLangHTTPError
+
+from ..core.models import SGLangFactoryConfig, build_model_factory
 from ..core.types import Action
 
 ENVIRONMENTS = {
@@ -23,6 +25,9 @@ REWARDS = {
     "math": "strands_env.rewards.MathReward",
     "exact": "strands_env.rewards.ExactMatchReward",
 }
+
+NOT_TOLD = (404, 405, 501)
+"""Statuses of servers that have no endpoint for it."""
 
 OWN_REWARD = "env"
 """The environment brings its own."""
@@ -92,6 +97,26 @@ def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str
         "reward": arguments.reward,
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
     }
+
+
+async def served_model(model: dict[str, Any]) -> dict[str, Any]:
+    """Which weights an SGLang server answers with, as it tells itself: results depend on them, too.
+
+    Nothing for other backends, which are asked for a model by its name, and for servers that do not tell.
+
+    Raises:
+        SGLangClientError: The server gives no answer.
+    """
+    if model["backend"] != "sglang":
+        return {}
+    client = SGLangFactoryConfig.model_validate(model).shared_client()
+    try:
+        told = await client.model_info()
+    except SGLangHTTPError as error:
+        if error.status not in NOT_TOLD:
+            raise
+        return {}
+    return {f"served_{name}": told[name] for name in ("model_path", "weight_version") if told.get(name) is not None}
 
 
 def environment_factory(arguments: argparse.Namespace, model: dict[str, Any]) -> Callable[[Action], Awaitable[Any]]:

@@ -103,6 +103,24 @@ def test_two_evaluations_are_compared_by_prompt(command, tmp_path, capsys):
     assert told["common"] == 6 and told["differences"][0]["interval"]["low"] == 0.0
 
 
+@pytest.mark.parametrize("changed", ["model_path", "weight_version"])
+def test_results_of_other_weights_are_not_gone_on_with(command, server, tmp_path, capsys, changed):
+    assert run([*command, "--limit", 2]) == 0
+    asked, before = len(server.requests), lines(tmp_path / "out" / "results.jsonl")
+    setattr(server, changed, "another")
+    assert run(command) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"served_{changed} was" in error and "is 'another'; name another file" in error
+    assert len(server.requests) == asked and lines(tmp_path / "out" / "results.jsonl") == before
+
+
+def test_a_server_that_gives_no_answer_is_one_line_and_exit_code_1(command, server, capsys):
+    given = [*command, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 1, "retry_delay": 0.01}']
+    assert run(given) == 1
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "http://127.0.0.1:9" in error
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_sample(command, server, tmp_path):
     path = tmp_path / "out" / "results.jsonl"
