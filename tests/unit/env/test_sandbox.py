@@ -439,10 +439,11 @@ async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode: str, tmp_
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     secret.chmod(0o600)
+    profile_of_root = os.path.expanduser("~root/.bashrc")
     ran = await sandbox_in(safe_mode).run(
         program(f"""
         import os, sys
-        for path in ({str(secret)!r}, '/etc/shadow', '/root/.bashrc', os.path.expanduser('~root')):
+        for path in ({str(secret)!r}, '/etc/shadow', {profile_of_root!r}, os.path.expanduser('~root')):
             for flags in ('rb', 'ab'):
                 try: print(open(path, flags).read())
                 except OSError: pass
