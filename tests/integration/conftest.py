@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from strands_sglang import local
+from support.server_logs import LOG_EVERYTHING
 
 # Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
 ONE_THREAD = local.ServerSettings(threads=1)
@@ -115,7 +116,10 @@ def tiny_vl_server(
 def smollm_server(
     request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools."""
+    """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools.
+
+    Its log has every request and answer (`support.server_logs`).
+    """
     if external_server is not None:
         yield external_server
         return
@@ -123,7 +127,8 @@ def smollm_server(
     log_path = tmp_path_factory.mktemp("smollm_server") / "server.log"
     model_path = local.ensure_smollm2(python)
     template = local.CHATML_TOOLS_TEMPLATE.read_text(encoding="utf-8")
-    with local.start_server(python, model_path, settings=ONE_THREAD, log_path=log_path) as server:
+    settings = replace(ONE_THREAD, extra_arguments=LOG_EVERYTHING)
+    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
         yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path, chat_template=template)
 
 

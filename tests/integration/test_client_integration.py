@@ -7,11 +7,11 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from strands_sglang.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangContextLengthError, SGLangHTTPError
+from support.real_servers import running_requests
 
 PROMPT = [50, 60, 70, 80, 90]
 # Longer than any test waits: on a busy machine a short one is over before anyone sees it run.
@@ -22,12 +22,6 @@ ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
 async def client(tiny_server: Any) -> AsyncIterator[SGLangClient]:
     async with SGLangClient(tiny_server.base_url, max_retries=2, retry_delay=0.1) as client:
         yield client
-
-
-async def running_requests(base_url: str) -> int:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        loads = (await http.get(f"{base_url}/v1/loads")).json()["loads"]
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 async def seconds_until(base_url: str, running: int, *, at_most: float) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_sglang import SGLangClient
 from support.environments import CalculatorEnv, Contains
+from support.examples import run_example
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "math_env.py"
 PROBLEMS = {"27 * 43": 1161, "64 * 18": 1152, "52 * 77": 4004, "91 * 36": 3276}
 
 
@@ -105,14 +102,14 @@ async def test_turns_and_tokens_are_bounded_on_a_real_server_too(smollm_server: 
 
 
 def test_the_example_runs_on_a_real_server(smollm_server: Any, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "--backend", "sglang", "--sglang-base-url", smollm_server.base_url]
+    command = ["--backend", "sglang", "--sglang-base-url", smollm_server.base_url]
     command += ["--tokenizer", str(smollm_server.model_path), "--max-new-tokens", "60", "--temperature", "0"]
     command += ["--worked-examples"]
     if smollm_server.chat_template:
         template = tmp_path / "template.jinja"
         template.write_text(smollm_server.chat_template, encoding="utf-8")
         command += ["--chat-template", str(template)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_example("math_env", *command, timeout=240)
     assert done.returncode == 0, done.stderr
     *episodes, summary = done.stdout.splitlines()
     assert len(episodes) == 6 and all("reward" in line and "tokens sampled" in line for line in episodes)

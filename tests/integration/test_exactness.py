@@ -5,10 +5,8 @@ import json
 
 import httpx
 import pytest
-import torch
 from httpx_aiohttp import AiohttpTransport
 from strands.types.exceptions import ContextWindowOverflowException, MaxTokensReachedException
-from transformers import AutoModelForCausalLM
 
 from strands_sglang import (
     SGLangAbortedError,
@@ -19,8 +17,9 @@ from strands_sglang import (
     get_tokenizer,
     termination_reason,
 )
-from strands_sglang.tool_parsers import ToolParser, ToolParseResult
-from support.agents import make_agent, make_tools
+from support.agents import EveryAnswerCallsATool, make_agent, make_tools
+from support.forward_pass import rescored
+from support.real_servers import abort_all, until_it_runs
 
 
 class WireLog(httpx.AsyncBaseTransport):
@@ -39,20 +38,6 @@ class WireLog(httpx.AsyncBaseTransport):
 
     async def aclose(self):
         await self.inner.aclose()
-
-
-class EveryAnswerCallsATool(ToolParser):
-    """Takes whatever was sampled for a tool call, so that a model that cannot call tools drives a tool loop."""
-
-    def __init__(self, turns):
-        super().__init__()
-        self.turns = turns
-
-    def parse(self, text):
-        self.turns -= 1
-        if self.turns < 0:
-            return []
-        return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": f"{self.turns} * 7"})]
 
 
 def ends_soon(model_path, **params):
@@ -89,20 +74,6 @@ def assert_exact(wire, model):
         assert logprobs[len(prompt) : len(prompt) + len(output)] == sampled
         end = len(prompt) + len(output)
     assert end == len(ids)
-
-
-def rescored(model_path, sequence, temperature):
-    """Logprob of each token after the first given those before it, from a float32 forward pass; shape (T - 1,).
-
-    The server scales the logits of sampled tokens by the temperature, those of prompt tokens never.
-    """
-    scorer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    ids = torch.tensor(sequence.token_ids)
-    with torch.no_grad():
-        logits = scorer(ids[None, :-1]).logits[0].float()
-    scale = torch.where(torch.tensor(sequence.loss_mask[1:]) == 1, temperature, 1.0)
-    logprobs = torch.log_softmax(logits / scale[:, None], dim=-1)
-    return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -257,10 +228,8 @@ async def test_a_first_prompt_longer_than_the_context(tiny_server, wire, words):
 async def test_an_aborted_request_keeps_what_was_sampled(tiny_server, wire):
     model = make_model(tiny_server, wire, sampling_params={"ignore_eos": True})
     running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
-    async with httpx.AsyncClient(base_url=tiny_server.base_url) as control:
-        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
-        await control.post("/abort_request", json={"abort_all": True})
+    await until_it_runs(tiny_server.base_url)
+    await abort_all(tiny_server.base_url)
     with pytest.raises(SGLangAbortedError) as caught:
         await running
     assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.ABORTED

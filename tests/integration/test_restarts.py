@@ -1,7 +1,6 @@
 """A real server that is killed under rollouts and comes back: what is recorded is what its own log says it sampled."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -10,38 +9,20 @@ import httpx
 
 from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, local
 from strands_sglang.local.server import free_port, port_is_free
-from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from support.agents import EveryAnswerCallsATool
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
+from support.server_logs import LOG_EVERYTHING, logged
 
 RESTARTS = 2
 EPISODES = 150
 CONCURRENCY = 12
-LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
 
 
-class CallsAToolThreeTimes(ToolParser):
-    """Takes what was sampled for a tool call, so that a model of random weights drives a loop that ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.turns = 3
-
-    def parse(self, text):
-        self.turns -= 1
-        if self.turns < 0:
-            return []
-        return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": "1 + 1"})]
-
-
-def logged(paths):
+def sampled(paths):
     """What the servers say they sampled, by request id."""
     log = {}
     for path in paths:
-        for line in path.read_text(errors="replace").splitlines():
-            start = line.find('{"')
-            if '"request.finished"' not in line or start < 0:
-                continue
-            entry = json.loads(line[start:])
+        for entry in logged(path, "request.finished"):
             out = entry["out"]
             meta = out["meta_info"]
             ids, logprobs = out["output_ids"], [item[0] for item in meta.get("output_token_logprobs") or ()]
@@ -76,7 +57,7 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
         return SGLangModel(
             tokenizer=tokenizer,
             client=client,
-            tool_parser=CallsAToolThreeTimes(),
+            tool_parser=EveryAnswerCallsATool(3),
             # Any turn ends after a few tokens of its own, so that each episode has four.
             sampling_params={"max_new_tokens": 32, "min_new_tokens": 6, "logit_bias": {str(end): 100.0}},
         )
@@ -103,6 +84,5 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
     reasons = [episode.reason for episode in episodes]
     assert TerminationReason.INFRASTRUCTURE_ERROR not in reasons
     assert reasons.count(TerminationReason.CANCELLED) >= 3
-    log = logged(paths)
-    recorded = assert_recorded_as_sampled(episodes, log)
+    recorded = assert_recorded_as_sampled(episodes, sampled(paths))
     assert len(recorded) >= 3 * EPISODES

@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from strands.types.exceptions import MaxTokensReachedException
-from transformers import AutoModelForCausalLM
 
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
 from strands_sglang.generation import Generation, read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from support.agents import make_agent
+from support.forward_pass import assert_same_experts, load_reference, scored
+from support.real_servers import abort_all, until_it_runs
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 PROMPT = [11, 50, 60, 70, 80]
@@ -56,7 +56,7 @@ async def generate(base_url: str, input_ids: list[int], **body: Any) -> Generati
 
 @pytest.fixture
 def reference(tiny_moe_server: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_moe_server.model_path, dtype=torch.float32).eval()
+    return load_reference(tiny_moe_server.model_path)
 
 
 async def test_every_turn_keeps_a_row_for_each_token_that_went_through_the_model(tiny_moe_server):
@@ -97,25 +97,17 @@ async def test_those_of_an_answer_that_was_aborted_and_resumed_are_the_same(tiny
 
 
 async def abort_all_once_it_runs(server: Any) -> None:
-    async with httpx.AsyncClient(base_url=server.base_url) as control:
-        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
-        await control.post("/abort_request", json={"abort_all": True})
+    await until_it_runs(server.base_url)
+    await abort_all(server.base_url)
 
 
 def assert_as_in_a_forward_pass(model: SGLangModel, reference: Any) -> None:
     recorded = model.token_manager
-    ids = torch.tensor(recorded.token_ids)
-    with torch.no_grad():
-        scored = reference(ids[None, :-1], output_router_logits=True)
-    logprobs = torch.log_softmax(scored.logits[0].float(), dim=-1).gather(1, ids[1:, None])[:, 0]
-    assert max(abs(a - b) for a, b in zip(recorded.logprobs[1:], logprobs.tolist(), strict=True)) < 1e-4
-    best = torch.stack(scored.router_logits, dim=1).reshape(len(ids) - 1, LAYERS, EXPERTS).topk(TOP_K + 1)
+    logprobs, router_logits = scored(reference, recorded.token_ids)
+    assert max(abs(a - b) for a, b in zip(recorded.logprobs[1:], logprobs, strict=True)) < 1e-4
+    assert router_logits.shape[1:] == (LAYERS, EXPERTS)
     routed = model.trajectory.turns[-1].generation.expert_ids().reshape(-1, LAYERS, TOP_K)
-    # Float noise may order two experts otherwise that are this close.
-    clear = (best.values.diff(dim=-1).abs().min(dim=-1).values > 1e-4).numpy()
-    assert clear.mean() > 0.95
-    assert (routed == best.indices[..., :TOP_K].numpy())[clear].all()
+    assert_same_experts(routed.copy(), router_logits, TOP_K)
 
 
 async def test_rows_of_a_prompt_that_another_request_left_in_the_cache_are_the_same(tiny_moe_server):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from strands_sglang import SGLangModel, TurnStatus, get_tokenizer, local
@@ -31,6 +30,7 @@ from strands_sglang.exceptions import (
 from strands_sglang.local.server import LocalServer, launch_server
 from strands_sglang.testing import ScriptedSGLang
 from support.readme import ROOT
+from support.real_servers import running_requests
 from support.routers import Router, ensure_routers
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -109,12 +109,7 @@ def client_of(fronts: dict[str, list[str]], front: str, **settings: Any) -> SGLa
 
 
 async def running(workers: list[Worker]) -> int:
-    total = 0
-    async with httpx.AsyncClient(trust_env=False) as http:
-        for worker in workers:
-            loads = (await http.get(f"{worker.base_url}/v1/loads")).json()["loads"]
-            total += sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-    return total
+    return sum([await running_requests(worker.base_url) for worker in workers])
 
 
 async def until(condition: Callable[[], Any], what: str, *, at_most: float = 20.0) -> float:

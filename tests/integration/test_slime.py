@@ -8,17 +8,16 @@ import uuid
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-import torch
 from strands import Agent, tool
-from strands.agent.conversation_manager import NullConversationManager
-from transformers import AutoModelForCausalLM
 
 from strands_sglang import get_tokenizer
 from strands_sglang.testing import ScriptedExperts
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from strands_sglang.trainers.slime import make_generate
+from support.agents import make_agent
+from support.forward_pass import assert_same_experts, load_reference, scored
+from support.real_servers import abort_all, until_it_runs
 from support.slime_checker import check_rollouts
 from support.slime_stub import Sample, slime_args, slime_sampling_params
 
@@ -48,13 +47,7 @@ def rollouts(server: Any, **settings: Any) -> tuple[Any, Any]:
     state = SimpleNamespace(tokenizer=get_tokenizer(str(server.model_path)), aborted=False)
 
     def agent_factory(model: Any, sample: Sample) -> Agent:
-        return Agent(
-            model=model,
-            tools=[look],
-            system_prompt=sample.metadata["system"],
-            callback_handler=None,
-            conversation_manager=NullConversationManager(),
-        )
+        return make_agent(model, [look], system_prompt=sample.metadata["system"])
 
     generate = make_generate(
         agent_factory, generate_state=lambda args: state, tool_parser=FirstTwoAnswersCall(), **settings
@@ -66,13 +59,11 @@ def new_sample() -> Sample:
     return Sample(index=0, group_index=0, prompt="Go on.", metadata={"system": uuid.uuid4().hex})
 
 
-async def abort_all(base_url: str, state: Any) -> None:
+async def end_rollout(base_url: str, state: Any) -> None:
     """What slime does at the end of a rollout, once a request is running."""
-    async with httpx.AsyncClient(base_url=base_url) as control:
-        while not (await control.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
-        state.aborted = True
-        await control.post("/abort_request", json={"abort_all": True})
+    await until_it_runs(base_url)
+    state.aborted = True
+    await abort_all(base_url)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -93,7 +84,7 @@ async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_
     for part in range(parts):
         running = asyncio.ensure_future(generate(args, sample, params))
         if part < parts - 1:
-            await abort_all(url, state)
+            await end_rollout(url, state)
         sample = await running
         check_rollouts(sample, args, state.tokenizer)
         if sample.status.name != "ABORTED":
@@ -106,19 +97,10 @@ async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_
     else:
         assert (sample.status.name, sample.response_length) == ("TRUNCATED", params["max_new_tokens"])
 
-    reference = AutoModelForCausalLM.from_pretrained(tiny_moe_server.model_path, dtype=torch.float32).eval()
-    ids = torch.tensor(sample.tokens)
-    with torch.no_grad():
-        scored = reference(ids[None, :-1], output_router_logits=True)
-    logprobs = torch.log_softmax(scored.logits[0].float(), dim=-1).gather(1, ids[1:, None])[:, 0]
-    recorded = torch.tensor(sample.rollout_log_probs)
-    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    assert (recorded - logprobs[-sample.response_length :])[mask].abs().max() < 1e-4
-    best = torch.stack(scored.router_logits, dim=1).reshape(len(ids) - 1, EXPERTS.layers, -1).topk(EXPERTS.top_k + 1)
-    # Float noise may order two experts otherwise that are this close.
-    clear = best.values.diff(dim=-1).abs().min(dim=-1).values > 1e-4
-    assert clear.float().mean() > 0.95
-    assert (sample.rollout_routed_experts == best.indices[..., : EXPERTS.top_k])[clear].all()
+    logprobs, router_logits = scored(load_reference(tiny_moe_server.model_path), sample.tokens)
+    recorded = zip(sample.rollout_log_probs, logprobs[-sample.response_length :], sample.loss_mask, strict=True)
+    assert max(abs(one - expected) for one, expected, mask in recorded if mask) < 1e-4
+    assert_same_experts(sample.rollout_routed_experts, router_logits, EXPERTS.top_k)
 
 
 async def test_an_agent_with_tools_stays_within_the_budget_of_its_response(tiny_server):

@@ -7,13 +7,13 @@ import asyncio
 
 import httpx
 import pytest
-import torch
 from strands.types.exceptions import MaxTokensReachedException
-from transformers import AutoModelForCausalLM
 
 from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, termination_reason
 from support.agents import make_agent
+from support.forward_pass import rescored
 from support.other_weights import with_other_weights
+from support.real_servers import running_requests
 
 ROLLOUTS = 4
 LENGTH = 400
@@ -38,11 +38,6 @@ class Trainer:
             "/update_weights_from_disk", model_path=str(self.paths[version]), weight_version=version, **options
         )
 
-    async def running(self):
-        async with httpx.AsyncClient(base_url=self.base_url, timeout=60, trust_env=False) as http:
-            loads = (await http.get("/v1/loads")).json()["loads"]
-        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-
 
 @pytest.fixture
 async def trainer(own_server, tiny_server, tmp_path):
@@ -55,17 +50,8 @@ async def trainer(own_server, tiny_server, tmp_path):
         await trainer.load("default", abort_all_requests=True)
 
 
-def rescored(path, sequence):
-    """Logprob of each token under the weights in `path`, given those before it; shape (T,), nothing for the first."""
-    scorer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = torch.tensor(sequence.token_ids)
-    with torch.no_grad():
-        logits = scorer(ids[None, :-1]).logits[0].float() / TEMPERATURE
-    return [None, *torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0].tolist()]
-
-
 def assert_each_token_is_of_its_version(sequence, paths):
-    scores = {version: rescored(path, sequence) for version, path in paths.items()}
+    scores = {version: [None, *rescored(path, sequence, TEMPERATURE)] for version, path in paths.items()}
     tokens = zip(sequence.loss_mask, sequence.policy_versions, sequence.logprobs, range(len(sequence)), strict=True)
     sampled = [(version, logprob, i) for mask, version, logprob, i in tokens if mask]
     assert {version for version, _, _ in sampled} == {"old", "new"}
@@ -95,7 +81,7 @@ async def rollouts(server, client, **config):
 
 async def while_running(trainer, act):
     """Do something once all rollouts are being sampled, and for a moment have been."""
-    while await trainer.running() < ROLLOUTS:
+    while await running_requests(trainer.base_url) < ROLLOUTS:
         await asyncio.sleep(0.02)
     async with httpx.AsyncClient(base_url=trainer.base_url, timeout=60, trust_env=False) as http:
         start = (await http.get("/v1/loads")).json()["loads"][0]["num_used_tokens"]
@@ -151,7 +137,7 @@ async def test_a_call_that_is_asked_while_the_server_is_paused_is_answered_after
         async with SGLangClient(tiny_server.base_url) as client:
             waiting = asyncio.create_task(rollouts(tiny_server, client, on_abort="resume"))
             for _ in range(50):  # the server has time to answer, and does so to others
-                await trainer.running()
+                await running_requests(trainer.base_url)
             assert not waiting.done()
             await trainer.post("/continue_generation")
             ended = await waiting

@@ -9,6 +9,7 @@ from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager
 
 from strands_sglang import SGLangModel
+from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 
 
 def call(name: str = "calculator", **arguments: Any) -> str:
@@ -65,3 +66,19 @@ def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any
         "retry_strategy": None,
     }
     return Agent(model=model, tools=tools or [], **{**defaults, **kwargs})
+
+
+class EveryAnswerCallsATool(ToolParser):
+    """Takes what was sampled for a tool call, a number of times: a model that cannot call tools drives a tool loop."""
+
+    def __init__(self, turns: int) -> None:
+        """Take the next answers for calls."""
+        super().__init__()
+        self.turns = turns
+
+    def parse(self, text: str) -> list[ToolParseResult]:
+        """One call of the calculator, until enough were made."""
+        self.turns -= 1
+        if self.turns < 0:
+            return []
+        return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": f"{self.turns} * 7"})]

@@ -26,7 +26,8 @@ from typing import Any
 
 from strands_sglang import Trajectory, get_tokenizer, local
 
-LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
+from .server_logs import LOG_EVERYTHING, logged
+
 WORKED_EXAMPLES = (("15 * 12", "180"), ("98 + 47", "145"), ("84 - 29", "55"))
 
 
@@ -82,16 +83,6 @@ def write_tasks(path: Path, count: int) -> dict[str, str]:
         )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return questions
-
-
-def logged(path: Path, event: str) -> list[dict[str, Any]]:
-    """The entries of one kind in a server's log."""
-    entries = []
-    for line in path.read_text(errors="replace").splitlines():
-        start = line.find('{"')
-        if f'"{event}"' in line and start >= 0:
-            entries.append(json.loads(line[start:]))
-    return entries
 
 
 def evaluate_and_kill(
@@ -168,7 +159,7 @@ def whole_records(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_nothing_lost_or_repeated(killed: Killed, *, tasks: int, samples: int) -> None:
-    """The issue's claims, from the file and the server's log."""
+    """Each sample is there once, and nothing finished was generated again: by the file and by the server's log."""
     assert killed.exit_code == 0
     assert len(killed.records) == tasks * samples
     assert len({record["key"] for record in killed.records}) == tasks * samples

@@ -122,8 +122,8 @@ def int32_text(values: list[int]) -> str:
     return base64.b64encode(array("i", values).tobytes()).decode("ascii")
 
 
-def tell_top_p(server: ScriptedSGLang, monkeypatch: Any, *, width: int = 3) -> None:
-    """Have a server tell the ids that top-p kept, as slime's SGLang does: the sampled one and some others."""
+def tell_top_p(monkeypatch: Any) -> None:
+    """Have scripted servers tell the ids that top-p kept, as slime's SGLang does: the sampled one and some others."""
     from strands_sglang.testing import bodies
 
     body_of = bodies.generation
@@ -133,7 +133,7 @@ def tell_top_p(server: ScriptedSGLang, monkeypatch: Any, *, width: int = 3) -> N
         if (request.sampling_params.get("custom_params") or {}).get("return_top_p_token_ids"):
             ids, offsets = [], [0]
             for token in sampled.output_ids:
-                ids += [token, *range(token % width)]
+                ids += [token, *range(token % 3)]
                 offsets.append(len(ids))
             body["meta_info"]["top_p_token_ids"] = int32_text(ids)
             body["meta_info"]["top_p_token_offsets"] = int32_text(offsets)

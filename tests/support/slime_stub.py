@@ -5,7 +5,6 @@ Source: slime's `utils/types.py` and `rollout/sglang_rollout.py`; names and type
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -157,21 +156,3 @@ def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: b
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, name, module)
     return GenerateState
-
-
-def check_sample(sample: Sample, tokenizer: Any) -> None:
-    """Assert what slime's conversion to training data relies on, for a sample with a response.
-
-    Prompt and response have at least one token each; mask and logprobs are as long as the response; logprobs are finite
-    floats, 0.0 where the mask is 0; the response's text is that of its tokens.
-    """
-    length = sample.response_length
-    assert len(sample.tokens) > length >= 1
-    assert all(type(token) is int for token in sample.tokens)
-    assert sample.loss_mask is not None and sample.rollout_log_probs is not None
-    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == length
-    assert set(sample.loss_mask) <= {0, 1}
-    assert all(isinstance(logprob, float) and math.isfinite(logprob) for logprob in sample.rollout_log_probs)
-    masked = [logprob for logprob, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask]
-    assert all(logprob == 0.0 for logprob in masked)
-    assert sample.response == tokenizer.decode(sample.tokens[-length:], skip_special_tokens=False)

@@ -150,7 +150,7 @@ class _FullRender:
 
     def run(self) -> None:
         family = self.family
-        call_id = ChatTemplate(load_tokenizer(family)).call_id
+        template = ChatTemplate(load_tokenizer(family))
         parts = {name: f"the-{name}-of-the-turn" for name in ("reasoning", "text", "key")}
         turn = _calls(USE_IDS[0], key=parts["key"])
         reasoning = {"reasoningContent": {"reasoningText": {"text": parts["reasoning"]}}}
@@ -164,10 +164,9 @@ class _FullRender:
             turn,
             _results(USE_IDS[0]),
         ]
-        template = ChatTemplate(load_tokenizer(family))
         try:
             text = template.opening(
-                [{"role": "system", "content": "Be brief."}, *to_chat_messages(messages, call_id=call_id)],
+                [{"role": "system", "content": "Be brief."}, *to_chat_messages(messages, call_id=template.call_id)],
                 to_chat_tools(TOOLS),
             ).text
         except ChatTemplateError as error:

@@ -14,8 +14,8 @@
 | `model.reset()` and `agent.cleanup()` after the sample is filled | all shapes |
 | defaults of `from_slime_args`; `from_miles_args` | `test_a_client_from_slime_args_...` |
 
-What a sample must look like is in `support.slime_stub.check_sample`. The documented functions set no status but these
-two, and leave a response of no tokens when nothing was sampled; the README's function does better.
+What a sample must look like is in `support.slime_checker.check_tokens`. The documented functions set no status but
+these two, and leave a response of no tokens when nothing was sampled; the README's function does better.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from strands_sglang import (
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
 from support.agents import call
-from support.slime_checker import convert
-from support.slime_stub import Sample, check_sample, install_slime, slime_args, slime_sampling_params
+from support.slime_checker import check_tokens, convert
+from support.slime_stub import Sample, install_slime, slime_args, slime_sampling_params
 
 pytestmark = pytest.mark.filterwarnings("ignore:calculator is deprecated")
 
@@ -156,7 +156,7 @@ def exchanged_ids(server: ScriptedSGLang, call_index: int) -> list[int]:
 
 async def test_an_answered_episode_is_completed_and_holds_what_the_server_saw(generate, chatml_tokenizer):
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, ANSWER])
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     convert([sample], slime_args())
     assert sample.status is Sample.Status.COMPLETED
     assert sample.tokens == exchanged_ids(server, 1)
@@ -171,13 +171,13 @@ async def test_a_prompt_of_chat_messages_gives_its_first_ones_text(generate, cha
     sample, server = await generate_one(
         generate, chatml_tokenizer, [CALL, ANSWER], prompt=[{"role": "user", "content": QUESTION}]
     )
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert f"user\n{QUESTION}" in server.requests[0].text
 
 
 async def test_an_episode_that_reaches_the_tool_limit_is_truncated(generate, chatml_tokenizer):
     sample, server = await generate_one(generate, chatml_tokenizer, lambda request: CALL)
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert sample.status is Sample.Status.TRUNCATED
     assert sample.metadata["tool_iters"] == len(server.requests) == LIMIT
     assert sample.tokens == exchanged_ids(server, LIMIT - 1)
@@ -187,14 +187,14 @@ async def test_an_episode_that_reaches_the_tool_limit_is_truncated(generate, cha
 async def test_an_answer_that_is_cut_off_is_truncated(generate, chatml_tokenizer):
     cut = ScriptedAnswer("25 * 17 is", finish_reason="length")
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, cut])
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert sample.status is Sample.Status.TRUNCATED
     assert sample.tokens == exchanged_ids(server, 1)
 
 
 async def test_a_server_error_truncates_with_whatever_was_recorded(generate, chatml_tokenizer):
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, CALL])  # no third answer: an error 500
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert sample.status is Sample.Status.TRUNCATED
     assert sample.tokens == exchanged_ids(server, 1)
 
@@ -202,7 +202,7 @@ async def test_a_server_error_truncates_with_whatever_was_recorded(generate, cha
 async def test_an_abort_truncates_with_the_partial_answer(generate, chatml_tokenizer):
     cut = ScriptedAnswer("25 * 17 is", finish_reason="abort")
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, cut])
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert sample.status is Sample.Status.TRUNCATED
     assert sample.tokens == exchanged_ids(server, 1)
 
@@ -217,7 +217,7 @@ async def test_if_nothing_was_sampled_the_prompt_is_there(context_length, genera
 
 async def test_parallel_calls_are_one_iteration_in_the_samples_counts(generate, chatml_tokenizer):
     sample, _ = await generate_one(generate, chatml_tokenizer, [f"{CALL}\n{CALL}", ANSWER])
-    check_sample(sample, chatml_tokenizer)
+    check_tokens(sample, chatml_tokenizer)
     assert sample.metadata["tool_iters"] == 1
     assert sample.metadata.get("tool_calls", 2) == 2
 
@@ -232,7 +232,7 @@ async def test_samples_of_one_group_do_not_share_anything(generate, chatml_token
     assert first.tokens == second.tokens
     first.tokens.append(0)
     first.loss_mask.append(0)
-    check_sample(second, chatml_tokenizer)
+    check_tokens(second, chatml_tokenizer)
 
 
 async def test_slimes_sampling_parameters_are_passed_on_and_left_alone(chatml_tokenizer, monkeypatch):

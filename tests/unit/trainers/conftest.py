@@ -11,5 +11,5 @@ from support.slime_episodes import tell_top_p
 def scripted_top_p() -> Iterator[None]:
     """Scripted servers tell the ids that top-p kept to requests that ask for them."""
     with pytest.MonkeyPatch.context() as patch:
-        tell_top_p(None, patch)
+        tell_top_p(patch)
         yield

@@ -97,7 +97,7 @@ async def test_a_partial_rollout_goes_on_from_the_tokens_that_it_had(
     args: dict[str, Any] = {"mask_offpolicy_in_partial_rollout": mask_off_policy}
     params = slime_sampling_params()
     if replayed:
-        tell_top_p(None, monkeypatch)
+        tell_top_p(monkeypatch)
         params["custom_params"] = {"return_top_p_token_ids": True}
         args |= {"rollout_top_p": 0.9, **moe_args()}
     rollouts = Rollouts(chatml_tokenizer, [], server={"experts": EXPERTS})

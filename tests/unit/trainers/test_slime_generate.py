@@ -326,7 +326,7 @@ async def test_fan_out_where_slime_cannot_have_it_is_an_error(args, message, cha
 
 
 async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):
-    tell_top_p(None, monkeypatch)
+    tell_top_p(monkeypatch)
     params = slime_sampling_params(top_p=0.9, custom_params={"return_top_p_token_ids": True})
     args = {"rollout_top_p": 0.9, **moe_args()}
     rollouts = Rollouts(chatml_tokenizer, [CALL, ANSWER], server={"experts": EXPERTS})

@@ -116,7 +116,7 @@ TOP_P = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
 
 
 async def test_top_p_ids_are_those_of_the_trained_tokens(chatml_tokenizer, monkeypatch):
-    tell_top_p(None, monkeypatch)
+    tell_top_p(monkeypatch)
     args = slime_args(rollout_top_p=0.9)
     episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], sampling_params=TOP_P)
     sample = export(episode, chatml_tokenizer, args=args)
@@ -130,7 +130,7 @@ async def test_top_p_ids_are_those_of_the_trained_tokens(chatml_tokenizer, monke
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_every_end_has_top_p_ids_in_slimes_shapes(end, chatml_tokenizer, monkeypatch):
-    tell_top_p(None, monkeypatch)
+    tell_top_p(monkeypatch)
     answers, settings, *_ = ENDS[end]
     episode = await play(chatml_tokenizer, answers, sampling_params=TOP_P, **settings)
     export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))

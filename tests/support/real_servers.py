@@ -1,0 +1,27 @@
+"""What tests ask a real SGLang server, and do to it, beside the library."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+
+async def running_requests(base_url: str) -> int:
+    """Requests that the server is generating for, or is going to."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
+        loads = (await http.get("/v1/loads")).json()["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+async def until_it_runs(base_url: str) -> None:
+    """Until the server is generating."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
+        while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+
+
+async def abort_all(base_url: str) -> None:
+    """End all generations, as a trainer does before it updates the weights."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
+        (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
