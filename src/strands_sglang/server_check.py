@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from .chat_template import ChatTemplate
 from .client import SGLangClient
 from .exceptions import SGLangConnectionError, TokenizerMismatchError
+from .waiting import consume
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +56,7 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
 
     Of several servers the shortest context counts, and the tokenizer is proven if it is for all of them.
     """
-    checked = _facts.get(client, {}).get(template.tokenizer, {})
+    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
     facts = [checked.get(base_url) for base_url in client.available_urls]
     if None in facts:
         return None
@@ -77,7 +78,7 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
     while (facts := known_facts(client, template)) is None:
         with _lock:
             key = (asyncio.get_running_loop(), id(template.tokenizer))
-            checks = _checks.setdefault(client, {})
+            checks = _checks.setdefault(client.origin, {})
             if key not in checks:
                 checks[key] = asyncio.ensure_future(_check(client, template))
                 checks[key].add_done_callback(functools.partial(_forget, checks, key))
@@ -88,8 +89,7 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
 
 def _forget(checks: dict[_Key, asyncio.Task[None]], key: _Key, task: asyncio.Task[None]) -> None:
     checks.pop(key, None)
-    if not task.cancelled():
-        task.exception()  # looked at, so that a failure whose waiters were all cancelled is not reported as lost
+    consume(task)  # its waiters may all have been cancelled
 
 
 async def _check(client: SGLangClient, template: ChatTemplate) -> None:
@@ -98,7 +98,7 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     Raises:
         SGLangClientError: A tokenizer is not the model's, or none of the servers could be asked.
     """
-    checked = _facts.get(client, {}).get(template.tokenizer, {})
+    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
     base_urls = [base_url for base_url in client.available_urls if base_url not in checked]
     answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -107,7 +107,7 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
         if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
             raise error
     with _lock:
-        kept = _facts.setdefault(client, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
+        kept = _facts.setdefault(client.origin, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
         for base_url, answer in zip(base_urls, answers, strict=True):
             if isinstance(answer, ServerFacts):
                 kept[base_url] = answer

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import importlib
 import inspect
 from typing import Any
 
+import httpx
 import pytest
 from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager, SlidingWindowConversationManager
@@ -350,3 +352,21 @@ async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):
 def test_settings_that_cannot_work_are_errors_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
         make_generate(**settings)
+
+
+async def test_what_is_known_of_a_server_outlives_the_rollout_that_asked(chatml_tokenizer):
+    rollouts, asked = Rollouts(chatml_tokenizer, lambda request: ANSWER), []
+    answer = rollouts.server.transport().handle_async_request
+
+    async def note(request):
+        asked.append(request.url.path)
+        return await answer(request)
+
+    generate = make_generate(
+        generate_state=lambda args: rollouts.state,
+        client_settings={"max_retries": 0, "transport": httpx.MockTransport(note)},
+    )
+    for index in range(3):
+        await generate(slime_args(), Sample(index=index, prompt=QUESTION), slime_sampling_params())
+        gc.collect()
+    assert (asked.count("/generate"), asked.count("/tokenize")) == (3, 1)

@@ -89,7 +89,7 @@ class EpisodeGate:
 
 
 class GatedClient:
-    """An `SGLangClient` whose generations pass a gate. Equal to the client, so what is known of that holds for it."""
+    """An `SGLangClient` whose generations pass a gate."""
 
     def __init__(self, client: SGLangClient, gate: EpisodeGate) -> None:
         """Put a gate before a client."""
@@ -97,16 +97,8 @@ class GatedClient:
         self._gate = gate
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the client's."""
+        """Everything else is the client's, `origin` too, so that what is known of its servers holds here."""
         return getattr(self._client, name)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same client."""
-        return self._client is (other._client if isinstance(other, GatedClient) else other)
-
-    def __hash__(self) -> int:
-        """The client's."""
-        return hash(self._client)
 
     async def generate(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None, **fields: Any
