@@ -11,7 +11,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -38,14 +39,17 @@ class Send(Protocol):
         ...
 
 
+Share = Callable[[Any, Callable[[], Coroutine[Any, Any, tuple[str, ...]]]], Awaitable[tuple[str, ...]]]
+"""Runs work once for all who ask under the same key while it runs."""
+
+
 class Aborter:
     """Tells servers to stop requests, over the connections of one event loop."""
 
-    def __init__(self, send: Send) -> None:
-        """Send with `send`."""
-        self._send = send
+    def __init__(self, send: Send, share: Share) -> None:
+        """Send with `send`; what several ask for at the same time goes through `share`."""
+        self._send, self._share = send, share
         self._workers: dict[str, tuple[float, tuple[str, ...]]] = {}
-        self._listings: dict[str, asyncio.Task[tuple[str, ...]]] = {}
         self._gates: dict[str, asyncio.Semaphore] = {}
 
     async def abort(self, base_url: str, rid: str, *, again: bool = False) -> bool:
@@ -94,11 +98,7 @@ class Aborter:
 
     async def _list(self, base_url: str) -> tuple[str, ...]:
         """Ask a router for its workers; those who ask at the same time share the answer."""
-        listing = self._listings.get(base_url)
-        if listing is None:
-            listing = self._listings[base_url] = asyncio.get_running_loop().create_task(self._ask(base_url))
-            listing.add_done_callback(lambda _: self._listings.pop(base_url, None))
-        return await asyncio.shield(listing)
+        return await self._share(("workers", base_url), partial(self._ask, base_url))
 
     async def _ask(self, base_url: str) -> tuple[str, ...]:
         for path in WORKER_LISTS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -83,7 +84,7 @@ class LoopSession:
         # The limit is not the connector's: an abort must pass while all slots are taken, and an attempt's time limit
         # should not run while it waits for its turn.
         self._slots = asyncio.Semaphore(max_connections)
-        self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S))
+        self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S), self.shared)
         self._flights: dict[str, Flight] = {}
         self._idle: set[Waiting] = set()
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
@@ -138,18 +139,16 @@ class LoopSession:
         """
         ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
         abort = self._abort_task(flight.server.base_url, flight.rid)
-        pause = next(again, None)
-        retell_at = self._loop.time() + (pause or 0.0)
+        retell_at = self._loop.time() + next(again, math.inf)
         while (now := self._loop.time()) < ends_at:
             if flight.response is not None or (flight.answer.done() and abort.done()):
                 break  # if there is no answer, the abort still has to get out
             if abort.done() and (abort.cancelled() or not abort.result()):
                 break  # nobody has heard, so nothing will come
-            if pause is not None and abort.done() and now >= retell_at:
+            if abort.done() and now >= retell_at:
                 abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
-                pause = next(again, None)
-                retell_at = now + (pause or 0.0)
-            limit = min(ends_at, retell_at) if pause is not None else ends_at
+                retell_at = now + next(again, math.inf)
+            limit = min(ends_at, retell_at) if abort.done() else ends_at
             pending = [task for task in (flight.answer, abort) if not task.done()]
             try:
                 await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)

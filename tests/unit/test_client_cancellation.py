@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
@@ -104,7 +105,9 @@ def test_an_abort_that_is_already_on_its_way_gets_out_when_the_event_loop_ends()
     assert heard == ["/abort_request"]
 
 
-async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_for_the_grace_at_most() -> None:
+async def cancel_at_a_hung_server(*, grace: float) -> tuple[float, float]:
+    """Seconds of wall clock and of CPU that the cancellation of a call takes."""
+
     async def respond(request: httpx.Request) -> httpx.Response:
         arrived.set()
         await asyncio.Event().wait()
@@ -112,14 +115,24 @@ async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_
 
     arrived = asyncio.Event()
     task = asyncio.create_task(
-        SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.3).generate([1])
+        SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=grace).generate([1])
     )
     await arrived.wait()
-    started = asyncio.get_running_loop().time()
+    started, used = asyncio.get_running_loop().time(), time.thread_time()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert asyncio.get_running_loop().time() - started < 1.0
+    return asyncio.get_running_loop().time() - started, time.thread_time() - used
+
+
+async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_for_the_grace_at_most() -> None:
+    seconds, _ = await cancel_at_a_hung_server(grace=0.3)
+    assert seconds < 1.0
+
+
+async def test_the_wait_for_an_abort_that_gets_no_answer_is_not_a_busy_one() -> None:
+    _, cpu_seconds = await cancel_at_a_hung_server(grace=1.0)
+    assert cpu_seconds < 0.2
 
 
 async def test_abort_sends_the_request_id_and_never_raises() -> None:
