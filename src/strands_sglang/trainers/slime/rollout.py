@@ -157,8 +157,8 @@ async def _generate(
     if fan_out:
         _check_fan_out(args)
     state = _state_of(settings, args)
-    partial = bool(getattr(args, "partial_rollout", False)) and not fan_out and not evaluation
-    partial = partial and settings.episode is None
+    can_go_on = settings.episode is None and not fan_out and not evaluation
+    partial = can_go_on and bool(getattr(args, "partial_rollout", False))
     if state.aborted:
         # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
         sample.status = type(sample).Status.ABORTED
@@ -172,13 +172,13 @@ async def _generate(
         model = _model(settings, args, sample, state, sampling_params, part, evaluation)
         if settings.episode is not None:
             end = await run_elsewhere(settings, args, model, sample, part)
-            reason, told = end.reason, end.metadata
-            return _export(settings, args, sample, state, part, reason, end.reward, fan_out, partial, evaluation, told)
-        await run(settings, model, sample, part, system, asked)
-        reason = reason_of(part)
-        part.trajectory.settle(list(part.agent.messages) if part.agent is not None else [])
-        reward = await own_reward(settings, part, sample, reason)
-        return _export(settings, args, sample, state, part, reason, reward, fan_out, partial, evaluation)
+            reason, reward, told = end.reason, end.reward, end.metadata
+        else:
+            await run(settings, model, sample, part, system, asked)
+            reason, told = reason_of(part), None
+            part.trajectory.settle(list(part.agent.messages) if part.agent is not None else [])
+            reward = await own_reward(settings, part, sample, reason)
+        return _export(settings, args, sample, state, part, reason, reward, fan_out, partial, evaluation, told)
     finally:
         clean_up(part.agent)
 

@@ -169,11 +169,11 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
             problems.append(f"call {span.turn.index} was aborted and has no top-p ids")
             _clear(mask, span.start, span.stop)
             continue
-        kept_ids, starts = torch.tensor(arrays[0]), arrays[1]
-        for number, position in enumerate(range(span.start, span.stop)):
-            if mask[position]:
-                ids.append(kept_ids[int(starts[number]) : int(starts[number + 1])])
-                offsets[position - start + 1] = len(ids[-1])
+        kept_ids, starts = torch.tensor(arrays[0]), torch.tensor(arrays[1][: span.stop - span.start + 1])
+        widths = starts.diff()
+        trained = torch.tensor(mask[span.start : span.stop], dtype=torch.bool)
+        ids.append(kept_ids[: int(starts[-1])][trained.repeat_interleave(widths)])
+        offsets[span.start - start + 1 : span.stop - start + 1] = widths * trained
     return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
 
 
