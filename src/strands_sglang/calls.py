@@ -108,7 +108,6 @@ class Caller:
         new_ids, images = await self._expand(prompt, waiting)
         given = config.get("sampling_params") or {}
         constraint = grammar(prompt, given)
-        known_ids = place.token_ids()
         turn = trajectory.ask(
             place,
             conversation,
@@ -127,8 +126,6 @@ class Caller:
             self.images,
             config,
             turn,
-            [*known_ids, *new_ids],
-            len(known_ids),
             constraint,
             routing_key=config.get("routing_key") or trajectory.routing_key(turn),
             waiting=waiting,

@@ -111,6 +111,4 @@ class Episodes:
         if agent is not None and not auxiliary:
             self._warn_of_outside(len(candidates))
             return self.outside
-        agreement = [trajectory.agreement(digests) for trajectory in [self.outside, *candidates]]
-        best = max(agreement)
-        return [self.outside, *candidates][agreement.index(best)] if best else self.outside
+        return max([self.outside, *candidates], key=lambda one: one.agreement(digests))

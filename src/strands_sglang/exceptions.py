@@ -45,12 +45,8 @@ class SGLangDecodingError(SGLangClientError):
     """The server answered 200 with something that is not a `/generate` response."""
 
 
-class SGLangAbortedError(SGLangClientError):
-    """The server aborted the generation (weight update, pause, `/abort_request`).
-
-    Attributes:
-        response: The server's response with the tokens that it had sampled until then.
-    """
+class _EndedEarlyError(SGLangClientError):
+    """A generation that was ended from outside; has what was sampled until then."""
 
     def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
         """Keep the partial response beside the message."""
@@ -58,7 +54,15 @@ class SGLangAbortedError(SGLangClientError):
         self.response = response
 
 
-class SGLangDeadlineError(SGLangClientError):
+class SGLangAbortedError(_EndedEarlyError):
+    """The server aborted the generation (weight update, pause, `/abort_request`).
+
+    Attributes:
+        response: The server's response with the tokens that it had sampled until then.
+    """
+
+
+class SGLangDeadlineError(_EndedEarlyError):
     """The client's `deadline` for a whole call has passed.
 
     Attributes:
@@ -66,23 +70,13 @@ class SGLangDeadlineError(SGLangClientError):
             the request, or none told in time.
     """
 
-    def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
-        """Keep the partial response beside the message."""
-        super().__init__(message)
-        self.response = response
 
-
-class SGLangCancelledError(SGLangClientError):
+class SGLangCancelledError(_EndedEarlyError):
     """The caller's cancel signal ended the call.
 
     Attributes:
         response: The server's response with the tokens that it had sampled until then; None if there is none.
     """
-
-    def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
-        """Keep the partial response beside the message."""
-        super().__init__(message)
-        self.response = response
 
 
 class TokenizerMismatchError(SGLangClientError):

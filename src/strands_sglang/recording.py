@@ -13,7 +13,7 @@ import uuid
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strands.types.content import Message, Messages
 
@@ -23,9 +23,6 @@ from .images import ImageInputs
 from .messages import Conversation, block_digests, message_digest, next_link
 from .turns import Turn, TurnStatus
 from .verdicts import AnsweredTurns, agreement
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +42,6 @@ class Place:
     new_messages: Messages
     reason: str
     kept: int | None = None
-
-    def token_ids(self) -> list[int]:
-        """The ids that stand before the call's prompt, shape (T,)."""
-        if self.turn is None:
-            return []
-        ids = self.turn.token_ids()
-        return ids if self.kept is None else ids[: len(ids) - len(self.turn.output_ids) + self.kept]
 
 
 class Recording:

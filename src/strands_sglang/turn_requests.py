@@ -40,11 +40,11 @@ class TurnRequests:
         images: Expands placeholders; None for a model that takes no images.
         config: The model's configuration.
         turn: What is asked; gets the sampling parameters that were sent.
-        input_ids: The turn's prompt with all that stands before it, shape (T,).
-        known: How many of these tokens an earlier turn has recorded.
         grammar: Sampling parameters that constrain the answer; None for a free one.
         routing_key: Says which server has the prefix.
         waiting: Knows when the call is to end.
+        input_ids: The turn's prompt with all that stands before it, shape (T,).
+        known: How many of these tokens an earlier turn has recorded.
         parts: What was sampled so far, in the order of the requests.
         response: The server's latest response.
     """
@@ -54,15 +54,20 @@ class TurnRequests:
     images: ImageProcessor | None
     config: Mapping[str, Any]
     turn: Turn
-    input_ids: list[int]
-    known: int
     grammar: Mapping[str, Any] | None
     routing_key: str
     waiting: Waiting
+    input_ids: list[int] = field(init=False)
+    known: int = field(init=False)
     parts: list[Generation] = field(default_factory=list)
     response: dict[str, Any] | None = None
     _partial: dict[str, Any] | None = None
     _begun: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Look up what stands before the answer."""
+        self.input_ids = self.turn.token_ids()
+        self.known = len(self.input_ids) - len(self.turn.prompt_ids)
 
     async def answer(self) -> Generation:
         """The server's answer, in one part or joined from several; its finish reason may still be "abort".
