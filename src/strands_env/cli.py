@@ -54,13 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; `run` of what it parses is the subcommand's function."""
-    return build_parsers()[0]
-
-
 def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and those of the subcommands by name."""
+    """Return the parser of the whole command line, and those of the subcommands by name.
+
+    `run` of what the first one parses is the subcommand's function.
+    """
     parser = argparse.ArgumentParser(prog="strands-env", description="Evaluate agents in environments.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -14,8 +13,6 @@ from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
 from .backends import BackendError, EndOnBackendErrors
-
-logger = logging.getLogger(__name__)
 
 LONGEST_OUTPUT = 32_000
 """Characters."""

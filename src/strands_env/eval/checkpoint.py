@@ -45,7 +45,7 @@ class CheckpointFile:
 
     Example:
         file = CheckpointFile(path)
-        records = list(file.records())
+        records = list(read_records(path))
         await file.append(lambda: line)
         await file.close()
     """
@@ -74,14 +74,6 @@ class CheckpointFile:
         self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records in the order of their writing.
-
-        Raises:
-            CheckpointError: A line in the file is no record.
-        """
-        return read_records(self.path)
 
     def append(self, line: Callable[[], bytes]) -> asyncio.Future[None]:
         """Append a record; the future is done once it is on the disk.

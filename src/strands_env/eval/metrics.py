@@ -134,16 +134,6 @@ def interval_metrics(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.value, **{key: end for key, end in ends.items() if end is not None}}
 
 
-def success_rates(results: Results, success_threshold: float = SUCCESS_THRESHOLD) -> dict[str, float]:
-    """The share of successes of each prompt that has scored samples: what pass@1 is the mean of."""
-    rates: dict[str, float] = {}
-    for prompt, samples in results.items():
-        rewards = [sample.reward for sample in samples if sample.is_finished and sample.reward is not None]
-        if rewards:
-            rates[prompt] = sum(reward >= success_threshold for reward in rewards) / len(rewards)
-    return rates
-
-
 def _by_prompt(function: Callable[..., np.ndarray], rows: Sequence[Sequence[bool]], k: int) -> Sequence[float]:
     usable = [row for row in rows if len(row) >= k]
     if not usable:

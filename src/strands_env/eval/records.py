@@ -152,10 +152,6 @@ class Prompt(BaseModel):
     digest: str
     action: Action = Field(repr=False)
 
-    def sample_key(self, index: int, config_digest: str) -> str:
-        """The key of one of its samples."""
-        return digest([self.digest, index, config_digest])
-
 
 class DuplicateTaskError(ValueError):
     """Two different tasks have one id."""
