@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .jobs.worker import receive
+from .jobs.worker import receive, send
 
 _JOBS = str(Path(__file__).parent / "jobs")
 _BOOTSTRAP = (
@@ -176,10 +174,9 @@ class _Worker:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self._stage = None
         self.requests += 1
-        body = _encode(request)
         try:
             self._connection.settimeout(self._limits.wall_s)
-            self._connection.sendall(body)
+            send(self._connection, request)
             while True:
                 answer = receive(self._connection)
                 if answer is None:
@@ -209,11 +206,6 @@ class _Worker:
         self._connection.close()
         self._process.kill()
         self._process.wait()
-
-
-def _encode(request: dict[str, Any]) -> bytes:
-    body = json.dumps(request).encode()
-    return struct.pack("!I", len(body)) + body
 
 
 def _stop_all(workers: list[_Worker]) -> None:

@@ -28,22 +28,23 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (limit, limit))
-    _send(connection, {"ready": True})
+    send(connection, {"ready": True})
     while (request := receive(connection)) is not None:
         # CPU time, not the clock: an answer's fate must not depend on what else the machine does. The signal ends this
         # process even inside of C code.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            answer = handle(request, lambda stage: _send(connection, {"stage": stage}))
+            answer = handle(request, lambda stage: send(connection, {"stage": stage}))
         except (MemoryError, RecursionError) as error:
             answer = {"over": type(error).__name__}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(connection, answer)
+        send(connection, answer)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message; `receive` of the other side returns it."""
     body = json.dumps(message).encode()
     connection.sendall(struct.pack("!I", len(body)) + body)
 
