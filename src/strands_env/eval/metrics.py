@@ -95,18 +95,18 @@ def standard_metrics(
     rewards = [[float(sample.reward or 0.0) for sample in samples] for samples in scored.values()]
     successes = [[reward >= success_threshold for reward in row] for row in rewards]
     answers = [[answer_fn(sample) for sample in samples] for samples in scored.values()]
-    # What the numbers would be if the dropped samples had been sampled and had failed.
-    missing = [n - sum(sample.is_finished for sample in samples) for samples in results.values()]
-    worst_successes = [row + [False] * max(0, gap) for row, gap in zip(successes, missing, strict=True)]
-    worst_rewards = [row + [0.0] * max(0, gap) for row, gap in zip(rewards, missing, strict=True)]
-    worst_answers = [row + [None] * max(0, gap) for row, gap in zip(answers, missing, strict=True)]
+    # What the numbers would be if the dropped samples had been sampled and had failed; nothing if there are none.
+    missing = [max(0, n - sum(sample.is_finished for sample in samples)) for samples in results.values()]
+    worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if dropped else []
+    worst_rewards = [row + [0.0] * gap for row, gap in zip(rewards, missing, strict=True)] if dropped else []
+    worst_answers = [row + [None] * gap for row, gap in zip(answers, missing, strict=True)] if dropped else []
 
     def add(name: str, values: Sequence[float], worst: Sequence[float]) -> None:
         metrics[f"{name}_prompts"] = float(len(values))
         metrics[f"{name}_dropped_prompts"] = float(len(results) - len(values))
         if len(values):
             metrics.update(interval_metrics(name, mean_over_prompts(values)))
-        if dropped and len(worst):
+        if len(worst):
             metrics[f"{name}_if_dropped_failed"] = float(np.mean(worst))
 
     for k in sorted(set(ks)) if ks is not None else sample_sizes(n):
@@ -116,9 +116,7 @@ def standard_metrics(
             add(
                 f"majority@{k}",
                 [majority_at_k(a, s, k) for a, s in zip(answers, successes, strict=True) if len(a) >= k],
-                [majority_at_k(a, s, k) for a, s in zip(worst_answers, worst_successes, strict=True) if len(a) >= k]
-                if dropped
-                else [],
+                [majority_at_k(a, s, k) for a, s in zip(worst_answers, worst_successes, strict=True) if len(a) >= k],
             )
     add(
         f"avg@{n}",
