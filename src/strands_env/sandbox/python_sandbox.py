@@ -124,12 +124,14 @@ class PythonSandbox:
         wanted: tuple[Mode, ...] = MODES if unsafe else ("namespaces", "uid")
         if mode is not None:
             wanted = (mode,)
-        reasons = available_modes(self._python)
+        reasons: list[str] = []
         for candidate in wanted:
-            if reasons[candidate] is None:
+            reason = _why_not(candidate, self._python, os.geteuid())
+            if reason is None:
                 self.mode: Mode = candidate
                 return
-        said = "; ".join(f"{candidate}: {reasons[candidate]}" for candidate in wanted)
+            reasons.append(f"{candidate}: {reason}")
+        said = "; ".join(reasons)
         raise SandboxUnavailableError(
             f"this machine has no way to keep Python code away from this process ({said}). Run as root, or allow user"
             " namespaces, or pass unsafe=True to run code as this user, with limits but without protection"
@@ -222,19 +224,15 @@ def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:
     Args:
         python: The interpreter that is to run in it.
     """
-    return dict(_available_modes(os.path.abspath(python), os.geteuid()))
+    return {mode: _why_not(mode, os.path.abspath(python), os.geteuid()) for mode in MODES}
 
 
-@functools.lru_cache(maxsize=8)
-def _available_modes(python: str, uid: int) -> dict[Mode, str | None]:
-    return {mode: _why_not(mode, python) for mode in MODES}
-
-
-def _why_not(mode: Mode, python: str) -> str | None:
+@functools.lru_cache(maxsize=24)
+def _why_not(mode: Mode, python: str, uid: int) -> str | None:
     """Run a program in a mode; why it does not work."""
     if sys.platform != "linux":
         return "only on Linux"
-    if mode == "uid" and os.geteuid() != 0:
+    if mode == "uid" and uid != 0:
         return "only root can use other uids"
     reads, writes = os.pipe()
     try:
