@@ -157,7 +157,7 @@ class Evaluator:
     async def _run(self, run: Run, prompts: Sequence[Prompt], storage: Storage | None) -> Results:
         by_id = {prompt.id: prompt for prompt in prompts}
         samples: dict[str, EvalSample] = dict(storage.finished) if storage is not None else {}
-        keys = run.sample_keys()
+        keys = run.sample_keys
         todo = iter([(key, by_id[prompt], index) for key, (prompt, index) in keys.items() if key not in samples])
         failures_in_a_row = 0
         name = self.benchmark_name or "evaluation"

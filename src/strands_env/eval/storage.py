@@ -12,6 +12,7 @@ A file holds the results of one configuration. Another one is refused, and told 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ class Run:
         """The run of these prompts."""
         return cls(benchmark, decode(encode(config)), n_samples, {prompt.id: prompt.digest for prompt in prompts})
 
+    @functools.cached_property
     def sample_keys(self) -> dict[str, tuple[str, int]]:
         """Prompt id and sample index of every key that belongs to it, in order."""
         config = self.config_digest
@@ -219,7 +221,7 @@ def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
     if file.exists():
         samples.update(_samples(file, run))
     results: Results = {prompt: [] for prompt in run.prompts}
-    for key, (prompt, _) in run.sample_keys().items():
+    for key, (prompt, _) in run.sample_keys.items():
         if (sample := samples.get(key)) is not None:
             results[prompt].append(sample)
     return run, results
@@ -227,7 +229,7 @@ def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
 
 def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, EvalSample | None]:
     """The last record of each key; None for keys that do not belong to the run."""
-    keys = run.sample_keys()
+    keys = run.sample_keys
     samples: dict[str, EvalSample | None] = {}
     for number, record in enumerate(read_records(path), 1):
         if record["key"] not in keys:
