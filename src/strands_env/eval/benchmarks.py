@@ -74,11 +74,12 @@ def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> lis
     if benchmark is None:
         raise TaskError(f"there is no benchmark {name!r}: {', '.join(BENCHMARKS)}")
     if path is not None:
-        actions = load_tasks(path)
-        return [
-            action.model_copy(update={"task_context": action.task_context.model_copy(update={"ground_truth": truth})})
-            for action, truth in zip(actions, _answers(benchmark, actions, str(path)), strict=True)
-        ]
+
+        def read_answer(answer: Any) -> Any:
+            # A local file may have the bare results already.
+            return benchmark.read_answer(answer) if "####" in str(answer) else str(answer)
+
+        return load_tasks(path, read_answer=read_answer)
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -97,16 +98,3 @@ def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> lis
         source=benchmark.repository,
         read_answer=benchmark.read_answer,
     )
-
-
-def _answers(benchmark: Benchmark, actions: list[Action], source: str) -> list[Any]:
-    answers = []
-    for number, action in enumerate(actions, 1):
-        truth = action.task_context.ground_truth
-        try:
-            # A local file may have the bare results already.
-            is_bare = benchmark.read_answer is gsm8k_answer and "####" not in str(truth)
-            answers.append(str(truth) if is_bare else benchmark.read_answer(truth))
-        except TaskError as error:
-            raise TaskError(f"{source}, row {number}: {error}") from error
-    return answers

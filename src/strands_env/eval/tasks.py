@@ -26,6 +26,7 @@ def load_tasks(
     answer_field: str | None = None,
     id_field: str | None = None,
     needs_answer: bool = True,
+    read_answer: Callable[[Any], Any] | None = None,
 ) -> list[Action]:
     """The tasks of a file: JSON lines (`.jsonl`), a JSON list (`.json`) or Parquet (`.parquet`, needs pyarrow).
 
@@ -39,13 +40,14 @@ def load_tasks(
         answer_field: Which field is the ground truth.
         id_field: Which field names the task; without one it is named by its content.
         needs_answer: Whether a row without an answer is refused.
+        read_answer: Makes the ground truth of a row's answer (None, where it may be without one).
 
     Raises:
         TaskError: The file cannot be read, is empty, or a row is no task; the message has the row's number, from 1.
     """
     path = Path(path)
     fields = (question_field, answer_field, id_field)
-    return actions_of(_rows(path), *fields, source=str(path), needs_answer=needs_answer)
+    return actions_of(_rows(path), *fields, source=str(path), needs_answer=needs_answer, read_answer=read_answer)
 
 
 def actions_of(
@@ -67,7 +69,7 @@ def actions_of(
         id_field: As in `load_tasks`.
         source: Where the rows are from, for messages.
         needs_answer: As in `load_tasks`.
-        read_answer: Makes the ground truth of the answer field.
+        read_answer: As in `load_tasks`.
 
     Raises:
         TaskError: There are no rows, or a row is no task.
@@ -93,8 +95,11 @@ def _action(
 ) -> Action:
     if "message" in row and "task_context" in row and not any(fields):
         action = Action.model_validate(dict(row))
-        if needs_answer and _is_missing(action.task_context.ground_truth):
+        context = action.task_context
+        if needs_answer and _is_missing(context.ground_truth):
             raise TaskError("no ground_truth in its task_context")
+        if read_answer is not None:
+            context.ground_truth = read_answer(context.ground_truth)
         return action
     question_name, question = _field(row, fields[0], QUESTION_FIELDS, "question")
     answer_name, answer = _field(row, fields[1], ANSWER_FIELDS, "answer", required=needs_answer)
