@@ -87,9 +87,10 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
         return_prompt_logprobs=True,
     )
     agent = make_agent(model, tools)
-    for question in ("one", "two", "three"):
+    # An answer of noise may end with its first token: go on until there is something to compare.
+    while len(model.trajectory.turns) < 3 or sum(model.token_manager.loss_mask) <= 100:
         try:
-            await agent.invoke_async(question)
+            await agent.invoke_async("Go on.")
         except MaxTokensReachedException:
             pass
     assert_exact(wire, model)
@@ -97,7 +98,6 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
     expected = rescored(tiny_server.model_path, tm, temperature)
     differences = [abs(a - b) for a, b in zip(tm.logprobs[1:], expected, strict=True)]
     assert max(differences) < 1e-4
-    assert sum(tm.loss_mask) > 100
 
 
 async def test_logprobs_of_a_language_model_equal_a_float32_forward_pass(smollm_server, wire):

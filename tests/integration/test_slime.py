@@ -16,7 +16,7 @@ from strands_sglang.testing import ScriptedExperts
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from strands_sglang.trainers.slime import make_generate
 from support.agents import make_agent
-from support.forward_pass import assert_same_experts, load_reference, scored
+from support.forward_pass import assert_best_experts, load_reference, replayed
 from support.real_servers import abort_all, until_it_runs
 from support.slime_checker import check_rollouts
 from support.slime_stub import Sample, slime_args, slime_sampling_params
@@ -97,10 +97,11 @@ async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_
     else:
         assert (sample.status.name, sample.response_length) == ("TRUNCATED", params["max_new_tokens"])
 
-    logprobs, router_logits = scored(load_reference(tiny_moe_server.model_path), sample.tokens)
+    routed = sample.rollout_routed_experts
+    logprobs, router_logits = replayed(load_reference(tiny_moe_server.model_path), sample.tokens, routed)
     recorded = zip(sample.rollout_log_probs, logprobs[-sample.response_length :], sample.loss_mask, strict=True)
     assert max(abs(one - expected) for one, expected, mask in recorded if mask) < 1e-4
-    assert_same_experts(sample.rollout_routed_experts, router_logits, EXPERTS.top_k)
+    assert_best_experts(routed, router_logits)
 
 
 async def test_an_agent_with_tools_stays_within_the_budget_of_its_response(tiny_server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 
@@ -19,6 +20,15 @@ async def until_it_runs(base_url: str) -> None:
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+
+
+async def at_best(seconds: Callable[[], Awaitable[float]], *, goal: float) -> float:
+    """The best of up to three tries: a machine that is busy can be late, a library that does nothing always is."""
+    best = await seconds()
+    for _ in range(2):
+        if best >= goal:
+            best = min(best, await seconds())
+    return best
 
 
 async def abort_all(base_url: str) -> None:

@@ -19,6 +19,7 @@ from strands_sglang import (
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import call, make_agent, make_tools
+from support.clock import advance
 
 
 async def episode(model, prompt="go", **kwargs):
@@ -123,11 +124,12 @@ async def test_the_budget_of_tokens_is_a_truncation(rollout):
 
 async def test_a_wall_clock_limit_is_a_timeout(rollout):
     async def hang(request):
+        advance(60)
         await asyncio.Event().wait()
 
     server, model = rollout(hang)
     try:
-        end = await asyncio.wait_for(make_agent(model).invoke_async("go"), timeout=0.2)
+        end = await asyncio.wait_for(make_agent(model).invoke_async("go"), timeout=60)
     except Exception as error:
         end = error
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.TIMEOUT

@@ -13,6 +13,7 @@ from strands_sglang import (
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
 from support.agents import call, make_agent, make_tools
+from support.clock import advance
 from support.fake_server import FakeServer
 
 
@@ -199,19 +200,21 @@ async def test_a_closed_client_does_not_go_on(resuming):
 
 async def test_the_deadline_is_for_all_parts_together(resuming):
     async def forever(request):
-        try:
-            await asyncio.sleep(0.15)
-        except asyncio.CancelledError:
-            pass
+        advance(25)
+        if len(server.requests) == 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
         return aborted("more ")
 
-    server, model = resuming(forever, client={"deadline": 0.4})
+    server, model = resuming(forever, client={"deadline": 60})
     with pytest.raises(Exception, match="deadline") as failure:
         await make_agent(model).invoke_async("go")
     assert termination_reason(failure.value) is TerminationReason.TIMEOUT
     (turn,) = model.trajectory.turns
     assert turn.status.value == "cut"
-    assert turn.output_ids.tolist() == [token for i in range(len(server.requests)) for token in sampled(server, i)]
+    assert turn.output_ids.tolist() == [token for i in range(3) for token in sampled(server, i)]
 
 
 async def test_an_answer_under_a_grammar_of_the_users_own_begins_anew_and_is_not_trained(resuming):

@@ -14,11 +14,18 @@ from strands_env.core import Action, RewardFunction, TerminationReason
 from strands_sglang import OUTCOMES, RewardRule
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
 from support.agents import call
+from support.clock import advance
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, scripted_env
 from support.scripted_model import ScriptedModel, tool_use
 
 FAULT = ScriptedFault(status=500)
-LATE = ScriptedAnswer("Too late.", latency_s=60)
+LIMIT = 60.0  # seconds that nothing here takes, and that `late` lets pass
+
+
+def late(request: Any) -> ScriptedAnswer:
+    """Answer when it is too late."""
+    advance(LIMIT)
+    return ScriptedAnswer("Too late.", latency_s=LIMIT)
 
 
 class Hook(HookProvider):
@@ -74,10 +81,10 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
     "total tokens": (TerminationReason.TOKEN_BUDGET_REACHED, [CALL] * 3, {"max_total_tokens": 10}),
     "time, in a call": (
         TerminationReason.TIMEOUT,
-        [CALL, LATE],
-        {"episode_timeout": 0.3, "client": {"abort_grace": 1}},
+        [CALL, late],
+        {"episode_timeout": LIMIT, "client": {"abort_grace": 1}},
     ),
-    "a deadline of a call": (TerminationReason.TIMEOUT, [CALL, LATE], {"client": {"deadline": 0.3}}),
+    "a deadline of a call": (TerminationReason.TIMEOUT, [CALL, late], {"client": {"deadline": LIMIT}}),
     "an abort": (TerminationReason.ABORTED, [CALL, ScriptedAnswer("Well", finish_reason="abort")], {}),
     "an abort of the first call": (TerminationReason.ABORTED, [ScriptedAnswer("Well", finish_reason="abort")], {}),
     "a hook cancels": (TerminationReason.CANCELLED, [CALL] * 3, {"hooks": [Hook(AfterToolCallEvent, cancels)]}),
@@ -142,15 +149,16 @@ def test_every_reason_that_an_environment_knows_is_tried() -> None:
 
 async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer: Any) -> None:
     async def slow(request: Any) -> Any:
+        advance(LIMIT)
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             return ScriptedAnswer("25 times", finish_reason="abort")
 
-    env, _ = scripted_env(chatml_tokenizer, [CALL, slow], episode_timeout=0.3)
+    env, _ = scripted_env(chatml_tokenizer, [CALL, slow], episode_timeout=LIMIT)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TIMEOUT
-    assert result.error == "TimeoutError: the episode took longer than 0.3 seconds"
+    assert result.error == "TimeoutError: the episode took longer than 60 seconds"
     assert result.observation.trajectory is not None
     assert [turn.status.value for turn in result.observation.trajectory.turns] == ["committed", "cut"]
     assert result.reward is None
@@ -161,12 +169,13 @@ async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer: Any) -> No
         def get_hooks(self) -> list[Any]:
             async def linger(event: MessageAddedEvent) -> None:
                 if event.message["role"] == "assistant":
-                    await asyncio.sleep(60)
+                    advance(LIMIT)
+                    await asyncio.Event().wait()
 
             return [Hook(MessageAddedEvent, linger)]
 
     env, _ = scripted_env(chatml_tokenizer, [ANSWER])
-    result = await Lingering(env.model_factory, reward_fn=env.reward_fn, episode_timeout=0.3).step(ASK)
+    result = await Lingering(env.model_factory, reward_fn=env.reward_fn, episode_timeout=LIMIT).step(ASK)
     assert result.termination_reason is TerminationReason.TIMEOUT
     assert result.reward is not None and result.reward.reward == 1.0
 
@@ -294,7 +303,8 @@ async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome: str,
 
     def hold_the_loop_beyond_the_limit() -> None:
         held.set()
-        time.sleep(0.2)
+        time.sleep(0.3)  # the tool is done by then
+        advance(LIMIT)
 
     @tool
     def quick() -> str:
@@ -305,7 +315,7 @@ async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome: str,
             raise asyncio.TimeoutError("the database was slow")
         return "computed"
 
-    env, server = scripted_env(chatml_tokenizer, [call("quick"), ANSWER], more_tools=[quick], tool_timeout=0.1)
+    env, server = scripted_env(chatml_tokenizer, [call("quick"), ANSWER], more_tools=[quick], tool_timeout=LIMIT)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
@@ -319,6 +329,7 @@ async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
     @tool
     async def stubborn() -> str:
         """Do not listen."""
+        advance(LIMIT)
         while True:
             try:
                 await asyncio.Event().wait()
@@ -328,8 +339,8 @@ async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
                 if told is not None:
                     told.set_name("enough")
 
-    env, _ = scripted_env(chatml_tokenizer, [call("stubborn")], more_tools=[stubborn], episode_timeout=0.2)
-    result = await asyncio.wait_for(env.step(ASK), 20)
+    env, _ = scripted_env(chatml_tokenizer, [call("stubborn")], more_tools=[stubborn], episode_timeout=LIMIT)
+    result = await asyncio.wait_for(env.step(ASK), 2 * LIMIT)
     assert result.termination_reason is TerminationReason.TIMEOUT
     assert env.steps == ["reset", "cleanup"]
 
@@ -353,13 +364,15 @@ async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by: str, chat
         chatml_tokenizer,
         [call("lock")],
         more_tools=[lock],
-        tool_timeout=60,
-        episode_timeout=0.2 if ended_by == "time" else None,
+        tool_timeout=2 * LIMIT,
+        episode_timeout=LIMIT if ended_by == "time" else None,
     )
     step = asyncio.ensure_future(env.step(ASK))
     await started.wait()
     if ended_by == "caller":
         step.cancel()
+    else:
+        advance(LIMIT)
     await asyncio.wait({step})
     assert env.steps == ["reset", "let go", "cleanup"]
 
