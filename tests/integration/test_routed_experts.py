@@ -103,7 +103,7 @@ async def abort_all_once_it_runs(server: Any) -> None:
 
 def assert_as_in_a_forward_pass(model: SGLangModel, reference: Any) -> None:
     recorded = model.token_manager
-    routed = model.trajectory.turns[-1].generation.expert_ids().reshape(-1, LAYERS, TOP_K)
+    routed = model.trajectory.turns[-1].generation.expert_ids().reshape(-1, LAYERS, TOP_K).copy()
     logprobs, router_logits = replayed(reference, recorded.token_ids, routed)
     assert max(abs(a - b) for a, b in zip(recorded.logprobs[1:], logprobs, strict=True)) < 1e-4
     assert router_logits.shape[1:] == (LAYERS, EXPERTS)

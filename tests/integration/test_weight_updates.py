@@ -16,7 +16,7 @@ from support.other_weights import with_other_weights
 from support.real_servers import running_requests
 
 ROLLOUTS = 4
-LENGTH = 400
+LENGTH = 800
 TEMPERATURE = 0.8
 
 
@@ -62,30 +62,30 @@ def assert_each_token_is_of_its_version(sequence, paths):
 
 async def rollouts(server, client, **config):
     """Start rollouts with one long turn each; what they end with."""
-
-    async def run(number):
-        model = SGLangModel(
+    models = [
+        SGLangModel(
             tokenizer=get_tokenizer(str(server.model_path)),
             client=client,
             sampling_params={"temperature": TEMPERATURE, "ignore_eos": True, "max_new_tokens": LENGTH},
             **config,
         )
-        try:
-            await make_agent(model).invoke_async(f"Question {number}")
-        except Exception as error:
-            return model, error
-        return model, None
-
-    return await asyncio.gather(*(run(number) for number in range(ROLLOUTS)))
+        for _ in range(ROLLOUTS)
+    ]
+    agents = [make_agent(model) for model in models]  # beforehand, so that all are sampled at the same time
+    asked = (agent.invoke_async(f"Question {number}") for number, agent in enumerate(agents))
+    return list(zip(models, await asyncio.gather(*asked, return_exceptions=True), strict=True))
 
 
 async def while_running(trainer, act):
     """Do something once all rollouts are being sampled, and for a moment have been."""
-    while await running_requests(trainer.base_url) < ROLLOUTS:
-        await asyncio.sleep(0.02)
     async with httpx.AsyncClient(base_url=trainer.base_url, timeout=60, trust_env=False) as http:
-        start = (await http.get("/v1/loads")).json()["loads"][0]["num_used_tokens"]
-        while (await http.get("/v1/loads")).json()["loads"][0]["num_used_tokens"] < start + 20 * ROLLOUTS:
+
+        async def load():
+            return (await http.get("/v1/loads")).json()["loads"][0]
+
+        while (begun := await load())["num_running_reqs"] < ROLLOUTS:
+            await asyncio.sleep(0.02)
+        while (await load())["num_used_tokens"] < begun["num_used_tokens"] + 20 * ROLLOUTS:
             await asyncio.sleep(0.02)
     await act()
 

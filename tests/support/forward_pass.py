@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +19,7 @@ def replayed(reference: Any, token_ids: list[int], routed: Any) -> tuple[list[fl
     The experts are those of `routed`, shape (T - 1, layers, top_k): where two of them are nearly equal, float noise
     decides which one a server takes, and another one changes what comes after it by far more than noise.
     """
-    ids, experts = torch.tensor(token_ids), _expert_ids(routed)
+    ids, experts = torch.tensor(token_ids), torch.as_tensor(routed).long()
     hooks = [
         layer.mlp.gate.register_forward_hook(_choosing(experts[:, number]))
         for number, layer in enumerate(reference.model.layers)
@@ -33,10 +32,6 @@ def replayed(reference: Any, token_ids: list[int], routed: Any) -> tuple[list[fl
             hook.remove()
     logprobs = torch.log_softmax(output.logits[0].float(), dim=-1).gather(1, ids[1:, None])[:, 0]
     return logprobs.tolist(), torch.stack(output.router_logits, dim=1)
-
-
-def _expert_ids(routed: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(routed, dtype=np.int64))
 
 
 def _choosing(experts: torch.Tensor) -> Any:
@@ -67,7 +62,7 @@ def rescored(model_path: Any, sequence: Any, temperature: float) -> list[float]:
 
 def assert_best_experts(routed: Any, router_logits: torch.Tensor) -> None:
     """The routed experts, shape (T - 1, layers, top_k), are the router's best, but where float noise decides."""
-    chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, _expert_ids(routed), True)
+    chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, torch.as_tensor(routed).long(), True)
     worst_in = router_logits.masked_fill(~chosen, torch.inf).amin(dim=-1)
     best_out = router_logits.masked_fill(chosen, -torch.inf).amax(dim=-1)
     assert (worst_in > best_out - 1e-4).all()
