@@ -1,5 +1,7 @@
 """An evaluation from the command line on a real server, killed once: nothing is lost and nothing is generated again."""
 
+import pytest
+
 from support.killed_evaluation import (
     assert_nothing_lost_or_repeated,
     assert_same_metrics,
@@ -10,6 +12,7 @@ from support.killed_evaluation import (
 TASKS, SAMPLES = 8, 2
 
 
+@pytest.mark.timeout(900, func_only=True)
 def test_an_evaluation_that_is_killed_and_resumed_has_each_sample_once(own_server, smollm_server, tmp_path):
     server = smollm_server
     killed = evaluate_and_kill(

@@ -6,6 +6,7 @@ import random
 import signal
 
 import httpx
+import pytest
 
 from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, local
 from strands_sglang.local.server import free_port, port_is_free
@@ -42,6 +43,7 @@ async def some_requests(base_url, count):
             await asyncio.sleep(0)
 
 
+@pytest.mark.timeout(1500, func_only=True)  # the server starts three times
 async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
     model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
     tokenizer = get_tokenizer(str(model_path))

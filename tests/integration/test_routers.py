@@ -52,9 +52,10 @@ class Worker:
         return self.server.base_url
 
     def logged(self, what: str) -> list[str]:
-        """Ids of the requests that were received ("Receive") or answered ("Finish"), in order."""
+        """Ids of the requests that were received ("Receive") or answered ("Finish"), in order; not of health checks."""
         log = self.server.log_path.read_text(encoding="utf-8", errors="replace")
-        return re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
+        rids = re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
+        return [rid for rid in rids if not rid.startswith("HEALTH_CHECK")]
 
     def kill(self) -> None:
         """End all of its processes at once, as the kernel does when memory is short."""

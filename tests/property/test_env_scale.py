@@ -13,6 +13,7 @@ from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
 EPISODES = 2000
 
 
+@pytest.mark.timeout(1800)  # nearly two minutes of CPU, most of it Strands copying its history
 async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer: Any) -> None:
     env, server = scripted_env(
         chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None

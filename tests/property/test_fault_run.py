@@ -7,6 +7,8 @@ import asyncio
 import random
 from collections import Counter
 
+import pytest
+
 from strands_sglang import SGLangClient, SGLangModel, TerminationReason
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.agents import call
@@ -68,11 +70,16 @@ class Chaos:
             return ScriptedAnswer(text[: len(text) // 2], finish_reason="length")
 
 
-async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_was_sampled(chatml_tokenizer):
+@pytest.mark.timeout(900)
+async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_was_sampled(
+    chatml_tokenizer, monkeypatch
+):
+    # The scripted server answers aborts at once; collecting garbage can hold the loop for longer than a short grace.
+    monkeypatch.setattr("strands_sglang.sessions.ABORT_TIMEOUT_S", 60.0)
     chaos = Chaos()
     server = chaos.server = ScriptedSGLang(chatml_tokenizer, chaos.answer)
     with server.serve() as url:
-        async with SGLangClient(url, max_retries=4, retry_delay=0.001, timeout=2.0, abort_grace=1.0) as client:
+        async with SGLangClient(url, max_retries=4, retry_delay=0.001, timeout=2.0, abort_grace=60.0) as client:
 
             def make_model(number):
                 policy = "resume" if number % 2 else "raise"
