@@ -159,6 +159,19 @@ class RewardFunction(ABC):
             step_result: The episode, its reward still None.
         """
 
+    def check_truth(self, truth: Any) -> None:
+        """Check that a task's ground truth can be compared with; asked while a data file is loaded, before any episode.
+
+        Any truth will do unless a reward says otherwise.
+
+        Args:
+            truth: What stands in `TaskContext.ground_truth`.
+
+        Raises:
+            ValueError: It cannot; says what is wrong with it.
+        """
+        return None
+
 
 def final_text(messages: Messages | list[Any]) -> str | None:
     """The text of the last message, if the assistant wrote it and it has any."""

@@ -26,10 +26,21 @@ def ground_truths(action: Action) -> list[str]:
     Raises:
         RewardError: The task has none.
     """
-    truth: Any = action.task_context.ground_truth
+    try:
+        return truth_texts(action.task_context.ground_truth)
+    except ValueError as error:
+        raise RewardError(f"task {action.task_context.id!r} has {error}") from error
+
+
+def truth_texts(truth: Any) -> list[str]:
+    """A ground truth as texts: one, or each of a list.
+
+    Raises:
+        ValueError: There is none.
+    """
     several = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
     if not several or any(one is None or isinstance(one, bytes) or not str(one).strip() for one in several):
-        raise RewardError(f"task {action.task_context.id!r} has no ground truth to compare with, but {truth!r}")
+        raise ValueError(f"no ground truth to compare with, but {truth!r:.200}")
     return [str(one) for one in several]
 
 

@@ -47,6 +47,11 @@ class WeightedSum(RewardFunction):
             info[name] = {"reward": result.reward, "weight": weight, "info": result.info}
         return RewardResult(reward=total, info={"parts": info})
 
+    def check_truth(self, truth: Any) -> None:
+        """Ask every part."""
+        for part, _ in self.parts.values():
+            part.check_truth(truth)
+
 
 class AllOf(RewardFunction):
     """1 if every reward reaches the threshold, else 0. They are computed in order, up to the first that does not.
@@ -79,3 +84,8 @@ class AllOf(RewardFunction):
             if result.reward < self.threshold:
                 return RewardResult(reward=0.0, info={"parts": info, "failed": name})
         return RewardResult(reward=1.0, info={"parts": info, "failed": None})
+
+    def check_truth(self, truth: Any) -> None:
+        """Ask every part."""
+        for part in self.parts.values():
+            part.check_truth(truth)

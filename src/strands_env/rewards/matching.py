@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from typing import Any
 
 from ..core.types import Action, RewardFunction, RewardResult, StepResult
-from .answers import RewardError, answer_of, ground_truths, last_boxed
+from .answers import RewardError, answer_of, ground_truths, last_boxed, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 REGEX_LIMITS = WorkerLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=512 << 20, requests=100_000)
@@ -41,6 +42,10 @@ class ExactMatchReward(RewardFunction):
         if answer is not None and self.boxed:
             answer = last_boxed(answer)
         return _compared(answer, truths, self.ignore_case)
+
+    def check_truth(self, truth: Any) -> None:
+        """Refuse a ground truth that is none."""
+        truth_texts(truth)
 
 
 class RegexReward(RewardFunction):
@@ -122,6 +127,11 @@ class RegexReward(RewardFunction):
         if truths is None:
             return RewardResult(reward=1.0, info={"verdict": "correct", "extracted": matched})
         return _compared(matched, truths, self.ignore_case)
+
+    def check_truth(self, truth: Any) -> None:
+        """Refuse a ground truth that is none where a group is compared with it."""
+        if self.group is not None:
+            truth_texts(truth)
 
 
 def _compared(answer: str | None, truths: list[str], ignore_case: bool) -> RewardResult:

@@ -17,9 +17,10 @@ error, an evaluation would try it for ever.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from ..core.types import Action, RewardFunction, RewardResult, StepResult
-from .answers import RewardError, answer_of, ground_truths, last_boxed
+from .answers import RewardError, answer_of, ground_truths, last_boxed, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 LONGEST_ANSWER = 20_000
@@ -106,6 +107,25 @@ class MathReward(RewardFunction):
         if extracted is None and box is None:
             return _result("no_answer" if not verdict["correct"] else "correct", None, truths)
         return _result("correct" if verdict["correct"] else "wrong", extracted or box, truths)
+
+    def check_truth(self, truth: Any) -> None:
+        """Read a ground truth as `compute` will.
+
+        Raises:
+            ValueError: There is none, or one that cannot be read within the limits.
+            RewardError: No worker runs.
+        """
+        truths = truth_texts(truth)
+        try:
+            read = shared_pool("mathematics", self.limits, self.n_workers).ask({"truths": truths, "answer": None})
+        except OverLimitsError as error:
+            raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to understand") from error
+        except WorkerError as error:
+            raise RewardError(f"the ground truth could not be read: {error}") from error
+        if "unreadable_truth" in read:
+            raise ValueError(f"the ground truth {read['unreadable_truth']!r:.200} is neither mathematics nor text")
+        if "error" in read:
+            raise ValueError(f"the ground truth {truths!r:.200} cannot be read: {read['error']}")
 
 
 def _result(verdict: str, extracted: str | None, truths: list[str], **more: str) -> RewardResult:

@@ -98,9 +98,10 @@ class WorkerPool:
             OverLimitsError: The request takes more than it may.
             WorkerError: There is no worker.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask, request)
 
-    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """As `run`, for callers without an event loop."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         try:

@@ -15,13 +15,15 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
     """Compare.
 
     Args:
-        request: `truths` and `answer`, as texts; `rounding` and `precision` in digits.
+        request: `truths` and `answer`, as texts (None to read the truths alone); `rounding` and `precision` in digits.
         stage: Is told "answer" when the right answers are understood.
     """
     truths = [_truth(text) for text in request["truths"]]
     if not all(truths):
         return {"unreadable_truth": request["truths"][truths.index([])]}
     stage("answer")
+    if request["answer"] is None:
+        return {"correct": False, "extracted": None}
     answer = parse(request["answer"], _HOW, parsing_timeout=None, raise_on_error=True)
     if not answer:
         return {"correct": False, "extracted": None}

@@ -15,7 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strands_env.rewards import MathReward, RewardError, WorkerLimits, last_boxed
+from strands_env.rewards import (
+    AllOf,
+    ExactMatchReward,
+    MathReward,
+    RewardError,
+    WeightedSum,
+    WorkerLimits,
+    last_boxed,
+)
 from support.episodes import answered, task
 
 pytest.importorskip("math_verify")
@@ -101,6 +109,22 @@ async def test_info_says_what_was_compared() -> None:
 async def test_without_a_ground_truth_there_is_an_error_and_no_reward(truth: Any) -> None:
     with pytest.raises(RewardError, match="no ground truth"):
         await reward("42", truth)
+
+
+@pytest.mark.parametrize("truth", ["42", 42, r"\frac{1}{2}", ["1", "2"]])
+def test_a_ground_truth_is_checked_before_any_episode(truth: Any) -> None:
+    MathReward().check_truth(truth)
+    AllOf({"math": MathReward()}).check_truth(truth)
+    WeightedSum({"math": (MathReward(), 1.0), "exact": (ExactMatchReward(), 1.0)}).check_truth(truth)
+
+
+@pytest.mark.parametrize("truth", [None, "", [], [""], ["1", " "]])
+def test_a_ground_truth_that_cannot_be_read_is_refused_with_its_reason(truth: Any) -> None:
+    """B3."""
+    rewards = [MathReward(limits=SHORT), AllOf({"math": MathReward(limits=SHORT)})]
+    for reward_fn in rewards:
+        with pytest.raises(ValueError, match="ground truth"):
+            reward_fn.check_truth(truth)
 
 
 HOSTILE = {
