@@ -10,7 +10,24 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class SGLangClientError(Exception):
+class PortableError(Exception):
+    """An error that crosses processes whatever its constructor takes.
+
+    By default, unpickling calls the constructor with the message alone, and one that wants more kills a worker pool.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Restore the arguments and attributes instead of calling the constructor."""
+        return _restore_error, (type(self), self.args, self.__dict__)
+
+
+def _restore_error(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+class SGLangClientError(PortableError):
     """A request to an SGLang server did not give a usable answer."""
 
 

@@ -13,7 +13,7 @@ import uuid
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from strands.types.content import Message, Messages
 
@@ -23,6 +23,9 @@ from .images import ImageInputs
 from .messages import Conversation, block_digests, message_digest, next_link
 from .turns import Turn, TurnStatus
 from .verdicts import AnsweredTurns, agreement
+
+if TYPE_CHECKING:
+    from .trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,7 @@ class Recording:
                 resumes=None if resumed is None else resumed.resumes,
             )
             self._calls += 1
+            turn.trajectory = cast("Trajectory", self)
             self._turns.append(turn)
             if agent is not None and auxiliary:
                 self._helpers.add(agent)
@@ -313,4 +317,5 @@ class Recording:
         self._turns = turns
         self._calls = max((turn.index + 1 for turn in turns), default=0)
         for turn in turns:
+            turn.trajectory = cast("Trajectory", self)
             self._index(turn)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .drift import Drift, measure_drift
 from .explanations import explain
@@ -76,6 +76,13 @@ class Trajectory(Recording):
         trajectory = cls()
         trajectory._restore(turns, facts)
         return trajectory
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy it as `save` writes it: flat, in size linear in the tokens, without its lock.
+
+        Errors of failed turns become `RecordedError`s, as in a file.
+        """
+        return type(self).from_bytes, (self.to_bytes(),)
 
     # --- reading ---
 

@@ -6,10 +6,13 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .generation import Generation
 from .images import ImageInputs
+
+if TYPE_CHECKING:
+    from .trajectory import Trajectory
 
 
 class TurnStatus(str, Enum):
@@ -68,6 +71,7 @@ class Turn:
         answer_digest: Digest of the answer as the agent hands it back.
         answer_blocks: Kinds and digests of its content blocks (see `messages.block_digests`).
         note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
+        trajectory: The trajectory that records it; None for a turn on its own.
         resumes: What an earlier attempt at this call had sampled, where it goes on from there.
         prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
     """
@@ -101,11 +105,24 @@ class Turn:
     note: str = ""
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
+    trajectory: Trajectory | None = field(default=None, init=False)
     _root: Turn | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Find the root once: walking up from every turn would be quadratic."""
         self._root = None if self.parent is None else self.parent.root
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the turn as a part of its trajectory.
+
+        A chain of parents would recurse once per turn; a trajectory is flat, and all its turns share one copy.
+
+        Raises:
+            TypeError: No trajectory records it, or a retry has replaced it there.
+        """
+        if self.trajectory is None or self not in self.trajectory.turns:
+            raise TypeError(f"{self!r} is part of no trajectory, so it cannot be pickled or copied")
+        return _turn_of, (self.trajectory, self.index)
 
     @property
     def output_ids(self) -> array[int]:
@@ -209,3 +226,7 @@ class Turn:
             ids.extend(turn.prompt_ids if turn.images is None else turn.images.sent_ids)
             ids.extend(turn.output_ids[:kept])
         return ids
+
+
+def _turn_of(trajectory: Trajectory, index: int) -> Turn:
+    return next(turn for turn in trajectory.turns if turn.index == index)

@@ -156,13 +156,6 @@ class Prompt(BaseModel):
 class DuplicateTaskError(ValueError):
     """Two different tasks have one id."""
 
-    def __init__(self, prompt_id: str, first: int, second: int) -> None:
-        """Take the id and the positions of the two tasks, from 0."""
-        super().__init__(
-            f"tasks {first} and {second} (from 0) are different tasks with the same id {prompt_id!r}: results are kept "
-            "by id, give each task its own"
-        )
-
 
 def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
     """Give every task its id and digest.
@@ -183,7 +176,10 @@ def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
         if occurrence > 1:
             prompt_id = f"{prompt_id}#{occurrence}"
         if prompt_id in positions:
-            raise DuplicateTaskError(prompt_id, positions[prompt_id], position)
+            raise DuplicateTaskError(
+                f"tasks {positions[prompt_id]} and {position} (from 0) are different tasks with the same id "
+                f"{prompt_id!r}: results are kept by id, give each task its own"
+            )
         positions[prompt_id] = position
         prompts.append(
             Prompt(id=prompt_id, digest=content if occurrence == 1 else digest([content, occurrence]), action=action)

@@ -49,7 +49,7 @@ class OverLimitsError(RuntimeError):
         is_time: Whether it was CPU time.
     """
 
-    def __init__(self, message: str, stage: str | None, is_time: bool = False) -> None:
+    def __init__(self, message: str, stage: str | None = None, is_time: bool = False) -> None:
         """Set the message and what is known."""
         super().__init__(message)
         self.stage = stage

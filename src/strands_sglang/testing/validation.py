@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from ..exceptions import PortableError
 from .sampling_params import check_sampling_types, check_sampling_values, wrong_type
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -36,7 +37,7 @@ _NOT_IMITATED = (
 )
 
 
-class RefusedError(Exception):
+class RefusedError(PortableError):
     """The request gets an error response.
 
     Attributes:

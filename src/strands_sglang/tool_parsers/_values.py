@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ..exceptions import PortableError
+
 MAX_JSON_DEPTH = 64
 """Deepest nesting of lists and objects. Agents copy their history recursively; deeper values would end the agent."""
 
@@ -29,7 +31,7 @@ _TEMPLATE_LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None
 _SCHEMA_LEVELS = 6  # references and alternatives that are followed; schemas may refer to themselves
 
 
-class InvalidValueError(ValueError):
+class InvalidValueError(PortableError, ValueError):
     """A value was refused; the message is a clause that completes "the arguments are not valid: ...".
 
     Attributes:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+from ..exceptions import PortableError
 from ._json_calls import json_call
 from ._values import InvalidValueError, decode_json, skip_space
 from .base import MAX_CALLS, ToolParseResult
@@ -23,7 +24,7 @@ from .structure import (
 )
 
 
-class BrokenCallError(ValueError):
+class BrokenCallError(PortableError, ValueError):
     """A call in a section stops following its format.
 
     Attributes:
