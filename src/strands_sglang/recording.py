@@ -59,7 +59,7 @@ class Recording:
         self._id = uuid.uuid4().hex
         self._turns: list[Turn] = []
         self._answered = AnsweredTurns()
-        self._failures: dict[tuple[int, bytes], Turn] = {}
+        self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: what a retry takes the place of
         self._notices: dict[str, str] = {}
         self._call_ids: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
@@ -79,6 +79,10 @@ class Recording:
             agent: Who asks. Of two turns that said the same after the same, the agent's own one is extended.
         """
         with self._lock:
+            retried = self._retried(conversation.key, agent)
+            if retried is not None and retried.waits_to_go_on:
+                known = len(messages) - len(retried.digests)
+                return Place(retried.parent, messages[known:], retried.reason)
             for known in range(len(messages), 0, -1):
                 turn = self._answered.find(conversation.chain[known], agent)
                 if turn is not None:
@@ -100,7 +104,8 @@ class Recording:
     ) -> Turn:
         """Record that a call is about to be made: its prompt is known from here on.
 
-        A failed turn that asked the same is replaced, so that retrying never duplicates anything.
+        What the same agent asked in vain is replaced, so that retrying never duplicates anything; a cut turn only by a
+        call that goes on from its tokens.
 
         Args:
             place: Where the call belongs.
@@ -119,12 +124,16 @@ class Recording:
             if agent is not None:
                 extended, new = place.turn, place.new_messages
                 self._tell_rewritten(self._answered.judge_by_call(conversation, new, extended, agent, cycle))
-            replaced = self._failures.pop((id(place.turn), conversation.key), None)
-            if replaced is not None:
-                self._turns.remove(replaced)
             ids = array("i", prompt_ids)
-            # What was sampled goes on behind exactly the tokens that it was sampled behind.
-            resumed = replaced if replaced is not None and not constrained and replaced.prompt_ids == ids else None
+            retried = self._retried(conversation.key, agent, cycle)
+            resumed = None
+            if retried is not None and retried.parent is place.turn:
+                # What was sampled goes on behind exactly the tokens that it was sampled behind.
+                if retried.waits_to_go_on and not constrained and retried.prompt_ids == ids:
+                    resumed = retried
+                if resumed is not None or not retried.waits_to_go_on:
+                    self._turns.remove(retried)
+                    self._unanswered[conversation.key].remove(retried)
             turn = Turn(
                 index=self._calls,
                 parent=place.turn,
@@ -211,17 +220,20 @@ class Recording:
             turn.cause = cause
             if generation.output_ids:
                 self._record(turn, generation, TurnStatus.CUT)
+                self._index(turn)
             else:
                 self.fail(turn, cause)
 
     def resume(self, turn: Turn) -> None:
         """Let the call that asks the same as a cut turn go on from its tokens, in place of asking anew.
 
-        That is what a partial rollout does, perhaps after `save` and `load`. The turn counts as failed until then, and
-        the call that goes on replaces it, so its tokens are recorded once.
+        That is what a partial rollout does, perhaps after `save` and `load`. The call that goes on replaces the turn,
+        so its tokens are recorded once; until then, and if none comes, they stay those of a cut turn. Of several agents
+        that were cut at the same question, each goes on from its own turn, and one that had no answer before (its first
+        call was cut, or it was made anew) from the earliest that is left.
 
         Args:
-            turn: A cut turn of this trajectory.
+            turn: A cut turn of this trajectory. One that waits to go on already does so still.
 
         Raises:
             ValueError: It is no cut turn, or a grammar constrained it: a grammar begins at the first token.
@@ -229,21 +241,42 @@ class Recording:
         with self._lock:
             if turn.status is not TurnStatus.CUT or turn.constrained:
                 raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
-            turn.resumes, turn.generation = turn.generation, None
-            self.fail(turn, turn.cause or RuntimeError("the call was cut"))
+            if not turn.waits_to_go_on:
+                turn.resumes = turn.generation
+                self._index(turn)
 
     def fail(self, turn: Turn, cause: BaseException) -> None:
-        """Record that a turn got no answer."""
+        """Record that a turn got no answer. What an earlier attempt had sampled stays, and waits to go on."""
         with self._lock:
             turn.cause = cause
-            turn.status = TurnStatus.FAILED
+            turn.generation = turn.resumes
+            turn.status = TurnStatus.FAILED if turn.resumes is None else TurnStatus.CUT
             self._index(turn)
 
     def _index(self, turn: Turn) -> None:
         """Make a turn that has ended findable by what it was asked and what it answered."""
-        if turn.status is TurnStatus.FAILED:
-            self._failures[id(turn.parent), turn.key] = turn
+        if turn.status is TurnStatus.FAILED or turn.waits_to_go_on:
+            self._unanswered.setdefault(turn.key, []).append(turn)
         self._answered.add(turn)
+
+    def _retried(self, key: bytes, agent: str | None, cycle: str | None = None) -> Turn | None:
+        """What a call with this conversation takes the place of: what the same agent asked in vain, if anything.
+
+        Strands forgets the id of an agent whose first call fails, and a restarted rollout has new agents. So an agent
+        that never had an answer here may be any of those that wait for one.
+
+        Args:
+            key: Identifies the conversation.
+            agent: Who asks.
+            cycle: The turn of its loop that it asks in.
+        """
+        turns = sorted(self._unanswered.get(key, ()), key=lambda turn: turn.index)
+        own = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
+        if not own and not self._answered.knows(agent):
+            own = [turn for turn in turns if turn.waits_to_go_on]
+            own.sort(key=lambda turn: self._answered.knows(turn.agent))  # those that may still come for theirs are last
+        own.sort(key=lambda turn: not turn.waits_to_go_on)
+        return own[0] if own else None
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
         turn.generation = generation

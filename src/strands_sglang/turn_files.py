@@ -58,7 +58,7 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
     from safetensors.numpy import save
 
     positions = {id(turn): position for position, turn in enumerate(turns)}
-    answers = [answer for turn in turns if (answer := _sampled(turn)) is not None]
+    answers = [answer for turn in turns if (answer := turn.generation) is not None]
 
     def joined(arrays: Sequence[Any], kind: str) -> Any:
         return np.concatenate([np.zeros(0, kind), *(np.asarray(values, dtype=kind) for values in arrays)])
@@ -70,7 +70,7 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
         "prompt_logprobs": joined([turn.prompt_logprobs for turn in turns if turn.prompt_logprobs is not None], "<f8"),
     }
     for position, turn in enumerate(turns):
-        answer = _sampled(turn)
+        answer = turn.generation
         experts = answer.expert_ids() if answer is not None else None
         if experts is not None:
             tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
@@ -124,14 +124,9 @@ def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
         yield f"train.{name}", np.asarray(values)
 
 
-def _sampled(turn: Turn) -> Generation | None:
-    """A turn's answer, or what the call that replaces it is to go on from."""
-    return turn.generation if turn.generation is not None else turn.resumes
-
-
 def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
     """A turn without its tokens."""
-    generation = _sampled(turn)
+    generation = turn.generation
     return {
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
         "parent": None if turn.parent is None else positions[id(turn.parent)],
@@ -154,7 +149,7 @@ def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
             **{name: getattr(generation, name) for name in _GENERATION_FIELDS},
             "sampled_tokens": len(generation.output_ids),
             "has_logprobs": generation.logprobs is not None,
-            "is_resumed": generation is turn.resumes,
+            "is_resumed": turn.waits_to_go_on,
         },
     }
 
@@ -212,10 +207,9 @@ class _Reader:
                 logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
                 routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
             )
+            turn.generation = generation
             if answer.get("is_resumed"):
-                turn.resumes = generation
-            else:
-                turn.generation = generation
+                turn.resumes, turn.status = generation, TurnStatus.CUT  # earlier files call it failed
         return turn
 
 

@@ -31,7 +31,7 @@ class TurnStatus(str, Enum):
     CUT = "cut"
     """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
     FAILED = "failed"
-    """No answer came. A retry of the same call replaces the turn."""
+    """No answer came. A retry of the call by the same agent replaces the turn."""
 
 
 class RecordedError(Exception):
@@ -133,6 +133,11 @@ class Turn:
     def is_answered(self) -> bool:
         """Whether sampled tokens (perhaps none, perhaps cut off) are recorded."""
         return self.generation is not None
+
+    @property
+    def waits_to_go_on(self) -> bool:
+        """Whether the call that asks the same next goes on from the tokens of this cut turn."""
+        return self.resumes is not None and self.generation is self.resumes
 
     @property
     def ends_at_context_limit(self) -> bool:

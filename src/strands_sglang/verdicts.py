@@ -53,6 +53,10 @@ class AnsweredTurns:
         same = self._by_answer.get(answer_key)
         return next((turn for turn in reversed(same) if turn.agent == agent), same[-1]) if same else None
 
+    def knows(self, agent: str | None) -> bool:
+        """Whether an agent was answered, so that Strands remembers its id."""
+        return agent in self._latest
+
     # --- by a later call ---
 
     def judge_by_call(

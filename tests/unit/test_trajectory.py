@@ -102,18 +102,115 @@ def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
     assert recorder.call([user("q"), assistant("partial"), user("r")]).parent is None
 
 
-@pytest.mark.parametrize("prompt", [[1, 2], [1, 3]])
-def test_a_call_that_goes_on_from_what_was_cut_takes_its_place(prompt):
+def cut_turn(recorder, *tokens, agent=None, prompt=(1, 2), messages=None):
+    turn = recorder.ask(messages or [user("q")], agent=agent, prompt=list(prompt))
+    recorder.trajectory.cut(turn, generation(*tokens, finish="abort"), RuntimeError("abort"))
+    return turn
+
+
+def sampled_in(trajectory):
+    """The sampled tokens that are trained, sequence by sequence."""
+    return [
+        [token_id for token_id, mask in zip(sequence.token_ids, sequence.loss_mask, strict=True) if mask]
+        for sequence in trajectory.sequences()
+    ]
+
+
+def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
     recorder = Recorder()
-    turn = recorder.ask([user("q")], prompt=[1, 2])
-    recorder.trajectory.cut(turn, generation(7, 8, finish="abort"), RuntimeError("abort"))
+    turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
-    with pytest.raises(ValueError, match="only a cut turn"):
-        recorder.trajectory.resume(turn)
-    assert (turn.status, recorder.trajectory.branches()) == (TurnStatus.FAILED, [])
-    again = recorder.ask([user("q")], prompt=prompt)
+    recorder.trajectory.resume(turn)  # it waits already
+    assert (turn.status, turn.waits_to_go_on) == (TurnStatus.CUT, True)
+    assert sampled_in(recorder.trajectory) == [[7, 8]]  # A2: until it goes on, and if it never does
+    again = recorder.ask([user("q")], prompt=[1, 2])
     assert recorder.trajectory.turns == [again]
-    assert (again.resumes is turn.resumes) is (prompt == [1, 2])  # never behind other tokens than those before it
+    assert again.resumes is turn.generation
+
+
+@pytest.mark.parametrize("call", [{"prompt": [1, 3]}, {"prompt": [1, 2], "constrained": True}])
+def test_what_was_cut_stays_where_a_call_cannot_go_on_from_it(call):
+    """A2: tokens are never put behind other tokens than those before them, and never lost either."""
+    recorder = Recorder()
+    turn = cut_turn(recorder, 7, 8)
+    recorder.trajectory.resume(turn)
+    other = recorder.ask([user("q")], **call)
+    assert other.resumes is None
+    assert recorder.trajectory.turns == [turn, other]
+    assert sampled_in(recorder.trajectory) == [[7, 8]]
+
+
+def test_a_resumed_call_that_fails_keeps_what_was_sampled_before():
+    """A2."""
+    recorder = Recorder()
+    recorder.trajectory.resume(cut_turn(recorder, 7, 8))
+    for _ in range(2):
+        recorder.trajectory.fail(recorder.ask([user("q")], prompt=[1, 2]), ConnectionError())
+        assert sampled_in(recorder.trajectory) == [[7, 8]]
+    assert recorder.ask([user("q")], prompt=[1, 2]).resumes.output_ids.tolist() == [7, 8]
+
+
+def test_agents_that_were_cut_at_the_same_question_go_on_from_their_own_tokens():
+    """A2: those that are known by earlier answers, in any order."""
+    recorder = Recorder()
+    agents = ["one", "two", "three"]
+    for agent in agents:
+        recorder.call([user("q")], agent=agent)
+    history = [user("q"), assistant("ok"), user("r")]
+    turns = {agent: cut_turn(recorder, 100 + i, agent=agent, messages=history) for i, agent in enumerate(agents)}
+    for turn in turns.values():
+        recorder.trajectory.resume(turn)
+    for agent in reversed(agents):
+        again = recorder.ask(history, agent=agent, prompt=[1, 2])
+        assert (again.resumes, again.parent) == (turns[agent].generation, turns[agent].parent)
+
+
+def test_agents_that_were_made_anew_go_on_from_what_was_cut_in_order():
+    """A2: a restarted rollout has new agents, and an agent whose first call fails is not remembered by Strands."""
+    recorder = Recorder()
+    for agent in ("one", "two"):
+        recorder.call([user("q")], agent=agent)
+    history = [user("q"), assistant("ok"), user("r")]
+    for agent, token in (("one", 100), ("two", 101)):
+        recorder.trajectory.resume(cut_turn(recorder, token, agent=agent, messages=history))
+    again = [recorder.ask(history, agent=f"another {i}", prompt=[1, 2]) for i in range(2)]
+    assert [turn.resumes.output_ids.tolist() for turn in again] == [[100], [101]]
+    assert [turn.parent.agent for turn in again] == ["one", "two"]
+    assert sampled_in(recorder.trajectory) != []
+
+
+def test_an_agent_that_was_not_cut_takes_nobody_elses_tokens():
+    """A2."""
+    recorder = Recorder()
+    for agent in ("one", "two"):
+        recorder.call([user("q")], agent=agent)
+    history = [user("q"), assistant("ok"), user("r")]
+    turn = cut_turn(recorder, 100, agent="one", messages=history)
+    recorder.trajectory.resume(turn)
+    assert recorder.ask(history, agent="two", prompt=[1, 2]).resumes is None
+    assert recorder.ask(history, agent="one", prompt=[1, 2]).resumes is turn.generation
+
+
+def test_several_cut_attempts_of_one_agent_go_on_in_order():
+    """A2."""
+    recorder = Recorder()
+    attempts = [recorder.ask([user("q")], agent="one", prompt=[1, 2]) for _ in range(3)]
+    for i in (2, 0, 1):
+        recorder.trajectory.cut(attempts[i], generation(100 + i, finish="abort"), RuntimeError("abort"))
+        recorder.trajectory.resume(attempts[i])
+    again = [recorder.ask([user("q")], agent="one", prompt=[1, 2]) for _ in range(3)]
+    assert [turn.resumes.output_ids.tolist() for turn in again] == [[100], [101], [102]]
+
+
+def test_another_agents_call_leaves_a_failed_one_on_record():
+    """A2."""
+    recorder = Recorder()
+    failed = recorder.ask([user("q")], agent="one")
+    recorder.trajectory.fail(failed, ConnectionError())
+    answered = recorder.call([user("q")], agent="two")
+    assert recorder.trajectory.turns == [failed, answered]
+    again = recorder.call([user("q")], agent="one")
+    assert recorder.trajectory.turns == [answered, again]
 
 
 def test_an_abort_before_the_first_token_is_a_failure():

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from strands_sglang import (
+    SGLangHTTPError,
     SGLangModel,
     TerminationReason,
     Trajectory,
@@ -315,6 +316,32 @@ async def test_a_partial_rollout_goes_on_from_its_tokens_after_save_and_load(res
     (sequence,) = model.trajectory.sequences()
     assert sequence.token_ids == second + sampled(server, 1)
     assert sum(sequence.loss_mask) == len(sampled(server, 0)) + len(sampled(server, 1))
+
+
+async def test_agents_that_a_weight_update_cut_at_their_first_call_each_go_on_from_tokens_of_their_own(resuming):
+    """A2: Strands forgets the ids of agents whose first call fails."""
+    parts = ["ALPHA alpha", "BETA beta", "GAMMA gamma"]
+    answers = [*map(aborted, parts), " end", " end", " end"]
+    server, model = resuming(answers, on_abort="raise")
+    agents = [make_agent(model) for _ in parts]
+    ends = await asyncio.gather(*(agent.invoke_async("q") for agent in agents), return_exceptions=True)
+    assert all("aborted" in str(end) for end in ends)
+    for turn in model.trajectory.turns:
+        model.trajectory.resume(turn)
+    results = await asyncio.gather(*(agent.invoke_async() for agent in agents))
+    assert [str(result).strip() for result in results] == [f"{part} end" for part in parts]
+    assert len(model.trajectory) == len(model.trajectory.sequences()) == 3
+    trained = sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences())
+    assert trained == sum(len(sampled(server, i)) for i in range(6))
+
+
+async def test_a_failed_first_call_stays_on_record_beside_another_agents(rollout):
+    """A2."""
+    _, model = rollout([ScriptedFault("status", 400), "fine"])
+    with pytest.raises(SGLangHTTPError):
+        await make_agent(model).invoke_async("q")
+    await make_agent(model).invoke_async("q")
+    assert [turn.status.value for turn in model.trajectory.turns] == ["failed", "answered"]
 
 
 @pytest.mark.parametrize("config", [{}, {"return_prompt_logprobs": True}])

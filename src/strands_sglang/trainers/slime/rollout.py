@@ -273,7 +273,7 @@ def _export(
         requested = requeued or bool(state.aborted)
     else:  # an agent that cancels itself would do so for ever
         requested = reason is TerminationReason.CANCELLED and bool(state.aborted)
-    waits = any(turn.resumes is not None and not turn.is_answered for turn in part.trajectory.turns)
+    waits = any(turn.waits_to_go_on for turn in part.trajectory.turns)
     if requested and partial and waits and not part.has_sampled:
         # Aborted before anything was asked: the sample is what the part before has left.
         sample.status, sample.reward = type(sample).Status.ABORTED, None
