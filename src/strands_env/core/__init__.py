@@ -6,6 +6,7 @@ from .environment import Environment, ModelFactory
 from .types import (
     Action,
     Observation,
+    RewardError,
     RewardFunction,
     RewardResult,
     StepResult,
@@ -18,6 +19,7 @@ __all__ = [
     "Environment",
     "ModelFactory",
     "Observation",
+    "RewardError",
     "RewardFunction",
     "RewardResult",
     "StepResult",

@@ -42,7 +42,7 @@ from .budgets import BudgetHooks, Budgets, ModelFailures, drive
 from .conversation import Conversation, read_conversation
 from .metrics import episode_metrics
 from .supervision import Supervisor
-from .types import Action, Observation, RewardFunction, RewardResult, StepResult, TokenObservation
+from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
 
@@ -312,13 +312,15 @@ class Environment:
                 result.termination_reason = TerminationReason.CANCELLED
             else:
                 logger.warning("the reward function failed", exc_info=True)
+                result.reward_error = _told(error)
+                result.reward_error_is_infrastructure = isinstance(error, RewardError) and error.is_infrastructure
             result.error = f"reward function: {_told(error)}"
         result.observation.metrics["reward_seconds"] = time.monotonic() - began
 
     async def _reward(self, function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
         reward: Any = await _settled(function.compute(action=action, step_result=result))
-        if isinstance(reward, int | float):
-            reward = RewardResult(reward=reward)
+        if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # numpy's and torch's numbers, too
+            reward = RewardResult(reward=float(reward))
         if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):
             raise ValueError(f"a reward is a RewardResult with a finite number, not {reward!r:.80}")
         return reward

@@ -11,6 +11,8 @@ from strands.types.content import Message, Messages
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 
+from .thinking import without_thinking
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -113,7 +115,10 @@ class Observation(BaseModel):
 
     @property
     def final_response(self) -> str | None:
-        """The text of the last message if the assistant wrote it; None if it did not, or wrote no text."""
+        """The answer: the text of the last message, without what it thinks aloud in `<think>` and the like.
+
+        None if the assistant did not write that message, or wrote no text but thoughts.
+        """
         return final_text(self.messages)
 
 
@@ -137,6 +142,9 @@ class StepResult(BaseModel):
         reward: Its reward; None where there is none: no reward function, or an end that says nothing of the policy.
         termination_reason: How it ended.
         error: What went wrong, as text; None if nothing did.
+        reward_error: Why there is no reward although this end has one: the reward function failed.
+        reward_error_is_infrastructure: Whether it failed for reasons that no answer can bring about. Every other
+            failure counts as a wrong answer: who can make a reward fail must gain nothing by it.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -145,6 +153,22 @@ class StepResult(BaseModel):
     reward: RewardResult | None = None
     termination_reason: TerminationReason
     error: str | None = None
+    reward_error: str | None = None
+    reward_error_is_infrastructure: bool = False
+
+
+class RewardError(RuntimeError):
+    """A reward could not be computed.
+
+    Attributes:
+        is_infrastructure: Whether the reason is one that no answer can bring about: a judge's server that refuses
+            connections, a machine that starts no process. Only then does an evaluation leave the sample out.
+    """
+
+    def __init__(self, message: str, *, is_infrastructure: bool = False) -> None:
+        """Set the message and whose fault it is."""
+        super().__init__(message)
+        self.is_infrastructure = is_infrastructure
 
 
 class RewardFunction(ABC):
@@ -157,6 +181,10 @@ class RewardFunction(ABC):
         Args:
             action: The task.
             step_result: The episode, its reward still None.
+
+        Raises:
+            RewardError: There is none; it says whether the infrastructure is to blame. Any other exception counts as a
+                failure that the answer could have brought about.
         """
 
     def check_truth(self, truth: Any) -> None:
@@ -174,9 +202,13 @@ class RewardFunction(ABC):
 
 
 def final_text(messages: Messages | list[Any]) -> str | None:
-    """The text of the last message, if the assistant wrote it and it has any."""
+    """The text of the last message without thoughts, if the assistant wrote it and it has any."""
     if not messages or messages[-1]["role"] != "assistant":
         return None
     message: Message | Mapping[str, Any] = messages[-1]
     texts = [block["text"] for block in message["content"] if "text" in block]
-    return "\n".join(texts) if texts else None
+    if not texts:
+        return None
+    text = "\n".join(texts)
+    answer = without_thinking(text)
+    return answer if answer or answer == text else None

@@ -15,7 +15,7 @@ from strands_sglang import TerminationReason
 from ..core.types import Action, Observation, StepResult
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 from .progress import Progress
-from .records import EvalSample, Prompt, Results, name_prompts, says_something
+from .records import EvalSample, Prompt, Results, name_prompts, says_something, with_finite_reward
 from .storage import Run, Storage
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Evaluator:
             made: Any = self.env_factory(action)
             env: Environment = await made if inspect.isawaitable(made) else made
             is_judged = getattr(env, "reward_fn", None) is not None
-            result = await env.step(action)
+            result = with_finite_reward(await env.step(action))
         except Exception as error:
             logger.warning("prompt=<%s>, sample=<%d> | a sample failed", prompt.id, index, exc_info=True)
             result = StepResult(

@@ -10,6 +10,7 @@ reward) is kept apart with its cause, and is a *dropped* sample of every metric 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -121,6 +122,14 @@ class EvalSample(BaseModel):
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of a sample: {error!r}") from error
+
+
+def with_finite_reward(result: StepResult) -> StepResult:
+    """An episode whose reward, if any, is a number: files have no NaN, and a resumed run must not differ."""
+    if result.reward is None or math.isfinite(result.reward.reward):
+        return result
+    said = f"a reward is a finite number, not {result.reward.reward}"
+    return result.model_copy(update={"reward": None, "reward_error": said, "error": result.error or said})
 
 
 def says_something(result: StepResult, *, is_judged: bool) -> bool:

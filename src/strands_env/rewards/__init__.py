@@ -1,6 +1,7 @@
 """Rewards: what an episode is worth. A reward that cannot be computed raises; it is never a silent 0."""
 
-from .answers import RewardError, last_boxed
+from ..core.types import RewardError
+from .answers import last_boxed
 from .combining import AllOf, WeightedSum
 from .judging import JudgeReward
 from .matching import ExactMatchReward, RegexReward

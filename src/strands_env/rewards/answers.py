@@ -6,13 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.types import Action, StepResult
+from ..core.types import Action, RewardError, StepResult
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
-
-
-class RewardError(RuntimeError):
-    """A reward could not be computed. Says nothing of the answer, so it is never a 0."""
 
 
 def answer_of(step_result: StepResult) -> str | None:

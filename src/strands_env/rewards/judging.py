@@ -17,8 +17,8 @@ from strands.types.content import Messages
 
 from strands_sglang import SGLangModel
 
-from ..core.types import Action, RewardFunction, RewardResult, StepResult
-from .answers import RewardError, answer_of, question_of
+from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
+from .answers import answer_of, question_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,31 @@ Say briefly why, and give a score from {low} to {high}."""
 FIELDS = ("mark", "question", "ground_truth", "answer", "rubric", "low", "high")
 LONGEST_RETRY_DELAY_S = 30.0
 
+_BUSY = frozenset({429, 502, 503, 504, 529})
+"""Statuses of servers that answer nobody just now. A 500 may be the doing of the text that is graded."""
+_UNREACHABLE = frozenset(
+    {
+        "ConnectionError",
+        "ConnectError",
+        "ConnectTimeout",
+        "NetworkError",
+        "RemoteProtocolError",
+        "ClientConnectionError",
+    }
+    | {"APIConnectionError", "SGLangConnectionError", "ModelThrottledException"}
+)
+"""Classes of errors, of many providers, that come from the network or the load of a server."""
+_SLOW = frozenset({"ReadTimeout", "APITimeoutError", "SocketTimeoutError", "ReadTimeoutError"})
+"""Those of answers that take too long: a text can make a judge write for ever."""
+
 
 class JudgeReward(RewardFunction):
     """The score that a judge gives, brought to 0 ... 1. No answer is 0 without asking.
 
     The judge answers in structured output (`reasoning`, `score`), is asked again if its answer does not fit or the call
-    fails, and in the end raises: a judge that fails says nothing of the answer. Its calls belong to no episode and are
-    never trained; a model that records keeps nothing of them.
+    fails, and in the end raises. Unless its server could not be reached at all, that counts as a wrong answer: a text
+    can make a judge refuse, ramble or answer out of form. Its calls belong to no episode and are never trained; a model
+    that records keeps nothing of them.
 
     `info` has `score`, `reasoning`, `attempts`, and `verdict` (judged, no_answer).
     """
@@ -120,20 +138,26 @@ class JudgeReward(RewardFunction):
         """Have the answer judged.
 
         Raises:
-            RewardError: No attempt gave a score; its cause is the last failure.
+            RewardError: No attempt gave a score; its cause is the last failure. It is the infrastructure's if no
+                attempt reached the judge.
         """
         answer = answer_of(step_result)
         if answer is None:
             return RewardResult(reward=0.0, info={"verdict": "no_answer", "attempts": 0})
         prompt = self._prompt(action, answer)
+        is_unreachable = True
         for attempt in range(1, self.max_attempts + 1):
             try:
                 judgement = await asyncio.wait_for(self._ask(prompt), self.timeout)
             except Exception as error:
                 logger.warning("attempt=<%d>, error=<%s> | the judge gave no score", attempt, error)
+                is_unreachable = is_unreachable and _is_infrastructure(error)
                 if attempt == self.max_attempts:
                     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                    raise RewardError(f"the judge gave no score in {attempt} attempt(s); the last: {said}") from error
+                    raise RewardError(
+                        f"the judge gave no score in {attempt} attempt(s); the last: {said}",
+                        is_infrastructure=is_unreachable,
+                    ) from error
                 delay = min(LONGEST_RETRY_DELAY_S, self.retry_delay * 2 ** (attempt - 1))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                 continue
@@ -172,3 +196,15 @@ class JudgeReward(RewardFunction):
             raise ValueError("the judge answered without a judgement")
         # Not every provider holds the answer against the schema.
         return self._judgement.model_validate(judgement.model_dump(warnings=False))
+
+
+def _is_infrastructure(error: BaseException) -> bool:
+    """Whether a call failed for reasons that its prompt cannot bring about."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or getattr(cause, "original_exception", None)
+    names = {base.__name__ for one in seen for base in type(one).__mro__}
+    statuses = {getattr(one, name, None) for one in seen for name in ("status", "status_code")}
+    return not names & _SLOW and bool(names & _UNREACHABLE or statuses & _BUSY)

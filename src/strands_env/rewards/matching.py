@@ -6,8 +6,8 @@ import re
 import unicodedata
 from typing import Any
 
-from ..core.types import Action, RewardFunction, RewardResult, StepResult
-from .answers import RewardError, answer_of, ground_truths, last_boxed, truth_texts
+from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
+from .answers import answer_of, ground_truths, last_boxed, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 REGEX_LIMITS = WorkerLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=512 << 20, requests=100_000)
@@ -118,7 +118,9 @@ class RegexReward(RewardFunction):
                 " it so that nothing in it can match in many ways"
             ) from error
         except WorkerError as error:
-            raise RewardError(f"the answer could not be matched: {error}") from error
+            raise RewardError(
+                f"the answer could not be matched: {error}", is_infrastructure=error.is_infrastructure
+            ) from error
         if "error" in answer:
             raise RewardError(f"the pattern {self.pattern!r} failed: {answer['error']}")
         matched = answer["matched"]

@@ -19,8 +19,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from ..core.types import Action, RewardFunction, RewardResult, StepResult
-from .answers import RewardError, answer_of, ground_truths, last_boxed, truth_texts
+from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
+from .answers import answer_of, ground_truths, last_boxed, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 LONGEST_ANSWER = 20_000
@@ -96,7 +96,9 @@ class MathReward(RewardFunction):
                 raise RewardError(f"the ground truth {truths!r} takes more than {error} to understand") from error
             return _result("over_limits", box, truths, limit=str(error))
         except WorkerError as error:
-            raise RewardError(f"the answer could not be compared: {error}") from error
+            raise RewardError(
+                f"the answer could not be compared: {error}", is_infrastructure=error.is_infrastructure
+            ) from error
         if "unreadable_truth" in verdict:
             raise RewardError(f"math-verify cannot read the ground truth {verdict['unreadable_truth']!r}")
         if "error" in verdict:
@@ -121,7 +123,9 @@ class MathReward(RewardFunction):
         except OverLimitsError as error:
             raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to understand") from error
         except WorkerError as error:
-            raise RewardError(f"the ground truth could not be read: {error}") from error
+            raise RewardError(
+                f"the ground truth could not be read: {error}", is_infrastructure=error.is_infrastructure
+            ) from error
         if "unreadable_truth" in read:
             raise ValueError(f"the ground truth {read['unreadable_truth']!r:.200} is neither mathematics nor text")
         if "error" in read:

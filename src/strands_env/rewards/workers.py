@@ -38,7 +38,16 @@ FAULTS_OF_REQUESTS = frozenset(
 
 
 class WorkerError(RuntimeError):
-    """There is no working worker. Says nothing of the request."""
+    """A request has no answer, through no limit that it went over.
+
+    Attributes:
+        is_infrastructure: Whether no worker could be started; else one took the request and was lost.
+    """
+
+    def __init__(self, message: str, *, is_infrastructure: bool = False) -> None:
+        """Set the message and whether the machine is to blame."""
+        super().__init__(message)
+        self.is_infrastructure = is_infrastructure
 
 
 class OverLimitsError(RuntimeError):
@@ -157,7 +166,7 @@ class _Worker:
             )
         except OSError as error:
             ours.close()
-            raise WorkerError(f"no worker for {job} could be started: {error}") from error
+            raise WorkerError(f"no worker for {job} could be started: {error}", is_infrastructure=True) from error
         finally:
             theirs.close()
         try:
@@ -170,7 +179,10 @@ class _Worker:
             reason = "it ended"
         if ready is None:
             self.stop()
-            raise WorkerError(f"a worker for {job} did not start: {reason}, exit code {self._process.returncode}")
+            raise WorkerError(
+                f"a worker for {job} did not start: {reason}, exit code {self._process.returncode}",
+                is_infrastructure=True,
+            )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self._stage = None

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from strands import Agent, tool
 from strands.hooks import AfterInvocationEvent, HookProvider
 
-from strands_env.core import Action, Environment, Observation, RewardFunction, RewardResult, TerminationReason
+from strands_env.core import (
+    Action,
+    Environment,
+    Observation,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    TerminationReason,
+)
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
@@ -260,6 +270,50 @@ async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(0.5))
     result = await env.step(ASK)
     assert result.reward == RewardResult(reward=0.5)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.array(0.5)], ids=repr)
+async def test_numbers_of_other_libraries_are_rewards(value: Any, chatml_tokenizer: Any) -> None:
+    """B15."""
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(value))
+    assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
+
+
+class Raises(RewardFunction):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def compute(self, **kwargs: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_infrastructure"),
+    [
+        (RewardError("the judge is gone", is_infrastructure=True), True),
+        (RewardError("the judge rambles"), False),
+        (ConnectionError("raised by what the answer made the reward do"), False),
+        (MemoryError(), False),
+    ],
+)
+async def test_a_reward_that_fails_says_whether_the_infrastructure_did(
+    error: Exception, is_infrastructure: bool, chatml_tokenizer: Any
+) -> None:
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Raises(error))
+    result = await env.step(ASK)
+    assert result.reward is None
+    assert result.reward_error is not None and result.reward_error.startswith(type(error).__name__)
+    assert result.reward_error_is_infrastructure is is_infrastructure
+
+
+async def test_a_reward_that_takes_too_long_fails_and_not_the_infrastructure(chatml_tokenizer: Any) -> None:
+    class Hangs(RewardFunction):
+        async def compute(self, **kwargs: Any) -> Any:
+            await asyncio.Event().wait()
+
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Hangs(), reward_timeout=0.05)
+    result = await env.step(ASK)
+    assert result.reward_error is not None and not result.reward_error_is_infrastructure
 
 
 async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokenizer: Any) -> None:

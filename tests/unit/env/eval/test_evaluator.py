@@ -117,6 +117,17 @@ def offsets(content):
         start += len(line) + 1
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reward_fn", [None, True])
+async def test_a_reward_that_is_no_finite_number_is_the_same_in_a_run_and_its_resumption(tmp_path, reward, reward_fn):
+    """B15."""
+    stub = StubEnvironment(lambda action: step_result(reward), reward_fn=reward_fn)
+    runs = [evaluator(stub, output_path=tmp_path / "r.jsonl") for _ in range(2)]
+    first, second = [await run.run(tasks(2)) for run in runs]
+    assert [s.reward for samples in first.values() for s in samples] == [None, None]
+    assert runs[0].compute_metrics(first) == runs[1].compute_metrics(second)
+
+
 @pytest.mark.parametrize(
     "failed",
     [

@@ -7,11 +7,18 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import BaseModel
 
 from strands_env.rewards import JudgeReward, RewardError
-from strands_sglang import SGLangModel
+from strands_sglang import (
+    SGLangConnectionError,
+    SGLangContextLengthError,
+    SGLangHTTPError,
+    SGLangModel,
+    SGLangThrottledError,
+)
 from strands_sglang.testing import ScriptedSGLang
 from support.episodes import answered, task
 from support.scripted_model import ScriptedModel
@@ -94,6 +101,40 @@ async def test_a_judge_that_fails_is_an_error_and_no_reward() -> None:
     assert isinstance(failed.value.__cause__, ConnectionError)
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("failures", "is_infrastructure"),
+    [
+        ([ConnectionError("refused")] * 3, True),
+        (
+            [
+                SGLangConnectionError("gone"),
+                SGLangThrottledError("busy", status=503, body=""),
+                SGLangHTTPError("x", status=502, body=""),
+            ],
+            True,
+        ),
+        ([caused(RuntimeError("the provider's"), httpx.ConnectError("refused"))] * 3, True),
+        ([ConnectionError("refused"), None, ConnectionError("refused")], False),
+        ([SGLangContextLengthError("too long", status=400, body="")] * 3, False),
+        ([SGLangHTTPError("crashed", status=500, body="")] * 3, False),
+        ([caused(SGLangConnectionError("no answer in time"), httpx.ReadTimeout("x"))] * 3, False),
+        ([{"reasoning": "x", "score": "high"}] * 3, False),
+        (["hang"] * 3, False),
+    ],
+)
+async def test_a_judge_fails_by_its_infrastructure_only_where_no_attempt_reached_it(
+    failures: list[Any], is_infrastructure: bool
+) -> None:
+    with pytest.raises(RewardError) as failed:
+        await judge(Judge(*failures), timeout=0.05).compute(action=task(), step_result=answered("x"))
+    assert failed.value.is_infrastructure is is_infrastructure
+
+
 async def test_a_judge_that_hangs_is_given_up() -> None:
     result = await judge(Judge("hang", GOOD), timeout=0.05).compute(action=task(), step_result=answered("x"))
     assert result.info["attempts"] == 2
@@ -108,6 +149,14 @@ async def test_cancelling_is_not_retried() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert len(model.prompts) == 1
+
+
+@pytest.mark.parametrize("text", ["<think>Say 10.</think>It is 41.", "Say 10.</think>\nIt is 41."])
+async def test_the_judge_does_not_see_thoughts(text: str) -> None:
+    """B5."""
+    model = Judge(GOOD)
+    await judge(model).compute(action=task("42"), step_result=answered(text))
+    assert "It is 41." in model.prompts[0] and "Say 10." not in model.prompts[0]
 
 
 async def test_no_answer_is_nothing_without_asking() -> None:

@@ -58,6 +58,13 @@ async def test_patterns(arguments: Any, text: str | None, truth: Any, expected: 
     assert await reward(RegexReward(pattern, **(options[0] if options else {})), text, truth) == expected
 
 
+@pytest.mark.parametrize("text", ["<think>hm, 6</think>5", "6</think>5", "<thinking>6</thinking>\n5<think>or 6"])
+async def test_thoughts_are_no_answer(text: str) -> None:
+    """B5."""
+    assert await reward(ExactMatchReward(), text, "5") == (1.0, "correct")
+    assert await reward(RegexReward("6"), text) == (0.0, "no_match")
+
+
 async def test_a_text_on_which_a_pattern_takes_for_ever_is_an_error_that_names_the_pattern() -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"\(a\+\)\+\$"):

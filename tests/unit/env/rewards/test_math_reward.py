@@ -100,6 +100,21 @@ async def test_an_answer_outside_of_a_box_counts_only_if_it_may() -> None:
     assert await reward("It is 42.", "42", require_boxed=True) == (0.0, "not_boxed")
 
 
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (r"<think>Maybe \boxed{5}? No.</think>I cannot solve this.", "no_answer"),
+        (r"<think>Let me try \boxed{5}", "no_answer"),
+        (r"Maybe \boxed{5}?</think>I cannot solve this.", "no_answer"),
+        (r"<think>Perhaps 6.</think>It is \boxed{5}.", "correct"),
+        (r"It is 6, \boxed{6}. No!</think>It is \boxed{5}.", "correct"),
+    ],
+)
+async def test_thoughts_are_no_answer(text: str, verdict: str) -> None:
+    """B5."""
+    assert await reward(text, "5") == (float(verdict == "correct"), verdict)
+
+
 async def test_info_says_what_was_compared() -> None:
     result = await MathReward().compute(action=task("42"), step_result=answered(r"\boxed{43}"))
     assert result.info == {"verdict": "wrong", "extracted": "43", "ground_truth": "42"}
