@@ -1,9 +1,9 @@
 """Whose call it is: which episode a call belongs to, and which agent asks.
 
-A model has one trajectory at a time, or one per `with model.episode()`, which follows the code that runs inside it
-(context variables: tasks and threads started with a copied context inherit it). A call that comes without that context
-is given to the open episode that knows its agent; where no agent asks, or a helper that nobody knows yet, to the one
-whose recorded history it begins with.
+A model has one trajectory at a time, or one per `with model.episode()`. A call belongs to the running episode that its
+code is inside of (context variables: tasks and threads started with a copied context inherit it), or else to the one in
+which its agent asked before, as Strands keeps it for each agent. Context and agents hold names of episodes, never their
+trajectories: an episode that has ended is found by nobody, takes no call, and is not kept alive.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from .trajectory import Trajectory
@@ -22,21 +23,22 @@ logger = logging.getLogger(__name__)
 
 _STATE_KEY = "strands_sglang"
 
-_current: ContextVar[dict[Episodes, Trajectory]] = ContextVar("strands_sglang_episodes", default={})  # noqa: B039  (never changed in place)
 
+@dataclass(frozen=True)
+class _Name:
+    """An episode by name.
 
-def agent_of(model_state: Any) -> str | None:
-    """The id of the agent that asks, kept in its `model_state`; None for a call from outside an agent's loop.
-
-    Strands keeps that state per agent, hands out a copy with each call, and takes it back only if the call succeeds.
-
-    Args:
-        model_state: What Strands passed under that name, a dictionary that may be written to.
+    Attributes:
+        model: The model that it is an episode of.
+        episode: It.
     """
-    if not isinstance(model_state, dict):
-        return None
-    agent: str = model_state.setdefault(_STATE_KEY, uuid.uuid4().hex)
-    return agent
+
+    model: str
+    episode: str
+
+
+_entered: ContextVar[tuple[_Name, ...]] = ContextVar("strands_sglang_episodes", default=())
+"""The episodes that the running code is inside of, the innermost one last; some may have ended."""
 
 
 def cycle_of(invocation_state: Any) -> str | None:
@@ -55,60 +57,80 @@ class Episodes:
     def __init__(self) -> None:
         """Start with an empty trajectory for calls outside of episodes."""
         self.outside = Trajectory()
-        self._open: list[Trajectory] = []
+        self._id = uuid.uuid4().hex
+        self._running: dict[str, Trajectory] = {}
         self._warned = False
         self._lock = threading.Lock()
 
     @property
     def is_inside(self) -> bool:
         """Whether the running code is inside an episode."""
-        return self in _current.get()
+        return self._of_context() is not None
 
     @property
     def current(self) -> Trajectory:
         """The trajectory of the running code."""
-        return _current.get().get(self, self.outside)
+        return self._running.get(self._of_context() or "", self.outside)
 
     @contextmanager
     def episode(self) -> Iterator[Trajectory]:
         """Give the code inside a trajectory of its own."""
         trajectory = Trajectory()
+        name = _Name(self._id, uuid.uuid4().hex)
         with self._lock:
-            self._open.append(trajectory)
-        token = _current.set({**_current.get(), self: trajectory})
+            self._running[name.episode] = trajectory
+        _entered.set((*_entered.get(), name))
         try:
             yield trajectory
         finally:
             with self._lock:
-                self._open = [other for other in self._open if other is not trajectory]
-            _current.reset(token)
+                del self._running[name.episode]
+            # Perhaps in another task than the one that entered it, where nothing has to be undone.
+            _entered.set(tuple(other for other in _entered.get() if other != name))
 
-    def _warn_of_outside(self, count: int) -> None:
-        """Say once that an agent runs beside the open episodes: a thread that was started without their context may."""
+    def of_call(self, model_state: Any) -> tuple[Trajectory, str | None]:
+        """The trajectory that a call belongs to, and the id of the agent that asks; None outside of an agent's loop.
+
+        Both stay in the agent's `model_state`. Strands hands out a copy of it with each call, and takes it back only if
+        the call succeeds. An agent that asks in another episode than before has another id there: it may be one of
+        several copies.
+
+        Args:
+            model_state: What Strands passed under that name, a dictionary that may be written to.
+        """
+        state = model_state.get(_STATE_KEY) if isinstance(model_state, dict) else None
+        known: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
+        with self._lock:
+            name = self._of_context()
+            if name is None and known["episode"] in self._running:
+                name = known["episode"]
+            if name is None and self._was_inside() and len(self._running) == 1:
+                (name,) = self._running  # its own has ended, and this one has what it works for
+            trajectory = self.outside if name is None else self._running[name]
+            if name is None and (self._running or self._was_inside()):
+                self._warn_of_outside()
+        if not isinstance(model_state, dict):
+            return trajectory, None
+        agent = known["agent"] if known["episode"] == name else None
+        model_state[_STATE_KEY] = {"agent": agent or uuid.uuid4().hex, "episode": name}
+        return trajectory, model_state[_STATE_KEY]["agent"]
+
+    def _of_context(self) -> str | None:
+        """The innermost running episode that the running code is inside of."""
+        names = (name.episode for name in reversed(_entered.get()) if name.model == self._id)
+        return next((name for name in names if name in self._running), None)
+
+    def _was_inside(self) -> bool:
+        """Whether the running code was started inside an episode that has ended, and outlived it."""
+        return any(name.model == self._id for name in _entered.get())
+
+    def _warn_of_outside(self) -> None:
+        """Say once that a call is in no episode: it outlived its own, or came from a thread without the context."""
         if not self._warned:
             self._warned = True
             logger.warning(
-                "episodes=<%d> | an agent's call came from outside of the open episodes and is recorded in none of "
-                "them; threads need their context: asyncio.to_thread, or contextvars.copy_context().run",
-                count,
+                "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and is "
+                "recorded in none of them; threads need their context: asyncio.to_thread, or "
+                "contextvars.copy_context().run",
+                len(self._running),
             )
-
-    def of_call(self, agent: str | None, digests: Sequence[bytes], *, auxiliary: bool = False) -> Trajectory:
-        """The trajectory that a call belongs to.
-
-        Args:
-            agent: Who asks.
-            digests: Of the messages that it asks with.
-            auxiliary: Whether it is a helper's.
-        """
-        with self._lock:
-            candidates = list(self._open)
-        if self.is_inside or not candidates:
-            return self.current
-        known = None if agent is None else next((one for one in candidates if one.knows(agent)), None)
-        if known is not None:
-            return known
-        if agent is not None and not auxiliary:
-            self._warn_of_outside(len(candidates))
-            return self.outside
-        return max([self.outside, *candidates], key=lambda one: one.agreement(digests))

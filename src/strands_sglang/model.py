@@ -28,7 +28,7 @@ from .auxiliary import AuxiliaryModel
 from .calls import Caller, kept_if_unreadable
 from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
-from .episodes import Episodes, agent_of, cycle_of
+from .episodes import Episodes, cycle_of
 from .exceptions import SGLangCancelledError
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, system_text
@@ -198,7 +198,8 @@ class SGLangModel(Model):
         """Give an episode a trajectory of its own: `with model.episode() as trajectory:`.
 
         Several episodes can run on one model at once, in tasks or threads of their own; inside, `trajectory`,
-        `token_manager` and the rest are the episode's.
+        `token_manager` and the rest are the episode's. Once it has ended it takes no further call: what its tasks still
+        ask is recorded in the episode that then runs, or, with a warning, outside where there is none or several.
         """
         return self._episodes.episode()
 
@@ -291,10 +292,9 @@ class SGLangModel(Model):
                 "would run it; give the tool another name"
             )
         system = system_text(system_prompt, cast(Any, system_prompt_content))
-        agent = agent_of(kwargs.get("model_state"))
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
-        trajectory = self._episodes.of_call(agent, conversation.digests, auxiliary=auxiliary)
+        trajectory, agent = self._episodes.of_call(kwargs.get("model_state"))
 
         caller = self._caller()  # `update_config` while the request is on its way is for the next call
 
@@ -351,7 +351,7 @@ class SGLangModel(Model):
         """
         schema = json.dumps(output_model.model_json_schema())
         conversation = self._fingerprint(prompt, None, system_prompt)
-        trajectory = self._episodes.of_call(None, conversation.digests)
+        trajectory, _ = self._episodes.of_call(None)
         caller = self._caller()
         turn, generation = await caller.generate(
             trajectory,

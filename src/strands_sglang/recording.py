@@ -22,7 +22,7 @@ from .generation import Generation
 from .images import ImageInputs
 from .messages import Conversation, block_digests, message_digest, next_link
 from .turns import Turn, TurnStatus
-from .verdicts import AnsweredTurns, agreement
+from .verdicts import AnsweredTurns
 
 if TYPE_CHECKING:
     from .trajectory import Trajectory
@@ -302,15 +302,6 @@ class Recording:
             self._tell_rewritten(self._answered.judge_by_messages(self._turns, messages))
 
     # --- what calls ask of it ---
-
-    def knows(self, agent: str) -> bool:
-        """Whether an agent has made a call that is recorded here."""
-        return agent in self._agents or agent in self._helpers
-
-    def agreement(self, digests: Sequence[bytes]) -> int:
-        """With how many of a conversation's messages a recorded one begins, whatever stands before the messages."""
-        with self._lock:
-            return agreement(self._turns, digests)
 
     def routing_key(self, turn: Turn) -> str:
         """What keeps the calls of one root conversation, its forks and retries included, on one server.

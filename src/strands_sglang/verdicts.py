@@ -191,27 +191,6 @@ def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
     return lengths
 
 
-def agreement(turns: Sequence[Turn], digests: Sequence[bytes]) -> int:
-    """With how many of a conversation's messages a recorded one begins, whatever stands before the messages.
-
-    Args:
-        turns: All turns in the order of their calls.
-        digests: Of the messages of the conversation.
-    """
-    known = tuple(digests)
-    lengths = covered(turns, known)
-    best = 0
-    for turn in turns:
-        start = 0 if turn.parent is None else lengths.get(id(turn.parent))
-        if start is not None:
-            before = () if turn.parent is None else (turn.parent.answer_digest,)
-            said = (*before, *turn.digests, turn.answer_digest)
-            pairs = zip(said, known[start : start + len(said)], strict=False)
-            same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(said), len(known) - start))
-            best = max(best, start + same)
-    return best
-
-
 @dataclass(frozen=True)
 class _Behind:
     """What stands behind a question.

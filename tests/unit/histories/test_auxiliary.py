@@ -125,7 +125,7 @@ async def test_an_agent_that_writes_summaries_in_a_thread_of_the_manager_is_auxi
     assert len(judge.model.trajectory) == 0
 
 
-async def test_a_helper_in_a_thread_without_the_context_goes_to_the_episode_whose_history_it_has(judged):
+async def test_a_helper_in_a_thread_without_the_context_goes_to_the_episode_that_it_worked_for_before(judged):
     judge = judged(numbered)
 
     def elsewhere(helper, question):
@@ -138,13 +138,14 @@ async def test_a_helper_in_a_thread_without_the_context_goes_to_the_episode_whos
             agent = make_agent(judge.model)
             await agent.invoke_async(f"Question of {name}?")
             helper = make_agent(judge.model.auxiliary, messages=list(agent.messages), system_prompt="Judge.")
-            for question in ("Is that right?", "Sure?"):
+            await helper.invoke_async("Is that right?")
+            for question in ("Sure?", "Really?"):
                 elsewhere(helper, question)
         return trajectory
 
     trajectories = await asyncio.gather(*(episode(name) for name in "ab"))
     assert [[turn.is_auxiliary for turn in trajectory.turns] for trajectory in trajectories] == [
-        [False, True, True]
+        [False, True, True, True]
     ] * 2
     assert len(judge.model.trajectory) == 0
 
