@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .metrics import SUCCESS_THRESHOLD
+from .metrics import SUCCESS_THRESHOLD, reward_scale
 from .records import Results
 from .statistics import Interval, mean_over_prompts
 from .storage import Run
@@ -73,6 +73,7 @@ def compare(
     common = [content for content in rewards[0] if content in rewards[1]]
     if not common:
         raise ValueError("the two have no prompt with scored samples in common")
+    least, most = reward_scale([row for one in rewards for row in one.values()])
     differences = []
     for name, number in (
         ("pass@1", lambda row: float(np.mean([reward >= success_threshold for reward in row]))),
@@ -80,12 +81,13 @@ def compare(
     ):
         a, b = (np.array([number(one[content]) for content in common]) for one in rewards)
         difference = b - a
+        reach = 1.0 if name == "pass@1" else most - least
         differences.append(
             Difference(
                 name,
                 float(a.mean()),
                 float(b.mean()),
-                mean_over_prompts(difference),
+                mean_over_prompts(difference, scale=(-reach, reach)),
                 int((difference > 0).sum()),
                 int((difference < 0).sum()),
             )

@@ -101,11 +101,13 @@ def standard_metrics(
     worst_rewards = [row + [0.0] * gap for row, gap in zip(rewards, missing, strict=True)] if dropped else []
     worst_answers = [row + [None] * gap for row, gap in zip(answers, missing, strict=True)] if dropped else []
 
-    def add(name: str, values: Sequence[float], worst: Sequence[float]) -> None:
+    def add(
+        name: str, values: Sequence[float], worst: Sequence[float], *, scale: tuple[float, float] = (0.0, 1.0)
+    ) -> None:
         metrics[f"{name}_prompts"] = float(len(values))
         metrics[f"{name}_dropped_prompts"] = float(len(results) - len(values))
         if len(values):
-            metrics.update(interval_metrics(name, mean_over_prompts(values)))
+            metrics.update(interval_metrics(name, mean_over_prompts(values, scale=scale)))
         if len(worst):
             metrics[f"{name}_if_dropped_failed"] = float(np.mean(worst))
 
@@ -122,8 +124,15 @@ def standard_metrics(
         f"avg@{n}",
         [float(np.mean(row)) for row in rewards if row],
         [float(np.mean(row)) for row in worst_rewards if row],
+        scale=reward_scale(rewards),
     )
     return metrics
+
+
+def reward_scale(rewards: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """The scale that rewards by prompt are on: 0 ... 1, wider where they are outside of it."""
+    seen = [reward for row in rewards for reward in row]
+    return min([0.0, *seen]), max([1.0, *seen])
 
 
 def interval_metrics(name: str, interval: Interval) -> dict[str, float]:

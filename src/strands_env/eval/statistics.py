@@ -8,7 +8,8 @@
 - majority@k: the chance that the answer that most of k samples give is right, ties broken evenly (Wang et al. 2022,
   arXiv 2203.11171).
 
-All are means over prompts. Samples of one prompt resemble each other, so what is resampled for an interval are prompts.
+All are means over prompts. Samples of one prompt resemble each other, so the unit of an interval is the prompt, however
+many samples it has. `tests/support/interval_coverage.py` measures how often intervals hold the truth.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtrit
 
-RESAMPLES = 10_000
 SEED = 0
-_CELLS = 4_000_000  # numbers drawn at once
 _MOST_SUBSETS = 2_000
 
 
@@ -102,19 +101,14 @@ def majority_at_k(answers: Sequence[Hashable | None], successes: Sequence[bool],
 
 
 def mean_over_prompts(
-    values: npt.ArrayLike, *, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = SEED
+    values: npt.ArrayLike, *, scale: tuple[float, float] = (0.0, 1.0), confidence: float = 0.95
 ) -> Interval:
-    """The mean over prompts with a bootstrap interval.
-
-    The interval is the expanded percentile one (Hesterberg 2015, arXiv 1411.5279, section 3.4): the percentiles are
-    moved outwards as a t interval is wider than a normal one, since plain percentiles are too narrow for few prompts.
-    If all values are equal, so are both ends.
+    """The mean over prompts with its confidence interval.
 
     Args:
         values: One per prompt, shape (P,), at least one.
+        scale: The least and the greatest value that a prompt can have; values outside of it widen it.
         confidence: How often the interval is to hold the truth.
-        resamples: How many times the prompts are drawn again.
-        seed: Of the drawing: the same values give the same interval.
 
     Raises:
         ValueError: There are no values.
@@ -125,16 +119,38 @@ def mean_over_prompts(
     value = float(data.mean())
     if data.size < 2:
         return Interval(value, None, None, data.size)
-    generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    rows = max(1, _CELLS // data.size)
-    for start in range(0, resamples, rows):
-        stop = min(start + rows, resamples)
-        means[start:stop] = data[generator.integers(data.size, size=(stop - start, data.size))].mean(axis=1)
-    tail = _expanded_tail((1 - confidence) / 2, data.size)
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = mean_bounds(data, scale=(min(scale[0], data.min()), max(scale[1], data.max())), confidence=confidence)
     # The mean of equal numbers is off by a rounding error, and a value of 1.0 must not be above its interval.
     return Interval(value, min(float(low), value), max(float(high), value), data.size)
+
+
+def mean_bounds(
+    values: npt.NDArray[np.float64], *, scale: tuple[float, float], confidence: float = 0.95
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The ends of confidence intervals of means of bounded values.
+
+    Each end is that of Student's t interval with one more value, the worst of the scale for the lower end and the best
+    for the upper one. Clopper and Pearson count one more failure or success for the same reason: what was not seen
+    may still be there, so values that are all equal have an interval of some width, too.
+
+    Args:
+        values: Shape (..., P), P at least 1.
+        scale: The least and the greatest value possible.
+        confidence: How often an interval is to hold the truth.
+
+    Returns:
+        The lower and the upper ends, each of shape (...).
+    """
+    count = values.shape[-1] + 1
+    reach = stdtrit(count - 1, (1 + confidence) / 2) / np.sqrt(count)
+    ends = []
+    for more, sign in ((scale[0], -1.0), (scale[1], 1.0)):
+        # By moments about the added value, for copies of large arrays are slow.
+        shifted = values - more
+        mean = shifted.sum(axis=-1) / count
+        variance = np.maximum((shifted**2).sum(axis=-1) - count * mean**2, 0.0) / (count - 1)
+        ends.append(np.clip(more + mean + sign * reach * np.sqrt(variance), *scale))
+    return ends[0], ends[1]
 
 
 def _counts(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -165,17 +181,3 @@ def _subsets(n: int, k: int, seed: int) -> npt.NDArray[np.float64]:
     chosen = np.zeros((len(drawn), n))
     np.put_along_axis(chosen, drawn, 1.0, axis=1)
     return chosen
-
-
-def _expanded_tail(tail: float, count: int) -> float:
-    normal = NormalDist()
-    z = normal.inv_cdf(1 - tail)
-    freedom = count - 1
-    # Student's t quantile: Abramowitz and Stegun 26.7.5.
-    t = (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
-    return normal.cdf(-math.sqrt(count / freedom) * t)

@@ -50,6 +50,13 @@ def test_pairing_finds_a_small_gain_that_two_intervals_do_not():
     assert alone[0].high > alone[1].low
 
 
+def test_two_evaluations_that_agree_in_every_prompt_may_still_differ():
+    """Row B12: no difference seen in a few prompts is not the certainty that there is none."""
+    same = evaluation({f"p{n}": [1.0, 1.0] for n in range(10)})
+    for one in compare(same, same).differences:
+        assert one.interval.low < -0.1 and one.interval.high > 0.1 and one.interval.value == 0.0
+
+
 def test_nothing_in_common_is_an_error():
     with pytest.raises(ValueError, match="no prompt with scored samples in common"):
         compare(evaluation({"a": [1.0]}), evaluation({"b": [1.0]}))
