@@ -64,7 +64,7 @@ class Caller:
         grammar: Callable[[Prompt, Mapping[str, Any]], Mapping[str, Any] | None],
         agent: str | None = None,
         cycle: str | None = None,
-        auxiliary: bool = False,
+        auxiliary: bool | None = None,
         cancel_signal: threading.Event | None = None,
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded.
@@ -78,7 +78,7 @@ class Caller:
             grammar: Given the prompt and the configured sampling parameters, those that constrain the answer.
             agent: Who asks.
             cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own.
+            auxiliary: Whether the call is none of a rollout's own; None to tell by who asks.
             cancel_signal: Ends the call once it is set.
 
         Raises:

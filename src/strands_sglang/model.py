@@ -254,7 +254,7 @@ class SGLangModel(Model):
         tool_choice: ToolChoice | None = None,
         system_prompt_content: list[SystemContentBlock] | None = None,
         cancel_signal: threading.Event | None = None,
-        auxiliary: bool = False,
+        auxiliary: bool | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Make one model call and stream its answer as Strands events.
@@ -271,7 +271,8 @@ class SGLangModel(Model):
             system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
             cancel_signal: Once it is set, the request is aborted, what was sampled until then is recorded as a cut
                 turn, and the stream ends with the stop reason "cancelled". `agent.cancel()` sets it.
-            auxiliary: Whether the call is a helper's, and not to be trained; see the property of this name.
+            auxiliary: Whether the call is a helper's, and not to be trained; see the property of this name. Left out,
+                a call from outside an agent's loop is one if an agent has asked before it. It stays what it is.
             **kwargs: Whatever else Strands passes.
 
         Yields:

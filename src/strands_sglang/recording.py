@@ -99,7 +99,7 @@ class Recording:
         constrained: bool = False,
         agent: str | None = None,
         cycle: str | None = None,
-        auxiliary: bool = False,
+        auxiliary: bool | None = None,
         images: ImageInputs | None = None,
     ) -> Turn:
         """Record that a call is about to be made: its prompt is known from here on.
@@ -115,8 +115,8 @@ class Recording:
             constrained: Whether a grammar constrains the sampling.
             agent: Who asks; None for a call from outside an agent's loop.
             cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own (a summary, a judge); that of an agent's loop is
-                one only if the caller says so.
+            auxiliary: Whether the call is none of a rollout's own (a summary, a judge). Left out, one from outside an
+                agent's loop is, if an agent has asked before.
             images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
@@ -148,7 +148,7 @@ class Recording:
                 constrained=constrained,
                 agent=agent,
                 cycle=cycle,
-                is_auxiliary=auxiliary or (agent is None and bool(self._agents)),
+                is_auxiliary=agent is None and bool(self._agents) if auxiliary is None else auxiliary,
                 parent_kept=place.kept,
                 images=images,
                 resumes=None if resumed is None else resumed.resumes,
@@ -160,10 +160,21 @@ class Recording:
                 self._helpers.add(agent)
             elif agent is not None:
                 if not self._agents:
-                    for earlier in self._turns[:-1]:  # agents have a loop, so what came before was outside of it
-                        earlier.is_auxiliary = True
+                    self._tell_of_earlier(self._turns[:-1])
                 self._agents.add(agent)
             return turn
+
+    def _tell_of_earlier(self, turns: Sequence[Turn]) -> None:
+        """Say that calls before the first agent's count as a rollout's own: what is recorded stays what it is."""
+        own = [turn for turn in turns if turn.agent is None and not turn.is_auxiliary]
+        if own:
+            logger.warning(
+                "call=<%d>, calls=<%d> | what was asked from outside an agent's loop before the first agent asked is "
+                "trained, and later calls of that kind are auxiliary; stream(auxiliary=...) and model.auxiliary say "
+                "which they are",
+                own[0].index,
+                len(own),
+            )
 
     def _tell_rewritten(self, rewritten: Sequence[Turn]) -> None:
         """Warn once that sampled answers were replaced, which costs training data and may well be an oversight."""

@@ -42,9 +42,10 @@ class Judge:
         """
         self.calls, self._notices, self._tokenizer = notebook.calls, notebook.notices, tokenizer
         self._other_stop = tokenizer.convert_tokens_to_ids(_OTHER_STOP)
-        has_agents = any(call.owner is not None for call in self.calls)
+        has_agents = False
         for call in self.calls:
             call.is_auxiliary = call.is_structured or (has_agents and call.owner is None)
+            has_agents = has_agents or call.owner is not None
             self._place(call, provable)
             self._check_prompt(call)
 

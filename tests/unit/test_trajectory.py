@@ -33,7 +33,7 @@ class Recorder:
         self.next_id += count
         return list(range(self.next_id - count, self.next_id))
 
-    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=False, prompt=None, **parts):
+    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=None, prompt=None, **parts):
         conversation = fingerprint({"system prompt": None, **parts}, messages)
         place = replace(self.trajectory.attach(conversation, messages, agent=agent), kept=kept)
         ids = self.ids() if prompt is None else prompt
@@ -289,14 +289,39 @@ def test_a_call_from_outside_the_loop_is_left_aside():
     assert (main.loss_mask, judge.loss_mask) == ([0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1])
 
 
-def test_where_agents_have_a_loop_calls_without_an_agent_are_left_aside():
+def test_where_agents_have_a_loop_later_calls_without_an_agent_are_left_aside():
     recorder = Recorder()
-    before = recorder.call([user("summarise this")])
     main = recorder.call([user("q")], agent="A")
     after = recorder.call([user("summarise that")])
-    assert [turn.is_auxiliary for turn in (before, main, after)] == [True, False, True]
+    assert [turn.is_auxiliary for turn in (main, after)] == [False, True]
     assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [main.token_ids()]
     assert recorder.trajectory.latest_main_sequence().token_ids == main.token_ids()
+
+
+def test_what_was_recorded_before_the_first_agent_asked_stays_trained_and_that_is_said(caplog):
+    """A10."""
+    recorder = Recorder()
+    history = [user("my own loop"), assistant("a"), user("r")]
+    recorder.call(history[:1], "a")
+    helper = recorder.call([user("a helper's")], auxiliary=True)
+    recorder.call(history)
+    (before,) = recorder.trajectory.sequences()
+    assert not caplog.records
+    for agent in "AB":
+        recorder.call([user("q")], agent=agent)
+    assert recorder.trajectory.sequences()[0].loss_mask == before.loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [turn for turn in recorder.trajectory.turns if turn.is_auxiliary] == [helper]
+    (record,) = caplog.records
+    assert "calls=<2>" in record.getMessage()
+
+
+def test_a_caller_may_say_that_a_call_beside_agents_is_the_rollouts_own():
+    """A10."""
+    recorder = Recorder()
+    recorder.call([user("q")], agent="A")
+    own = recorder.call([user("my own loop")], auxiliary=False)
+    assert not own.is_auxiliary
+    assert len(recorder.trajectory.sequences()) == 2
 
 
 def test_two_agents_that_said_the_same_are_told_apart():
