@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import anyio
 import httpx
 
 from .aborts import Aborter
@@ -137,6 +138,11 @@ class LoopSession:
             flight: What was sent.
             grace: Seconds; with 0 nothing is waited for.
         """
+        # A cancel scope of anyio's cancels its tasks again in every round of the event loop, unless they are shielded.
+        with anyio.CancelScope(shield=True):
+            await self._call_back(flight, grace)
+
+    async def _call_back(self, flight: Flight, grace: float) -> None:
         ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
         abort = self._abort_task(flight.server.base_url, flight.rid)
         retell_at = self._loop.time() + next(again, math.inf)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 
+import anyio
 import httpx
 import pytest
 
@@ -24,6 +25,20 @@ async def test_a_cancelled_request_is_aborted_on_the_server_and_not_tried_again(
         await task
     [sent] = server.bodies()
     assert server.bodies("/abort_request") == [{"rid": sent["rid"]}]
+
+
+async def test_a_caller_that_anyio_has_cancelled_waits_for_the_partial_answer_idly() -> None:
+    """A11: a cancel scope cancels again in every round of the event loop."""
+    server = FakeServer(never)
+    client = server.client(abort_grace=0.5)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.generate, [1])
+            await server.arrived.wait()
+            used = time.thread_time()
+            scope.cancel()
+    assert time.thread_time() - used < 0.1
+    assert len(server.bodies("/abort_request")) >= 1
 
 
 async def test_a_timed_out_attempt_is_aborted_on_the_server_and_tried_again_once() -> None:

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import anyio
+
 T = TypeVar("T")
 
 INSIST_AFTER = 5.0
@@ -40,7 +42,9 @@ class Supervisor:
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
-                await asyncio.wait({task}, timeout=INSIST_AFTER if self.is_cancelled else None)
+                # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
+                with anyio.CancelScope(shield=self.is_cancelled):
+                    await asyncio.wait({task}, timeout=INSIST_AFTER if self.is_cancelled else None)
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.is_cancelled = True

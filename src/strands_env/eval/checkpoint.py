@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from .json_lines import decode
 from .records import RECORD_START
 
@@ -102,7 +104,9 @@ class CheckpointFile:
         cancelled: asyncio.CancelledError | None = None
         while self._writing is not None:
             try:
-                await asyncio.shield(self._writing)
+                # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
+                with anyio.CancelScope(shield=cancelled is not None):
+                    await asyncio.shield(self._writing)
             except asyncio.CancelledError as error:
                 cancelled = error
         self._thread.shutdown(wait=True)

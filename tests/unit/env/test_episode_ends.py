@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 from strands import tool
 from strands.hooks import AfterToolCallEvent, BeforeModelCallEvent, HookProvider, MessageAddedEvent
@@ -476,6 +478,29 @@ async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatm
     assert result.observation.trajectory is not None
     assert [turn.status.value for turn in result.observation.trajectory.turns] == ["committed", "cut"]
     assert server.running == []
+
+
+async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokenizer: Any) -> None:
+    """A11: a cancel scope cancels again in every round of the event loop, which must neither spin nor interrupt."""
+    gate, finished = Gate(), []
+
+    class SlowToClean(CalculatorEnv):
+        async def cleanup(self) -> None:
+            await asyncio.sleep(0.4)
+            finished.append(True)
+
+    env, _ = scripted_env(chatml_tokenizer, [CALL, gate])
+    slow = SlowToClean(env.model_factory)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(slow.step, ASK)
+        await gate.asked.wait()
+        used = time.thread_time()
+        tasks.cancel_scope.cancel()
+    assert time.thread_time() - used < 0.15
+    assert finished == [True]
+    result = slow.last_result
+    assert result is not None and result.termination_reason is TerminationReason.CANCELLED
+    assert [turn.status.value for turn in result.observation.trajectory.turns] == ["committed", "cut"]
 
 
 @pytest.mark.parametrize("phase", ["reset", "metrics", "reward", "cleanup", "delay"])

@@ -5,7 +5,9 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
+import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,22 @@ async def test_a_cancelled_caller_has_not_withdrawn_its_record(tmp_path):
     await asyncio.gather(task, return_exceptions=True)
     await file.close()
     assert keys(tmp_path / "r.jsonl") == ["k1"]
+
+
+async def test_a_file_is_closed_idly_though_anyio_has_cancelled_the_caller(tmp_path, monkeypatch):
+    """A11: a cancel scope cancels again in every round of the event loop."""
+    path, fsync = tmp_path / "r.jsonl", os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.4) or fsync(fd))
+    file = CheckpointFile(path)
+    written = asyncio.ensure_future(file.append(lambda: record(1)))
+    await asyncio.sleep(0)
+    used = time.thread_time()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await file.close()
+    assert time.thread_time() - used < 0.15
+    await written
+    assert keys(path) == ["k1"]
 
 
 async def test_a_full_disk_is_a_clear_error_and_leaves_whole_records_only(tmp_path, monkeypatch):
