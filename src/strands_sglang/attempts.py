@@ -36,7 +36,7 @@ from .servers import Server, Servers
 from .sessions import Flight, LoopSession
 from .transports import failure_kind, root_cause
 from .waiting import AttemptTimeoutError, End, Waiting
-from .wire import GenerateBody, decode_generation, decode_object, http_error
+from .wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 
 PROBE_TIMEOUT_S = 10.0
 """How long a server that was out may take to say that it is healthy."""
@@ -139,6 +139,8 @@ class _Attempts:
             )
         try:
             return decode(response.content, url)
+        except UnfitAnswerError as error:
+            return Failure(FailureKind.UNFIT, error)
         except SGLangDecodingError as error:
             return Failure(FailureKind.UNDECODABLE, error)
 

@@ -140,11 +140,14 @@ class Caller:
                 trajectory.cut(turn, sampled, error)
             raise
         if generation.finish_type == "abort":
-            abort = SGLangAbortedError(
-                f"the server aborted the request after {generation.completion_tokens} tokens: "
-                f"{generation.abort_message}; this happens at weight updates and pauses",
-                response=requests.response,
+            count = generation.completion_tokens
+            message = (
+                f"the client was closed while the request ran, which aborted it after {count} tokens"
+                if requests.client_closed
+                else f"the server aborted the request after {count} tokens: {generation.abort_message}; this happens "
+                "at weight updates and pauses"
             )
+            abort = SGLangAbortedError(message, response=requests.response)
             trajectory.cut(turn, generation, abort)
             raise abort
         return turn, generation

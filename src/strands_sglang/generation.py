@@ -210,10 +210,16 @@ def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ..
 
 def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids: Collection[int]) -> int | None:
     matched = finish.get("matched")
-    if finish["type"] != "stop" or not output_ids or isinstance(matched, str):
+    if finish["type"] != "stop" or isinstance(matched, str):
         return None
-    last = output_ids[-1]
-    return last if matched == last or (matched is None and last in end_token_ids) else None
+    last = output_ids[-1] if output_ids else None
+    if matched is None:
+        return last if last in end_token_ids else None
+    if type(matched) is not int or matched != last:
+        raise SGLangDecodingError(
+            f"the server says that the answer stopped at {matched!r}, and the last token that it sampled is {last}"
+        )
+    return last
 
 
 def check_routed_rows(generation: Generation) -> None:

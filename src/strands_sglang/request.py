@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         "context_window_limit": config.get("context_window_limit"),
     }
     for name, limit in limits.items():
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        if limit is not None and not _is_whole(limit, at_least=1):
             raise ValueError(f"{name} must be a whole number of at least 1 or None, not {limit!r}")
+    least, most = (params or {}).get("min_new_tokens"), (params or {}).get("max_new_tokens")
+    if least is not None and not _is_whole(least, at_least=0):
+        raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
+
+
+def _is_whole(number: Any, *, at_least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= at_least
 
 
 def wants_logprobs(config: Mapping[str, Any]) -> bool:
@@ -85,7 +94,7 @@ def plan_request(
         grammar: Sampling parameters that constrain the answer, e.g. `{"json_schema": ...}`.
 
     Raises:
-        ContextWindowOverflowException: The context has no room for a single new token.
+        ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
     """
     sampling_params = {**(config.get("sampling_params") or {}), **(grammar or {})}
     asked = sampling_params.pop("max_new_tokens", None)
@@ -94,6 +103,12 @@ def plan_request(
     if room is not None and room <= 0:
         raise ContextWindowOverflowException(
             f"the prompt has {prompt_tokens} tokens and the model's context {limit}: no room is left for an answer"
+        )
+    least = sampling_params.get("min_new_tokens") or 0
+    if room is not None and room < least:  # sent as it is, the server would call it a wrong parameter
+        raise ContextWindowOverflowException(
+            f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
+            "tokens (min_new_tokens) does not fit"
         )
     limits = [limit for limit in (asked, room) if limit is not None]
     if limits:
@@ -146,6 +161,29 @@ def check_answer(
             f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
             "`logprob_start_len` does this"
         )
+
+
+def check_stop(generation: Generation, asked: Collection[str], decode: Callable[[list[int]], str]) -> None:
+    """Refuse an answer that stopped at a text which was neither asked for nor sampled.
+
+    SGLang ends a request so when its model fails: with logits that are no numbers it puts a stop token in the place of
+    what was sampled and calls the end "NaN happened".
+
+    Args:
+        generation: What the server returned.
+        asked: The stop strings and patterns of the request.
+        decode: The text of token ids. A server may have stop strings of its own, which are in the text then.
+
+    Raises:
+        SGLangDecodingError: It did.
+    """
+    stop = generation.stop_string
+    if stop is None or stop in asked or stop in decode(generation.output_ids.tolist()):
+        return
+    raise SGLangDecodingError(
+        f"the server ended the answer with {stop!r}, which is no stop string of the request and not in the answer: its "
+        "model has failed, or something on the way has changed the answer"
+    )
 
 
 def _check_routed_experts(generation: Generation, parent: Generation | None) -> None:

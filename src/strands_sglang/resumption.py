@@ -48,8 +48,16 @@ def sampling_params_of_the_rest(
 
 def stop_strings(sampling_params: Mapping[str, Any]) -> list[str]:
     """The stop strings of a request."""
-    stop = sampling_params.get("stop") or []
-    return [stop] if isinstance(stop, str) else list(stop)
+    return _texts(sampling_params.get("stop"))
+
+
+def stop_patterns(sampling_params: Mapping[str, Any]) -> list[str]:
+    """The regular expressions that end an answer of a request."""
+    return _texts(sampling_params.get("stop_regex"))
+
+
+def _texts(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def begun_stop_strings(stops: Sequence[str], text: str) -> list[str]:

@@ -29,7 +29,7 @@ PERHAPS_RUNNING_STATUSES = frozenset({408, 502, 504})
 MAX_DELAY_S = 8.0
 MAX_RETRIES_AFTER_TIMEOUT = 1
 MAX_RETRIES_OF_STRANGE_ANSWERS = 3
-"""How often an undecodable answer of a server that never gave a good one is asked for again."""
+"""How often an undecodable answer is asked for again, of a server that never gave a good one; an unfit one of any."""
 
 FIRST_LOG_INTERVAL_S = 1.0
 MAX_LOG_INTERVAL_S = 60.0
@@ -47,7 +47,9 @@ class FailureKind(Enum):
     REFUSED = "refused"
     """An HTTP status that can be different the next time."""
     UNDECODABLE = "undecodable"
-    """An answer that is not what the endpoint gives."""
+    """Bytes that are no HTTP or no JSON, as of an answer that was cut, or a proxy whose server restarts."""
+    UNFIT = "unfit"
+    """A whole answer that is not what the endpoint gives. Each costs a generation, and the next one is the same."""
     FINAL = "final"
     """Trying again cannot help."""
 
@@ -175,7 +177,7 @@ class RetryState:
         self._history = history
         self._retries = 0
         self._timeouts = 0
-        self._undecodable = 0
+        self._strange = 0
         self._started = time.monotonic()
         self._unreachable_since: float | None = None
 
@@ -183,14 +185,17 @@ class RetryState:
         """Seconds until the next attempt; None if there is to be none."""
         kind = failure.kind
         self._timeouts += kind is FailureKind.TIMED_OUT
-        self._undecodable += kind is FailureKind.UNDECODABLE
+        self._strange += kind in (FailureKind.UNDECODABLE, FailureKind.UNFIT)
         delay = self._policy.delay(self._retries, failure.retry_after)
         left = self._seconds_left_to_appear(kind)
         if (
             kind is FailureKind.FINAL
             or self._retries >= self._policy.max_retries
             or self._timeouts > MAX_RETRIES_AFTER_TIMEOUT
-            or (self._undecodable > MAX_RETRIES_OF_STRANGE_ANSWERS and not self._history.usable)
+            or (
+                self._strange > MAX_RETRIES_OF_STRANGE_ANSWERS
+                and (kind is FailureKind.UNFIT or not self._history.usable)
+            )
             or left <= 0
         ):
             return None

@@ -18,8 +18,14 @@ from .client import SGLangClient
 from .exceptions import SGLangContextLengthError, SGLangDecodingError, SGLangThrottledError
 from .generation import Generation, read_generation
 from .images import ImageProcessor, check_prompt
-from .request import RequestPlan, check_answer, plan_request, wants_logprobs
-from .resumption import begun_stop_strings, join_parts, sampling_params_of_the_rest, stop_strings
+from .request import RequestPlan, check_answer, check_stop, plan_request, wants_logprobs
+from .resumption import (
+    begun_stop_strings,
+    join_parts,
+    sampling_params_of_the_rest,
+    stop_patterns,
+    stop_strings,
+)
 from .server_check import check_server, known_facts
 from .turns import Turn
 from .waiting import Waiting
@@ -47,6 +53,7 @@ class TurnRequests:
         known: How many of these tokens an earlier turn has recorded.
         parts: What was sampled so far, in the order of the requests.
         response: The server's latest response.
+        client_closed: Whether the client was closed while the call ran, which aborts it.
     """
 
     client: SGLangClient
@@ -61,6 +68,7 @@ class TurnRequests:
     known: int = field(init=False)
     parts: list[Generation] = field(default_factory=list)
     response: dict[str, Any] | None = None
+    client_closed: bool = False
     _partial: dict[str, Any] | None = None
     _begun: list[str] = field(default_factory=list)
 
@@ -96,9 +104,8 @@ class TurnRequests:
             self.parts.append(part)
             answer = self._named_by_its_stop(join_parts(self.parts), plan)
             in_vain = 0 if part.output_ids else in_vain + 1
-            if answer.stop_string not in self._begun and (
-                part.finish_type != "abort" or not self._may_go_on(closings, in_vain)
-            ):
+            self.client_closed = client.closings != closings
+            if answer.stop_string not in self._begun and (part.finish_type != "abort" or not self._may_go_on(in_vain)):
                 return answer
             if self.turn.constrained:
                 self.parts.clear()  # a grammar begins at the first token; nobody trains on what it forced
@@ -108,7 +115,8 @@ class TurnRequests:
             if in_vain:
                 pause = min(client.retry_delay * 2 ** (in_vain - 1), _LONGEST_PAUSE_S)
                 await self.waiting.finish(asyncio.sleep(pause))
-                if client.closings != closings:
+                self.client_closed = client.closings != closings
+                if self.client_closed:
                     return answer
 
     def sampled(self) -> Generation | None:
@@ -140,11 +148,10 @@ class TurnRequests:
     def _ended_by_length(self) -> Generation:
         return replace(join_parts(self.parts), finish_type="length", abort_message=None)
 
-    def _may_go_on(self, closings: int, in_vain: int) -> bool:
+    def _may_go_on(self, in_vain: int) -> bool:
         """Whether the call goes on after an abort."""
-        client = self.client
-        wanted = self.config.get("on_abort") == "resume" and client.closings == closings
-        return wanted and in_vain <= client.max_retries
+        wanted = self.config.get("on_abort") == "resume" and not self.client_closed
+        return wanted and in_vain <= self.client.max_retries
 
     def _check(self, part: Generation) -> None:
         """Refuse what is no answer to what was asked."""
@@ -155,9 +162,12 @@ class TurnRequests:
         check_answer(part, self.config, prompt_tokens, prompt_tokens - self.known, parent=before)
 
     def _read(self, response: Mapping[str, Any]) -> Generation:
-        return read_generation(
+        generation = read_generation(
             response, logprobs_expected=wants_logprobs(self.config), end_token_ids=self.template.stop_ids
         )
+        sent = self.turn.sampling_params
+        check_stop(generation, {*stop_strings(sent), *stop_patterns(sent), *self._begun}, self.template.decode)
+        return generation
 
     async def _send(self, plan: RequestPlan) -> dict[str, Any]:
         """Send the next request and return the server's response."""

@@ -113,6 +113,10 @@ def encode_generate(
     return GenerateBody(encode_token_ids(input_ids, vocab_size), encoded)
 
 
+class UnfitAnswerError(SGLangDecodingError):
+    """A body is JSON from beginning to end, and not what the endpoint answers: the server means it so."""
+
+
 def decode_object(body: bytes, url: str) -> dict[str, Any]:
     """Read a body that must be a JSON object.
 
@@ -126,7 +130,7 @@ def decode_object(body: bytes, url: str) -> dict[str, Any]:
             f"{url} answered something that is not JSON ({error}): {_shown(body)}; is this an SGLang server?"
         ) from error
     if not isinstance(value, dict):
-        raise SGLangDecodingError(
+        raise UnfitAnswerError(
             f"{url} answered a JSON {_kind(value)} instead of an object: {_shown(body)}; is this an SGLang server?"
         )
     return value
@@ -148,7 +152,7 @@ def decode_generation(body: bytes, url: str) -> dict[str, Any]:
     elif not isinstance(reason := meta_info.get("finish_reason"), dict) or not isinstance(reason.get("type"), str):
         missing.append("`meta_info.finish_reason` (an object with `type`)")
     if missing:
-        raise SGLangDecodingError(
+        raise UnfitAnswerError(
             f"{url} answered without {' and '.join(missing)}: {_shown(body)}; is this an SGLang server?"
         )
     return response

@@ -94,6 +94,17 @@ async def test_a_server_that_did_give_generations_gets_all_retries() -> None:
     assert len(server.bodies()) == 1 + 10
 
 
+@pytest.mark.parametrize("body", [body for body, _ in list(UNDECODABLE.values())[2:]])
+async def test_whole_answers_that_are_no_generations_are_given_up_soon_by_whatever_server(body: bytes) -> None:
+    """A15 (p9): each of them costs a generation, and the next one is the same."""
+    server = FakeServer(OK, httpx.Response(200, content=body))
+    client = server.client(max_retries=60)
+    await client.generate([1])
+    with pytest.raises(SGLangDecodingError, match="given up after 4 attempts"):
+        await client.generate([1])
+    assert len(server.bodies()) == 1 + 4
+
+
 async def test_a_broken_connection_is_aborted_on_the_server_before_the_next_attempt() -> None:
     server = FakeServer(httpx.ReadError("reset"), OK)
     await server.client().generate([1])

@@ -90,10 +90,22 @@ def test_a_stop_without_its_token_is_recognised_by_the_tokens_that_end_turns(end
     assert read_generation(silent, logprobs_expected=True, end_token_ids=ends).stop_token_id == stop
 
 
+@pytest.mark.parametrize("matched", [7, 3, "2", 2.0, True, [2], {}])
+def test_a_stop_at_another_token_than_the_last_is_refused(matched):
+    """A8: an answer whose end the server names wrongly must not look complete."""
+    finish = {"type": "stop", "matched": matched}
+    if isinstance(matched, str):  # a stop string, which is looked for in the text
+        assert read_generation(response(meta={"finish_reason": finish}), logprobs_expected=True).stop_string == matched
+        return
+    with pytest.raises(SGLangDecodingError, match="stopped at .* the last token that it sampled is 2"):
+        read_generation(response(meta={"finish_reason": finish}), logprobs_expected=True)
+
+
 def routed(ids, *, prompt_tokens=3, output_ids=(7, 2), **meta):
     """A response with routed experts as the server writes them: little-endian int32, row by row."""
     text = base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()
     meta = {"prompt_tokens": prompt_tokens, "routed_experts": text, "output_token_logprobs": None, **meta}
+    meta.setdefault("finish_reason", {"type": "length", "length": len(output_ids)})
     return response(output_ids=list(output_ids), meta=meta)
 
 

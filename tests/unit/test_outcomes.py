@@ -1,10 +1,12 @@
 """Every row of the outcome table that an agent on a scripted server can reach."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
 from strands.hooks import AfterModelCallEvent, HookProvider
+from strands.types.exceptions import ContextWindowOverflowException
 
 from strands_sglang import (
     OUTCOMES,
@@ -52,6 +54,19 @@ async def test_max_new_tokens_in_a_later_turn_is_found_through_the_wrappers(roll
     _, model = rollout([call(expression="2 * 3"), "long " * 300], sampling_params={"max_new_tokens": 100})
     end = await episode(model)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
+
+
+async def test_a_context_without_room_for_min_new_tokens_is_full(rollout):
+    """A7: what the server would refuse as a wrong parameter is the end of the context, and trained as truncated."""
+    limits = {"min_new_tokens": 32, "max_new_tokens": 64}
+    server, model = rollout(["short", "never"], server={"context_length": 120}, sampling_params=limits)
+    agent = make_agent(model)
+    await agent.invoke_async("hi")
+    with pytest.raises(ContextWindowOverflowException, match=r"at least 32 tokens \(min_new_tokens\)") as caught:
+        await agent.invoke_async("word " * 20)
+    reason = termination_reason(caught.value, trajectory=model.trajectory)
+    assert (reason, OUTCOMES[reason].slime_status) == (TerminationReason.CONTEXT_WINDOW_OVERFLOW, "TRUNCATED")
+    assert server.refusals == []
 
 
 async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout):
@@ -199,6 +214,34 @@ async def test_an_infrastructure_failure_never_gets_a_reward(chatml_tokenizer, a
     assert OUTCOMES[reason].reward is RewardRule.NONE
     # What was sampled before is still there, and nothing else.
     assert sampled(model) == len(server.responses[0].body["output_ids"])
+
+
+@pytest.mark.parametrize("return_logprob", [True, False])
+async def test_a_model_that_computes_no_numbers_is_an_infrastructure_failure(chatml_tokenizer, return_logprob):
+    """A8: SGLang puts a stop token in the place of what such a model sampled, and calls that a stop."""
+    server = ScriptedSGLang(chatml_tokenizer, ["The result is 4"])
+
+    async def fail(request):
+        response = await server.transport().handle_async_request(request)
+        if request.url.path != "/generate":
+            return response
+        body = json.loads(await response.aread())
+        body["meta_info"]["finish_reason"] = {"type": "stop", "matched": "NaN happened"}
+        return httpx.Response(200, json=body)
+
+    client = SGLangClient("http://x", transport=httpx.MockTransport(fail), max_retries=0)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_logprob=return_logprob)
+    end = await episode(model)
+    assert "NaN happened" in str(end)
+    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.INFRASTRUCTURE_ERROR
+    assert sampled(model) == 0
+
+
+async def test_stop_strings_and_patterns_of_the_request_end_an_answer(rollout):
+    _, model = rollout(["one two END three", "one 22 two"], sampling_params={"stop": ["END"], "stop_regex": r"\d+"})
+    for _ in range(2):
+        end = await episode(model)
+        assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.TASK_COMPLETE
 
 
 async def test_an_error_of_the_agents_own_code(rollout):

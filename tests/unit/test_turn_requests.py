@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from strands_sglang import (
+    SGLangAbortedError,
     SGLangHTTPError,
     SGLangModel,
     TerminationReason,
@@ -197,6 +198,21 @@ async def test_a_closed_client_does_not_go_on(resuming):
         await make_agent(model).invoke_async("go")
     assert termination_reason(failure.value) in (TerminationReason.ABORTED, TerminationReason.INFRASTRUCTURE_ERROR)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("on_abort", ["raise", "resume"])
+async def test_a_call_that_a_closed_client_aborts_says_so(on_abort, resuming):
+    """A15 (p33): nobody looks for a weight update where the own process has closed the client."""
+    asked, hang = hanging()
+    server, model = resuming([hang], on_abort=on_abort)
+    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    await asked.wait()
+    await model.client.close()
+    with pytest.raises(SGLangAbortedError, match="client was closed while the request ran") as failure:
+        await running
+    assert "weight" not in str(failure.value)
+    (turn,) = model.trajectory.turns
+    assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0))
 
 
 async def test_the_deadline_is_for_all_parts_together(resuming):

@@ -153,6 +153,16 @@ async def test_no_request_is_made_once_tool_results_have_used_up_the_budget(chat
     assert sample.response_length <= 60 and not rollouts.server.refusals
 
 
+async def test_a_budget_without_room_for_min_new_tokens_is_used_up(chatml_tokenizer):
+    """A7: what is left of a budget is no reason for the server to refuse a request."""
+    rollouts = Rollouts(chatml_tokenizer, [CALL])
+    params = slime_sampling_params(max_new_tokens=60, min_new_tokens=50)
+    sample = checked(await rollouts(params=params), rollouts)
+    assert (sample.status.name, len(rollouts.server.requests)) == ("TRUNCATED", 1)
+    assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
+    assert not rollouts.server.refusals
+
+
 @pytest.mark.parametrize(
     ("args", "evaluation", "limit"),
     [

@@ -56,31 +56,35 @@ class EpisodeGate:
         if self.aborted():
             raise SGLangAbortedError("slime aborts its rollouts, so no request was made")
 
-    def clamp(self, turn: Turn, more: int, asked: int | None) -> int | None:
+    def clamp(self, turn: Turn, more: int, asked: int | None, least: int = 1) -> int | None:
         """How many tokens may be sampled for a turn, as is noted in it; None for any number.
 
         Args:
             turn: The turn.
             more: How many it has already.
             asked: How many are asked for; None for any number.
+            least: How many a new answer has at least.
 
         Raises:
-            ResponseBudgetReachedError: None.
-            ContextWindowOverflowException: None, since prompt and response would be too long.
+            ResponseBudgetReachedError: Too few.
+            ContextWindowOverflowException: Too few, since prompt and response would be too long.
         """
         length = len(turn.token_ids()) + more
         sampled = sum(len(other.output_ids) for other in self.trajectory.turns) + more
         limits = [] if asked is None else [(asked, turn.clamped)]
         if self.context_limit is not None:
             limits.append((self.context_limit - length, True))
-            if limits[-1][0] <= 0 and not more:
+            if limits[-1][0] < least and not more:
                 raise ContextWindowOverflowException(
-                    f"the prompt has {length} tokens, and a sample may have {self.context_limit}"
+                    f"the prompt has {length} tokens, and a sample may have {self.context_limit}{_with_least(least)}"
                 )
         if self.budget is not None:
             limits.append((self.budget - max(length - len(turn.root.prompt_ids), sampled), False))
-            if limits[-1][0] <= 0 and not more:
-                raise ResponseBudgetReachedError(f"the response has all of its {self.budget} tokens")
+            if limits[-1][0] < least and not more:
+                used = self.budget - max(limits[-1][0], 0)
+                raise ResponseBudgetReachedError(
+                    f"the response has {used} of its {self.budget} tokens{_with_least(least)}"
+                )
         if not limits:
             return None
         room, turn.clamped = min(limits, key=lambda limit: limit[0])
@@ -115,9 +119,12 @@ class GatedClient:
         gate.check_abort()
         turn = _turn_of(gate.trajectory, ids)
         if turn is not None:
-            room = gate.clamp(turn, len(ids) - len(turn.sent_ids()), params.get("max_new_tokens"))
+            least = params.get("min_new_tokens") or 0
+            room = gate.clamp(turn, len(ids) - len(turn.sent_ids()), params.get("max_new_tokens"), max(least, 1))
             if room is not None:
                 params["max_new_tokens"] = room
+                if least > room:  # the rest of a cut answer
+                    params["min_new_tokens"] = max(room, 0)
         if params.get("max_new_tokens", 1) <= 0:
             return _no_room(ids)
         return await self._timed(ids, params, fields)
@@ -128,6 +135,10 @@ class GatedClient:
             return await self._client.generate(ids, params, **fields)
         finally:
             self._gate.generating_s += time.monotonic() - began
+
+
+def _with_least(least: int) -> str:
+    return f", and an answer has at least {least} (min_new_tokens)" if least > 1 else ""
 
 
 def _turn_of(trajectory: Trajectory, ids: list[int]) -> Turn | None:
