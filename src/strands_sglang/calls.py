@@ -65,6 +65,7 @@ class Caller:
         agent: str | None = None,
         cycle: str | None = None,
         auxiliary: bool | None = None,
+        names: Mapping[str, str] | None = None,
         cancel_signal: threading.Event | None = None,
     ) -> tuple[Turn, Generation]:
         """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded.
@@ -79,6 +80,7 @@ class Caller:
             agent: Who asks.
             cycle: The turn of the agent's loop that it asks in.
             auxiliary: Whether the call is none of a rollout's own; None to tell by who asks.
+            names: What the agent keeps of the names that the model wrote; see `next_prompt`.
             cancel_signal: Ends the call once it is set.
 
         Raises:
@@ -104,6 +106,7 @@ class Caller:
             system,
             keep_history=config.get("history_policy") != "template",
             images=self.images,
+            names=names,
         )
         new_ids, images = await self._expand(prompt, waiting)
         given = config.get("sampling_params") or {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from .trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 _STATE_KEY = "strands_sglang"
+_NAMES_KEY = "strands_sglang_names"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,25 @@ class _Name:
 
 _entered: ContextVar[tuple[_Name, ...]] = ContextVar("strands_sglang_episodes", default=())
 """The episodes that the running code is inside of, the innermost one last; some may have ended."""
+
+
+def written_names(model_state: Any) -> dict[str, str]:
+    """The names that an agent's model wrote and no tool may have, by toolUseId.
+
+    Strands hands such calls back under another name. The agent's `model_state` has the written one, also after its
+    session was restored.
+
+    Args:
+        model_state: What Strands passed under that name.
+    """
+    names = model_state.get(_NAMES_KEY) if isinstance(model_state, dict) else None
+    return names if isinstance(names, dict) else {}
+
+
+def keep_written_names(model_state: Any, names: Mapping[str, str]) -> None:
+    """Add to `written_names`."""
+    if names and isinstance(model_state, dict):
+        model_state[_NAMES_KEY] = {**written_names(model_state), **names}
 
 
 def cycle_of(invocation_state: Any) -> str | None:

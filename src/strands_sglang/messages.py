@@ -14,11 +14,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import orjson
+from strands.tools.tools import InvalidToolUseNameException, validate_tool_use_name
 from strands.types.content import Message, Messages
-from strands.types.tools import ToolSpec
+from strands.types.tools import ToolResult, ToolSpec
 
 from .content import (
     Content,
@@ -37,6 +39,11 @@ from .content import (
 
 BLANK_TEXT = "[blank text]"
 """What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
+
+INVALID_NAME = "INVALID_TOOL_NAME"
+"""What Strands puts where a tool call has a name that no tool may have; there as well."""
+
+_UNKNOWN_TOOL = "Unknown tool"  # how Strands' own result of a call begins whose tool it does not have
 
 _KINDS = {"reasoningContent": "reasoning", "toolUse": "tool call"}  # what blocks are called in words
 
@@ -113,6 +120,12 @@ def canonical_content(message: Message) -> list[Mapping[str, Any]]:
     blocks = [cast(Mapping[str, Any], block) for block in message["content"] if "cachePoint" not in block]
     if message["role"] != "assistant":
         return blocks
+    blocks = [
+        {"toolUse": {**use, "name": INVALID_NAME}}
+        if (use := block.get("toolUse")) is not None and not is_tool_name(use["name"])
+        else block
+        for block in blocks
+    ]
     if not blocks:
         return [{"text": BLANK_TEXT}]
     if any("toolUse" in block for block in blocks):
@@ -120,6 +133,16 @@ def canonical_content(message: Message) -> list[Mapping[str, Any]]:
     return [
         {"text": BLANK_TEXT} if "text" in block and not (block["text"] or "").strip() else block for block in blocks
     ]
+
+
+@lru_cache(maxsize=1024)  # it logs every time
+def is_tool_name(name: str) -> bool:
+    """Whether Strands lets a tool have a name; it hands calls of others back to their model as `INVALID_NAME`."""
+    try:
+        validate_tool_use_name({"name": name, "toolUseId": "", "input": {}})
+    except InvalidToolUseNameException:
+        return False
+    return True
 
 
 def block_digests(message: Message) -> tuple[tuple[str, bytes], ...]:
@@ -187,6 +210,7 @@ def to_chat_messages(
     known_calls: Sequence[Mapping[str, Any]] = (),
     result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
     call_id: Callable[[str, str, int], str] = lambda tool_use_id, name, index: tool_use_id,
+    sampled_name: Callable[[str], str | None] = lambda tool_use_id: None,
     calls_before: int = 0,
     first: int = 0,
     images: bool = False,
@@ -208,10 +232,11 @@ def to_chat_messages(
         messages: Strands messages.
         known_calls: Tool calls of the assistant message that stands right before `messages`, if that one is not in
             them: `{"toolUseId", "name", "id"}`.
-        result_notice: Given a toolUseId, the text that replaces its result: what the model is told of a call that did
-            not parse. None keeps the result.
+        result_notice: Given a toolUseId, the text that replaces Strands' word that there is no such tool: what the
+            model is told of a call that did not parse. None keeps that, and any other result is kept as it stands.
         call_id: Given a toolUseId, the tool's name and how many calls came before it in `messages`, the id that the
             model is shown (some families write ids of their own form).
+        sampled_name: Given the toolUseId of a call named `INVALID_NAME`, the name that the model wrote, if it is known.
         calls_before: How many calls came before `messages`.
         first: Position of the first of `messages` in the whole history, for error messages.
         images: Whether images can be put in front of the model; content that holds one is a list of parts.
@@ -226,14 +251,12 @@ def to_chat_messages(
         where = f"messages[{first + i}]"
         if message["role"] == "assistant":
             uses = [block["toolUse"] for block in message["content"] if "toolUse" in block]
-            calls = [
-                {
-                    "toolUseId": use["toolUseId"],
-                    "name": use["name"],
-                    "id": call_id(use["toolUseId"], use["name"], seen + j),
-                }
-                for j, use in enumerate(uses)
-            ]
+            calls = []
+            for number, use in enumerate(uses, seen):
+                use_id, name = use["toolUseId"], use["name"]
+                if name == INVALID_NAME:
+                    name = sampled_name(use_id) or name
+                calls.append({"toolUseId": use_id, "name": name, "id": call_id(use_id, name, number)})
             seen += len(uses)
             chat.append(_assistant_message(message, where, calls))
         else:
@@ -292,9 +315,9 @@ def _assistant_message(message: Message, where: str, known: Sequence[Mapping[str
         if "text" in block:
             texts.append(encodable(block["text"]))
         elif "toolUse" in block:
-            use = block["toolUse"]
-            call = {"name": use["name"], "arguments": encodable_value(use["input"])}
-            calls.append({"type": "function", "id": known[len(calls)]["id"], "function": call})
+            shown = known[len(calls)]
+            call = {"name": encodable(shown["name"]), "arguments": encodable_value(block["toolUse"]["input"])}
+            calls.append({"type": "function", "id": shown["id"], "function": call})
         elif "reasoningContent" in block and "reasoningText" in block["reasoningContent"]:
             reasoning.append(encodable(block["reasoningContent"]["reasoningText"]["text"]))
         elif "cachePoint" not in block:
@@ -323,7 +346,7 @@ def _user_messages(
             result = block["toolResult"]
             use_id = result["toolUseId"]
             position = order.get(use_id)
-            notice = result_notice(use_id)
+            notice = result_notice(use_id) if _is_unknown_tool(result) else None
             if notice is not None:
                 content: Content = notice
             else:
@@ -339,6 +362,12 @@ def _user_messages(
     if pieces or not chats:
         chats.append({"role": "user", "content": join_pieces(pieces)})
     return chats
+
+
+def _is_unknown_tool(result: ToolResult) -> bool:
+    """Whether a result is Strands' own answer to a call of a tool that it does not have."""
+    texts = [block.get("text") or "" for block in result["content"]]
+    return len(texts) == 1 and texts[0].startswith(_UNKNOWN_TOOL)
 
 
 __all__ = [

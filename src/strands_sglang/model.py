@@ -28,10 +28,10 @@ from .auxiliary import AuxiliaryModel
 from .calls import Caller, kept_if_unreadable
 from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
-from .episodes import Episodes, cycle_of
+from .episodes import Episodes, cycle_of, keep_written_names, written_names
 from .exceptions import SGLangCancelledError
 from .images import ImageProcessor
-from .messages import Conversation, fingerprint, system_text
+from .messages import Conversation, fingerprint, is_tool_name, system_text
 from .request import check_config
 from .shared import get_client
 from .tokens import TokenManager
@@ -295,7 +295,8 @@ class SGLangModel(Model):
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
-        trajectory, agent = self._episodes.of_call(kwargs.get("model_state"))
+        state = kwargs.get("model_state")
+        trajectory, agent = self._episodes.of_call(state)
 
         caller = self._caller()  # `update_config` while the request is on its way is for the next call
 
@@ -316,6 +317,7 @@ class SGLangModel(Model):
                 agent=agent,
                 cycle=cycle_of(kwargs.get("invocation_state")),
                 auxiliary=auxiliary,
+                names=written_names(state),
                 cancel_signal=cancel_signal,
             )
         except SGLangCancelledError:
@@ -324,6 +326,7 @@ class SGLangModel(Model):
             yield {"messageStop": {"stopReason": "cancelled"}}
             return
         parsed, blocks = caller.record(trajectory, turn, generation, tool_specs)
+        keep_written_names(state, {call.id: call.name for call in parsed.tool_calls if not is_tool_name(call.name)})
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
 

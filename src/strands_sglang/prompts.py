@@ -8,6 +8,7 @@ place says why.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from strands.types.content import Messages
@@ -31,6 +32,7 @@ def next_prompt(
     *,
     keep_history: bool = True,
     images: ImageProcessor | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> tuple[Place, Prompt]:
     """The prompt tokens of a call, and the place where it belongs after all.
 
@@ -43,15 +45,21 @@ def next_prompt(
         system: Its system prompt.
         keep_history: Whether the sampled tokens stay in context where the template would write them anew.
         images: What expands placeholders of images; None where images are refused.
+        names: By toolUseId, names that the model wrote and Strands does not hand back, of calls that the trajectory
+            does not have.
 
     Raises:
         UnsupportedContentError: A message holds content that cannot be rendered.
         ChatTemplateError: The template refuses the whole conversation.
     """
     tools = to_chat_tools(tool_specs)
+    names = names or {}
 
     def call_id(tool_use_id: str, name: str, number: int) -> str:
         return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
+
+    def sampled_name(tool_use_id: str) -> str | None:
+        return trajectory.sampled_name(tool_use_id) or names.get(tool_use_id)
 
     turn = place.turn
     if turn is not None:
@@ -63,6 +71,7 @@ def next_prompt(
             known_calls=turn.tool_calls,
             result_notice=trajectory.result_notice,
             call_id=call_id,
+            sampled_name=sampled_name,
             calls_before=blocks["toolUse"],
             first=known,
             images=images is not None,
@@ -90,7 +99,11 @@ def next_prompt(
             return place, prompt
 
     chat = to_chat_messages(
-        messages, result_notice=trajectory.result_notice, call_id=call_id, images=images is not None
+        messages,
+        result_notice=trajectory.result_notice,
+        call_id=call_id,
+        sampled_name=sampled_name,
+        images=images is not None,
     )
     if system is not None:
         chat.insert(0, {"role": "system", "content": system})

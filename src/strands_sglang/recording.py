@@ -332,6 +332,12 @@ class Recording:
         """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
         return self._call_ids.get(tool_use_id)
 
+    def sampled_name(self, tool_use_id: str) -> str | None:
+        """The name that the model wrote in a recorded tool call; None for a call that is not recorded."""
+        with self._lock:
+            calls = (call for turn in reversed(self._turns) for call in turn.tool_calls)
+            return next((call["name"] for call in calls if call["toolUseId"] == tool_use_id), None)
+
     # --- all of it, for files ---
 
     def _facts(self) -> dict[str, Any]:

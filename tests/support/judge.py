@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import AsyncGenerator, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,7 +55,14 @@ class Handed:
             blocks = [block for block in blocks if block not in blank]
         elif blank or not blocks:
             blocks = [{"text": _BLANK} if block in blank else block for block in blocks] or [{"text": _BLANK}]
-        return {"role": "assistant", "content": blocks}
+        return {"role": "assistant", "content": [_under_a_valid_name(block) for block in blocks]}
+
+
+def _under_a_valid_name(block: dict[str, Any]) -> dict[str, Any]:
+    use = block.get("toolUse")
+    if use is None or (re.match(r"[a-zA-Z0-9_-]+$", use["name"]) and len(use["name"]) <= 64):
+        return block
+    return {"toolUse": {**use, "name": "INVALID_TOOL_NAME"}}
 
 
 class Judge:

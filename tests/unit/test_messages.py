@@ -90,6 +90,11 @@ class TestChatMessages:
         notices = {"a": "your call was not valid JSON"}
         (chat,) = to_chat_messages([user(tool_result("a", {"text": "Unknown tool"}))], result_notice=notices.get)
         assert chat["content"] == "your call was not valid JSON"
+        served = user(tool_result("a", {"text": "served"}), tool_result("b", {"text": "Unknown tool: b"}))
+        assert [chat["content"] for chat in to_chat_messages([served], result_notice=notices.get)] == [
+            "served",
+            "Unknown tool: b",
+        ]
 
     @pytest.mark.parametrize(
         ("message", "path"),

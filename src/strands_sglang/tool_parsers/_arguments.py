@@ -16,7 +16,7 @@ from ._values import (
     typed_value,
 )
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from .marked import ToolSchemas, failed_call
 from .structure import MarkedText
 
 
@@ -29,9 +29,7 @@ def typed_call(name: str, values: Mapping[str, str], raw: str, tools: ToolSchema
         raw: The call as it was written.
         tools: Schema of every tool by name; None if the tools are not known.
     """
-    if (wrong := check_name(name, tools)) is not None:
-        return failed_call(raw, wrong[1], wrong[0], name)
-    schema = tools[name] if tools is not None else None
+    schema = tools.get(name) if tools is not None else None
     arguments: dict[str, Any] = {}
     for key, text in values.items():
         try:

@@ -7,23 +7,20 @@ from typing import Any
 
 from ._values import DecodedJSON, shorten
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from .marked import failed_call
 
 
-def json_call(name: str, arguments: DecodedJSON, raw: str, tools: ToolSchemas | None) -> ToolParseResult:
+def json_call(name: str, arguments: DecodedJSON, raw: str) -> ToolParseResult:
     """Return the result for a complete call whose arguments are JSON.
 
     Args:
         name: Name of the tool as it was written.
         arguments: The decoded arguments.
         raw: The call as it was written.
-        tools: Schema of every tool by name; None if the tools are not known.
     """
     if arguments.problem is not None:
         error = f"the arguments are not valid JSON: {arguments.problem}"
         return failed_call(raw, error, ToolCallStatus.MALFORMED, name)
-    if (wrong := check_name(name, tools)) is not None:
-        return failed_call(raw, wrong[1], wrong[0], name)
     if not isinstance(arguments.value, dict):
         return failed_call(raw, "the arguments must be a JSON object", ToolCallStatus.NOT_AN_OBJECT, name)
     return ToolParseResult(new_tool_call_id(), name, arguments.value)
@@ -33,7 +30,6 @@ def call_from_json(
     call: Any,
     problem: str | None,
     raw: str,
-    tools: ToolSchemas | None,
     *,
     arguments: str = "arguments",
     others: Mapping[str, Callable[[Any], bool]] = {},  # noqa: B006 - never changed
@@ -45,7 +41,6 @@ def call_from_json(
         call: The decoded object.
         problem: What is wrong with it although its syntax is right.
         raw: Exactly what was written.
-        tools: Schema of every tool by name; None if the tools are not known.
         arguments: The key of the arguments, which may be left out.
         others: Further keys that may be there, each with a test of its value.
         native_id: The id that the model wrote.
@@ -67,8 +62,6 @@ def call_from_json(
             return refuse(
                 f'a call has only "name" and "{arguments}", but this one has {shorten(key)}: {shorten(str(value))}'
             )
-    if (wrong := check_name(attempted, tools)) is not None:
-        return refuse(wrong[1], wrong[0])
     values = call.get(arguments, {})
     if not isinstance(values, dict):
         return refuse(f'"{arguments}" must be a JSON object', ToolCallStatus.NOT_AN_OBJECT)

@@ -53,7 +53,7 @@ class ToolCallStatus(str, Enum):
     """The call begins but its end never comes."""
 
     UNKNOWN_TOOL = "unknown_tool"
-    """The call is well formed, but no tool has that name."""
+    """The call is well formed, and goes to something that no agent's tool can be, such as a built-in of the model."""
 
     NOT_AN_OBJECT = "not_an_object"
     """The arguments are JSON, but not an object of named arguments."""
@@ -218,8 +218,8 @@ class ToolParser(ABC):
             token_ids: The sampled ids, shape `(T,)`, without the stop token. With them and `tokenizer`, marks that are
                 single tokens are recognised by id.
             tokenizer: The model's tokenizer.
-            tools: Strands tool specs (`name`, `inputSchema`). With them, names are checked, and formats without types
-                take the types of values from the schemas.
+            tools: Strands tool specs (`name`, `inputSchema`), from which formats without types take those of values.
+                Whether a tool of the call's name is among them is the agent's to find out.
             reasoning_open: The prompt ended inside reasoning.
         """
 

@@ -19,7 +19,7 @@ from typing import Any
 from ._arguments import nested_value_end
 from ._values import InvalidValueError, shorten, strict_json
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from .marked import ToolSchemas, failed_call
 from .registry import register_tool_parser
 from .tagged import TaggedToolParser, Tags
 
@@ -50,8 +50,6 @@ class DeepSeekV32ToolParser(TaggedToolParser):
         self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None
     ) -> ToolParseResult:
         """Return the result for a call that is complete; see `TaggedToolParser.make_result`."""
-        if (wrong := check_name(name, tools)) is not None:
-            return failed_call(raw, wrong[1], wrong[0], name)
         arguments: dict[str, Any] = {}
         for key, (is_string, text) in values.items():
             try:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from ._marks import DetailedText, locate_details
 from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, strict_json
 from .base import ToolParseResult, new_tool_call_id
-from .marked import MarkedToolParser, ToolSchemas, check_name, failed_call
+from .marked import MarkedToolParser, ToolSchemas
 from .registry import register_tool_parser
 from .structure import CallSpan, Mark, MarkedText, MarkKind
 
@@ -70,9 +70,6 @@ class Gemma4ToolParser(MarkedToolParser):
         except InvalidValueError as error:
             wrong = f"{error} (character {error.position - start.end})"
             return self.broken_call(turn, start, error.position, wrong, truncated=truncated, attempted_name=attempted)
-        if (problem := check_name(attempted, tools)) is not None:
-            raw = turn.text[start.end : close.start]
-            return CallSpan(close.end, True, failed_call(raw, problem[1], problem[0], attempted))
         return CallSpan(close.end, True, ToolParseResult(new_tool_call_id(), attempted, arguments))
 
 

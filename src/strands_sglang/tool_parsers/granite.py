@@ -49,7 +49,7 @@ class GraniteToolParser(ListedToolParser):
         except InvalidValueError as error:
             cut = is_cut(text, error)
             return self.broken_list(text, start, f"not a JSON list: {error}", cut=cut, truncated=truncated)
-        calls = tuple(call_from_json(item.value, item.problem, text[at : item.end], tools) for item, at in items)
+        calls = tuple(call_from_json(item.value, item.problem, text[at : item.end]) for item, at in items)
         close = turn.mark_at(MarkKind.CALL_END, skip_space(text, end))
         end = skip_space(text, end if close is None else close.end)
         if end != len(text):

@@ -20,7 +20,7 @@ from ._marks import DetailedText, locate_details
 from ._values import InvalidValueError, decode_json, shorten, skip_space
 from .base import MAX_CALLS, ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
 from .listed import is_cut
-from .marked import ToolSchemas, failed_call, too_many_calls, tool_schemas
+from .marked import failed_call, too_many_calls
 from .registry import register_tool_parser
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -70,7 +70,6 @@ class HarmonyToolParser(ToolParser):
     ) -> ParsedTurn:
         """Take a sampled turn apart; see `ToolParser.parse_turn`. Texts of several messages are joined by newlines."""
         turn = locate_details(text, _MARKS, token_ids=token_ids, tokenizer=tokenizer)
-        schemas = None if tools is None else tool_schemas(tools)
         text, position = turn.text, 0
         reasoning: list[str] = []
         spoken: list[str] = []
@@ -94,7 +93,7 @@ class HarmonyToolParser(ToolParser):
                 calls.append(too_many_calls(text[header.start :]))
                 position = len(text)
             elif header.recipient is not None:
-                call, position = _read_call(turn, header, schemas, truncated)
+                call, position = _read_call(turn, header, truncated)
                 calls.append(call)
             elif header.channel == "analysis":
                 position = take(reasoning, header.end, _END)
@@ -141,9 +140,7 @@ def _read_header(turn: DetailedText, position: int) -> _Header:
     return _Header(start, begin, recipient and recipient.group(1), channel, problem)
 
 
-def _read_call(
-    turn: DetailedText, header: _Header, tools: ToolSchemas | None, truncated: bool
-) -> tuple[ToolParseResult, int]:
+def _read_call(turn: DetailedText, header: _Header, truncated: bool) -> tuple[ToolParseResult, int]:
     """Return the call behind a header that has a recipient, and where the next message begins."""
     text = turn.text
     recipient = header.recipient or ""
@@ -171,7 +168,7 @@ def _read_call(
     elif truncated:
         return broken(f"{_CALL} is missing", True)
     raw = text[header.start : end]
-    if not recipient.startswith(_FUNCTIONS):
+    if not recipient.startswith(_FUNCTIONS) or not name:
         wrong = f"there is no tool {shorten(recipient)}; tools are called as {_FUNCTIONS}NAME"
         return failed_call(raw, wrong, ToolCallStatus.UNKNOWN_TOOL, recipient), end
-    return json_call(name, decoded, raw, tools), end
+    return json_call(name, decoded, raw), end

@@ -49,4 +49,4 @@ class HermesToolParser(MarkedToolParser):
             behind = "nothing follows its JSON" if end == len(text) else "there is other text behind its JSON"
             return broken(end, f"{behind}, where {self.tool_end_token} belongs")
         raw = text[start.end : close.start]
-        return CallSpan(close.end, True, call_from_json(decoded.value, decoded.problem, raw, tools))
+        return CallSpan(close.end, True, call_from_json(decoded.value, decoded.problem, raw))

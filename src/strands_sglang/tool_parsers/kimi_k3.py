@@ -16,7 +16,7 @@ from ._arguments import nested_value_end
 from ._json_calls import json_call
 from ._values import JSON_TYPES, InvalidValueError, decode_json, shorten, typed_value
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from .marked import ToolSchemas, failed_call
 from .nested import NestedText
 from .registry import register_tool_parser
 from .sections import BrokenCallError, SectionCall
@@ -61,7 +61,7 @@ class KimiK3ToolParser(TaggedToolParser):
         if tail is None:
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
         raw = turn.text[position : tail.end()]
-        return SectionCall(position, tail.end(), json_call(name, decoded, raw, tools))
+        return SectionCall(position, tail.end(), json_call(name, decoded, raw))
 
     def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
         """Return where a list or an object ends; see `TaggedToolParser.nested_end`."""
@@ -72,8 +72,6 @@ class KimiK3ToolParser(TaggedToolParser):
     ) -> ToolParseResult:
         """Return the result for a call that is complete; see `TaggedToolParser.make_result`."""
         name = _unescape(name)
-        if (wrong := check_name(name, tools)) is not None:
-            return failed_call(raw, wrong[1], wrong[0], name)
         arguments: dict[str, Any] = {}
         for key, (kind, text) in values.items():
             try:

@@ -66,7 +66,7 @@ class Llama3JSONToolParser(ListedToolParser):
             if built_in is not None:
                 arguments, end = read_arguments(text, built_in.end())
                 call = {"name": built_in.group(1), "parameters": arguments}
-                calls.append(call_from_json(call, None, text[position:end], tools, arguments="parameters"))
+                calls.append(call_from_json(call, None, text[position:end], arguments="parameters"))
                 position = skip_space(text, end)
             while built_in is None:
                 if len(calls) == MAX_CALLS:
@@ -74,9 +74,7 @@ class Llama3JSONToolParser(ListedToolParser):
                 decoded = decode_json(text, position)
                 raw = text[position : decoded.end]
                 others = {"type": lambda value: value == "function"}
-                calls.append(
-                    call_from_json(decoded.value, decoded.problem, raw, tools, arguments="parameters", others=others)
-                )
+                calls.append(call_from_json(decoded.value, decoded.problem, raw, arguments="parameters", others=others))
                 position = skip_space(text, decoded.end)
                 if position == len(text) or turn.mark_at(MarkKind.CALL_END, position) is not None:
                     break

@@ -54,7 +54,7 @@ class Llama4PythonicToolParser(ListedToolParser):
                 name = call.group(1)
                 arguments, end = read_arguments(text, call.end())
                 raw = text[position:end]
-                calls.append(call_from_json({"name": name, "arguments": arguments}, None, raw, tools))
+                calls.append(call_from_json({"name": name, "arguments": arguments}, None, raw))
                 position = skip_space(text, end)
                 if not text.startswith("]", position):
                     position = _expect(",", text, position)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ._texts import reasoning_text, visible_text
-from ._values import shorten
 from .base import (
     MAX_CALLS,
     ParsedTurn,
@@ -30,9 +28,6 @@ from .structure import (
 
 ToolSchemas = Mapping[str, Any]
 """The JSON schema of every tool's input, by tool name."""
-
-_TOOL_NAMES_SHOWN = 50
-_VALID_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
 
 class MarkedToolParser(ToolParser):
@@ -174,18 +169,6 @@ def failed_call(raw: str, error: str, status: ToolCallStatus, attempted_name: st
 def too_many_calls(raw: str) -> ToolParseResult:
     """Return the one result for all calls of a turn behind the first `MAX_CALLS`."""
     return failed_call(raw, f"a turn may hold {MAX_CALLS} calls, and this one holds more", ToolCallStatus.MALFORMED)
-
-
-def check_name(name: str, tools: ToolSchemas | None) -> tuple[ToolCallStatus, str] | None:
-    """Return what is wrong with a tool's name, or None if it can be called."""
-    if _VALID_NAME.match(name) is None:
-        return ToolCallStatus.MALFORMED, f"{shorten(name)} is not a tool name"
-    if tools is not None and name not in tools:
-        names = list(tools)
-        listed = ", ".join(names[:_TOOL_NAMES_SHOWN]) + (", ..." if len(names) > _TOOL_NAMES_SHOWN else "")
-        known = f"the tools are: {listed}" if names else "there are no tools"
-        return ToolCallStatus.UNKNOWN_TOOL, f"there is no tool named {name!r}; {known}"
-    return None
 
 
 def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from ._elements import Element, typed_element
 from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, check_name, failed_call
+from .marked import ToolSchemas, failed_call
 from .nested import NestedText
 from .registry import register_tool_parser
 from .sections import BrokenCallError, SectionCall, SectionToolParser
@@ -51,9 +51,7 @@ class MiniMaxM3ToolParser(SectionToolParser):
         name = call["name"]
         arguments, end = _read_elements(turn, call.end(), "invoke", name, MAX_JSON_DEPTH)
         raw = turn.text[position:end]
-        if (wrong := check_name(name, tools)) is not None:
-            return SectionCall(position, end, failed_call(raw, wrong[1], wrong[0], name))
-        schema = None if tools is None else tools[name]
+        schema = None if tools is None else tools.get(name)
         try:
             # Whatever the schema says of itself: arguments are an object.
             values: dict[str, Any] = typed_element(arguments, schema, schema, {"object"})

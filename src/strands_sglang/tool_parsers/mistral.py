@@ -46,10 +46,10 @@ class MistralToolParser(ListedToolParser):
         text = turn.text
         begin = skip_space(text, start.end)
         if text.startswith("[", begin) and not cast(DetailedText, turn).detail_at(_ARGUMENTS, begin):
-            return self._list(turn, start, begin, tools, truncated)
-        return self._named(cast(DetailedText, turn), start, begin, tools, truncated)
+            return self._list(turn, start, begin, truncated)
+        return self._named(cast(DetailedText, turn), start, begin, truncated)
 
-    def _list(self, turn: MarkedText, start: Mark, begin: int, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
+    def _list(self, turn: MarkedText, start: Mark, begin: int, truncated: bool) -> CallSpan:
         text = turn.text
         try:
             items, end = read_json_list(text, begin)
@@ -60,7 +60,7 @@ class MistralToolParser(ListedToolParser):
         for item, at in items:
             native_id = item.value.get("id") if isinstance(item.value, dict) else None
             raw, others = text[at : item.end], {"id": _is_native_id}
-            calls.append(call_from_json(item.value, item.problem, raw, tools, others=others, native_id=native_id))
+            calls.append(call_from_json(item.value, item.problem, raw, others=others, native_id=native_id))
         if (end := skip_space(text, end)) != len(text):
             wrong = "nothing may follow the list of calls"
             return self.broken_list(text, start, wrong, cut=False, name=name_of(calls))
@@ -68,9 +68,7 @@ class MistralToolParser(ListedToolParser):
             return self.broken_list(text, start, "the list of calls is empty", cut=False)
         return CallSpan(end, True, tuple(calls))
 
-    def _named(
-        self, turn: DetailedText, start: Mark, begin: int, tools: ToolSchemas | None, truncated: bool
-    ) -> CallSpan:
+    def _named(self, turn: DetailedText, start: Mark, begin: int, truncated: bool) -> CallSpan:
         text = turn.text
         name = _NAME.match(text, begin)
         at = begin if name is None else name.end()
@@ -95,7 +93,7 @@ class MistralToolParser(ListedToolParser):
         end = skip_space(text, decoded.end)
         if end != len(text) and turn.mark_at(MarkKind.CALL_START, end) is None:
             return broken(end, f"only {self.tool_start_token} may follow a call")
-        result = json_call(name.group(), decoded, text[start.end : decoded.end], tools)
+        result = json_call(name.group(), decoded, text[start.end : decoded.end])
         return CallSpan(end, True, (result if native_id is None else replace(result, native_id=native_id),))
 
 

@@ -48,7 +48,7 @@ class Phi4ToolParser(ListedToolParser):
         text = turn.text
         marked = start.end > start.start
         if not marked and text.startswith("{", start.start):
-            return self._objects(text, start, tools, truncated)
+            return self._objects(text, start, truncated)
         begin = skip_space(text, start.end) if marked else start.end + len(_FUNCTOOLS) - 1
         try:
             if text.startswith("[", begin):
@@ -62,7 +62,7 @@ class Phi4ToolParser(ListedToolParser):
                 span = self.broken_call(turn, start, error.position, wrong, truncated=truncated)
                 return span._replace(call=(span.call,))
             return self.broken_list(text, start, wrong, cut=is_cut(text, error), truncated=truncated)
-        calls = tuple(_result(item, text[at : item.end], tools) for item, at in items)
+        calls = tuple(_result(item, text[at : item.end]) for item, at in items)
         end = skip_space(text, end)
         close = turn.mark_at(MarkKind.CALL_END, end)
         if marked and close is None:
@@ -77,7 +77,7 @@ class Phi4ToolParser(ListedToolParser):
             calls = (failed_call(raw, wrong, ToolCallStatus.MALFORMED),)
         return CallSpan(end if close is None else close.end, True, calls)
 
-    def _objects(self, text: str, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
+    def _objects(self, text: str, start: Mark, truncated: bool) -> CallSpan:
         """Read the objects that a turn consists of."""
         calls: list[ToolParseResult] = []
         position = start.start
@@ -91,7 +91,7 @@ class Phi4ToolParser(ListedToolParser):
                     raise InvalidValueError("a call must begin with its name and arguments", position)
                 name = name or begins.group(1)
                 item = _json_or_python(text, position)
-                calls.append(_result(item, text[position : item.end], tools))
+                calls.append(_result(item, text[position : item.end]))
                 position = skip_space(text, item.end)
                 if position == len(text):
                     break
@@ -117,8 +117,8 @@ def _json_or_python(text: str, position: int) -> DecodedJSON:
         return DecodedJSON(value, end, None)
 
 
-def _result(item: DecodedJSON, raw: str, tools: ToolSchemas | None) -> ToolParseResult:
+def _result(item: DecodedJSON, raw: str) -> ToolParseResult:
     call: Any = item.value
     if isinstance(call, dict) and call.keys() == {"type", "function"} and call["type"] == "function":
         call = call["function"]
-    return call_from_json(call, item.problem, raw, tools)
+    return call_from_json(call, item.problem, raw)

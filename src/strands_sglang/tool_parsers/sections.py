@@ -143,5 +143,5 @@ class JSONSectionToolParser(SectionToolParser):
         tail = turn.match(self.TAIL, decoded.end)
         if tail is None:
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name, native_id)
-        result = json_call(name, decoded, turn.text[position : tail.end()], tools)
+        result = json_call(name, decoded, turn.text[position : tail.end()])
         return SectionCall(position, tail.end(), replace(result, native_id=native_id))

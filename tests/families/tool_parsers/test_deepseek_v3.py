@@ -32,7 +32,6 @@ class TestDeepSeekV3(ParserChecks):
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>",
             call("", "{}"),
             call("f g", "{}"),
-            call("f.g", "{}"),
             call("f", ""),
             call("f", "{"),
             call("f", '{"a": 1} // first'),

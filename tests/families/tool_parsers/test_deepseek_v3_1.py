@@ -31,7 +31,6 @@ class TestDeepSeekV31(ParserChecks):
             "f<｜tool▁sep｜>{}",
             call("", "{}"),
             call("f g", "{}"),
-            call("f.g", "{}"),
             call("f", ""),
             call("f", "```json\n{}\n```"),
             call("f", '{"a": 1,}'),

@@ -40,7 +40,6 @@ MALFORMED = (
     '<｜DSML｜invoke name="f">',
     '<invoke name="f">\n</invoke>',
     "<｜DSML｜invoke>\n</｜DSML｜invoke>",
-    call("f g", ""),
     call("f", "text"),
     call("f", '{"a": 1}'),
     call("f", '<｜DSML｜parameter name="a">1</｜DSML｜parameter>'),

@@ -47,8 +47,6 @@ class TestGLM(ParserChecks):
             "f<arg_key>a</arg_key>x<arg_value>1</arg_value>",
             "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
             "f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>1</arg_value>",
-            "f.g",
-            "f" * 65,
         ),
         closer="</arg_value>\n</tool_call>",
         loses_string=lambda text: LOST_IN_THE_FORMAT.search(text) is not None,

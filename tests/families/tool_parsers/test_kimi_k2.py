@@ -38,8 +38,6 @@ class TestKimiK2(ParserChecks):
             call("0", "{}"),
             call("f", "{}"),
             call("functions.f:x", "{}"),
-            call("functions.f g:0", "{}"),
-            call("functions.f.g:0", "{}"),
             call("functions.f:0", ""),
             call("functions.f:0", "{"),
             call("functions.f:0", "{} x"),

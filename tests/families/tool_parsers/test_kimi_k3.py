@@ -56,7 +56,6 @@ class TestKimiK3(ParserChecks):
             "{}",
             opened("call", tool="f", index=1),
             opened("call", tool="f") + closed("call"),
-            call("f g", ""),
             call("f", "text"),
             call("f", opened("argument", key="a") + "1" + closed("argument")),
             call("f", opened("argument", key="a", type="word") + "1" + closed("argument")),

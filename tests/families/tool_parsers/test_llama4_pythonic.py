@@ -48,7 +48,6 @@ class TestLlama4Pythonic(ListedChecks):
             "[f(a=1e999)]",
             "[f(a='\\ud83d')]",
             "[f(a=(1, 2))]",
-            "[a.b(x=1)]",
             "[f(a=01)]",
             "[f(a=" + "[" * 65 + "]" * 65 + ")]",
         ),

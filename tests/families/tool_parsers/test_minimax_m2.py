@@ -49,7 +49,6 @@ class TestMiniMaxM2(ParserChecks):
             '{"name": "f"}',
             '<invoke name="f">',
             "<invoke>\n</invoke>",
-            call("f g", ""),
             call("f", "text"),
             call("f", '<parameter name="a">1'),
             call("f", '<parameter name="a">1</parameter> and'),

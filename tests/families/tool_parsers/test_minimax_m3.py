@@ -55,7 +55,6 @@ class TestMiniMaxM3(ParserChecks):
             "text",
             f'{NS}<invoke name="f">',
             '<invoke name="f"></invoke>',
-            call("f g", ""),
             call("f", "text"),
             call("f", f"{NS}<a>1"),
             call("f", f"{NS}<a>1</a>"),

@@ -33,7 +33,6 @@ class TestSeedOSS(ParserChecks):
             "<function=f>\nx\n</function>",
             "<function=f><parameter=a>1</function>",
             "<function=f><parameter=a>1</parameter><parameter=a>1</parameter></function>",
-            "<function=f g></function>",
         ),
         closer="</parameter>\n</function>\n</seed:tool_call>",
         loses=lambda text: (

@@ -107,9 +107,6 @@ def test_left_out_arguments_are_no_arguments() -> None:
         '{"name": "", "arguments": {}}',
         '{"name": null, "arguments": {}}',
         '{"name": ["search"], "arguments": {}}',
-        '{"name": "search now", "arguments": {}}',
-        '{"name": "search\\n", "arguments": {}}',
-        '{"name": "' + "s" * 65 + '", "arguments": {}}',
     ],
 )
 def test_what_is_not_exactly_a_call_is_malformed_and_keeps_what_was_written(body: str) -> None:
@@ -169,17 +166,11 @@ def test_a_stray_end_mark_is_text() -> None:
     assert (turn.text, turn.tool_calls) == ("All done.</tool_call>", ())
 
 
-def test_a_name_that_no_tool_has_is_an_error_that_lists_the_tools() -> None:
-    tools = [{"name": "search", "description": "", "inputSchema": {"json": {}}}, {"name": "read", "inputSchema": {}}]
-    result = only(written("serach"), tools=tools)
-    assert_refused(result, ToolCallStatus.UNKNOWN_TOOL)
-    assert result.error == "there is no tool named 'serach'; the tools are: search, read"
-    assert result.attempted_name == "serach"
-    assert only(written("read"), tools=tools).status is ToolCallStatus.OK
-
-
-def test_without_any_tool_every_call_is_of_an_unknown_tool() -> None:
-    assert_refused(only(written("search"), tools=[]), ToolCallStatus.UNKNOWN_TOOL)
+@pytest.mark.parametrize("tools", [None, [], [{"name": "search", "description": "", "inputSchema": {"json": {}}}]])
+@pytest.mark.parametrize("name", ["serach", "search now", "search\n", "s" * 65])
+def test_a_name_that_no_tool_has_is_read_as_written(name: str, tools: Any) -> None:
+    result = only(written(name, {"query": "x"}), tools=tools)
+    assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"query": "x"})
 
 
 @pytest.mark.parametrize("body", ['{"name": "search", "arguments": {', '{"name":"search", nonsense'])
