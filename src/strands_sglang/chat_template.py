@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .content import Picture
+from .encoder import Encoder, get_encoder
 from .families import find_family, get_family
 from .messages import ChatMessage, pictures_of
 from .template_habits import (
@@ -66,7 +67,9 @@ class ChatTemplate:
     """A tokenizer's chat template, as the source of prompt tokens. Safe to share between threads.
 
     Attributes:
-        tokenizer: The Hugging Face tokenizer.
+        tokenizer: The library's own copy of the Hugging Face tokenizer.
+        encode: The ids of rendered text; no special tokens are added, the template wrote them.
+        decode: The text of ids, special tokens included.
         family: The model family; None if it is not known.
         stops: The tokens that can end an assistant's turn.
         identity: What about the template is part of a conversation's identity.
@@ -93,8 +96,8 @@ class ChatTemplate:
                 exchange; or the named family's stop tokens are not in the vocabulary.
             ValueError: There is no such family.
         """
-        self.tokenizer = tokenizer
         self._renderer = TemplateRenderer(tokenizer, chat_template, arguments or {})
+        self.tokenizer = self._renderer.tokenizer
         self.render, self.encode, self.decode = self._renderer.render, self._renderer.encode, self._renderer.decode
         self.family = find_family(self._renderer.template_text) if family is None else get_family(family)
         self.stops = self._find_stops(named=family is not None)
@@ -313,8 +316,8 @@ class ChatTemplate:
 
 
 _Key = tuple[str, str, "str | None"]
-_Templates = weakref.WeakValueDictionary[_Key, ChatTemplate]  # weak, for a template holds its tokenizer
-_templates: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Templates]
+_Templates = weakref.WeakValueDictionary[_Key, ChatTemplate]  # weak, for a template holds its encoder
+_templates: weakref.WeakKeyDictionary[Encoder, _Templates]
 _templates = weakref.WeakKeyDictionary()
 _templates_lock = threading.Lock()
 
@@ -337,8 +340,9 @@ def get_chat_template(
         )
     text = chat_template or tokenizer.chat_template
     key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr), family)
+    encoder = get_encoder(tokenizer)
     with _templates_lock:
-        known = _templates.setdefault(tokenizer, weakref.WeakValueDictionary())
+        known = _templates.setdefault(encoder, weakref.WeakValueDictionary())
         template = known.get(key)
         if template is None:
             template = known[key] = ChatTemplate(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .encoder import Encoder, get_encoder
 from .tokens import TokenManager
 
 if TYPE_CHECKING:
@@ -79,35 +80,34 @@ def measure_drift(sequences: Iterable[TokenManager], tokenizer: PreTrainedTokeni
         sequences: Recorded sequences.
         tokenizer: The tokenizer of the served model.
     """
-    return Drift(tuple(_sequence_drift(sequence, tokenizer) for sequence in sequences))
+    encoder = get_encoder(tokenizer)
+    return Drift(tuple(_sequence_drift(sequence, encoder) for sequence in sequences))
 
 
-def _sequence_drift(sequence: TokenManager, tokenizer: PreTrainedTokenizerBase) -> SequenceDrift:
+def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
     recorded = sequence.token_ids
     sampled, position = [], 0
-    again = tokenizer.encode(_decode(tokenizer, recorded), add_special_tokens=False, verbose=False)
+    again = encoder.encode(encoder.decode(recorded))
     for is_response, length in sequence.segment_info:
         sampled.append((position, position + length, is_response))
         position += length
     drifted = dict.fromkeys(CAUSES, 0)
     first = None
-    for start, end in _differences(recorded, again, tokenizer):
+    for start, end in _differences(recorded, again, encoder):
         first = start if first is None else first
         inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
         drifted["boundary" if inside is None else "sampled" if inside else "template"] += end - start
     return SequenceDrift(len(recorded), drifted, first)
 
 
-def _differences(
-    recorded: Sequence[int], again: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[int, int]]:
+def _differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[tuple[int, int]]:
     """The stretches of `recorded` that `again` has otherwise, as half-open ranges."""
     i = j = 0
     while i < len(recorded) and j < len(again):
         if recorded[i] == again[j]:
             i, j = i + 1, j + 1
             continue
-        width = _same_text(recorded[i : i + _WINDOW], again[j : j + _WINDOW], tokenizer)
+        width = _same_text(recorded[i : i + _WINDOW], again[j : j + _WINDOW], encoder)
         if width is None:  # no end in sight: everything from here on counts
             break
         yield i, i + width[0]
@@ -118,19 +118,12 @@ def _differences(
         yield len(recorded) - 1, len(recorded)
 
 
-def _same_text(
-    recorded: Sequence[int], again: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int] | None:
+def _same_text(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> tuple[int, int] | None:
     """The lengths of the shortest beginnings of two runs that have one text."""
-    texts = {_decode(tokenizer, again[:length]): length for length in range(len(again), 0, -1)}
+    texts = {encoder.decode(again[:length]): length for length in range(len(again), 0, -1)}
     for length in range(1, len(recorded) + 1):
-        text = _decode(tokenizer, recorded[:length])
+        text = encoder.decode(recorded[:length])
         # A text that ends inside a character says nothing about where it ends.
         if text in texts and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             return length, texts[text]
     return None
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

@@ -16,6 +16,7 @@ are kept as they are; ids that are expanded already never get an answer, or a 50
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import os
 import threading
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .content import Picture, UnsupportedContentError
+from .encoder import Encoder, get_encoder, private_copy
 from .exceptions import SGLangDecodingError, SGLangHTTPError
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 _FIRST, _SECOND = "sentinelone", "sentineltwo"
 
 
-_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()  # models share processors
+# By processor, for models share them: its tokenizer's encoder, a copy of it with a tokenizer of its own, and a lock.
+_copies: weakref.WeakKeyDictionary[Any, tuple[Encoder, Any, threading.Lock]] = weakref.WeakKeyDictionary()
+_copies_lock = threading.Lock()
 
 
 class Template(Protocol):
@@ -105,9 +109,8 @@ class ImageProcessor:
                 f"processor= must be the Hugging Face processor of a model that takes images, not {processor!r:.60}; "
                 "AutoProcessor.from_pretrained(path) loads one"
             )
-        self._processor = processor
+        self._processor, self._lock = _private_copy(processor)
         self._template = template
-        self._lock = _locks.setdefault(processor, threading.Lock())
         first, second = self._written_for_images()
         self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
         if not self._marks:
@@ -203,6 +206,18 @@ class ImageProcessor:
                     "message holds it as text: no server could tell which are images"
                 )
         return {"image_data": [data_uri(picture) for picture in pictures], "return_prompt_token_ids": True}
+
+
+def _private_copy(processor: Any) -> tuple[Any, threading.Lock]:
+    """A copy of a processor whose tokenizer nobody else calls, and the lock that its own calls take turns with."""
+    encoder = get_encoder(processor.tokenizer)
+    with _copies_lock:
+        known = _copies.get(processor)
+        if known is None or known[0] is not encoder:
+            own = copy.copy(processor)
+            own.tokenizer = private_copy(processor.tokenizer)  # processors pad, which an encoder's copy must not
+            known = _copies[processor] = encoder, own, threading.Lock()
+        return known[1:]
 
 
 def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:

@@ -115,7 +115,7 @@ class SGLangModel(Model):
         """Set up the model. Nothing is sent until the first call.
 
         Args:
-            tokenizer: The Hugging Face tokenizer of the served model.
+            tokenizer: The Hugging Face tokenizer of the served model. A copy of it is used, as it is now.
             client: A client to use. Exactly one of `client` and `base_url` must be given.
             base_url: URL of an SGLang server, or those of several; models with the same share one pooled client.
             tool_parser: How the model writes tool calls: a parser, or the name of one. By default the one of the model

@@ -6,11 +6,11 @@ Hugging Face's `apply_chat_template`.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .encoder import get_encoder
 from .messages import ChatMessage
 from .template_forms import TemplateForms
 
@@ -35,10 +35,10 @@ class ChatTemplateError(ValueError):
 
 
 class TemplateRenderer:
-    """Renders, encodes and decodes. Safe to share between threads once its forms are set.
+    """Renders. Safe to share between threads once its forms are set.
 
     Attributes:
-        tokenizer: The Hugging Face tokenizer.
+        tokenizer: The encoder's copy of the Hugging Face tokenizer.
         chat_template: The template's text, or its named texts; None while the tokenizer has one of its own per call.
         arguments: Passed to the template with every render.
         forms: The forms in which the template takes messages; found out right after construction.
@@ -59,13 +59,13 @@ class TemplateRenderer:
                 f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
                 "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
             )
-        self.tokenizer = tokenizer
+        encoder = get_encoder(tokenizer)
+        self.encode, self.decode, self.tokenizer = encoder.encode, encoder.decode, encoder.tokenizer
         self.arguments = dict(arguments)
         self.forms = TemplateForms()
         self.chat_template = chat_template or own
         # Of several named templates the tokenizer chooses at each render, by whether there are tools.
         self._pinned = self.chat_template if isinstance(self.chat_template, str) else None
-        self._lock = threading.Lock()  # fast tokenizers raise "Already borrowed" when two threads encode
         self._new_sentinel = _SENTINELS[0]
         self._new_sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
 
@@ -112,16 +112,6 @@ class TemplateRenderer:
         except Exception as error:  # templates raise whatever their expressions raise
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of rendered text; no special tokens are added, the template wrote them."""
-        with self._lock:
-            return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        with self._lock:
-            return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def is_special(self, token_id: int | None) -> bool:
         """Whether a token is a control token, which never belongs to the text of an answer."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from ..encoder import get_encoder
 from .script import Answer, ScriptedAnswer
 from .validation import CheckedRequest
 
@@ -67,18 +68,18 @@ class Sampler:
         """
         if not stop_token_ids:
             raise ValueError("the tokenizer has no eos token; give `stop_token_ids`")
-        self._tokenizer = tokenizer
+        self.tokenizer = get_encoder(tokenizer).tokenizer
         self._stop_ids = tuple(stop_token_ids)
         self._logprob = logprob
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def sample(self, answer: Answer, request: CheckedRequest, *, aborted: bool = False) -> Sampled:

@@ -357,7 +357,7 @@ class ScriptedSGLang:
         if not all(isinstance(text, str) for text in texts):
             raise validation_error(("body", "prompt"), "string_type", "Input should be a valid string", prompt)
         add_special = body.get("add_special_tokens", True)
-        tokens = [self.tokenizer.encode(text, add_special_tokens=add_special) for text in texts]
+        tokens = [self._sampler.tokenizer.encode(text, add_special_tokens=add_special) for text in texts]
         counts = [len(ids) for ids in tokens]
         single = isinstance(prompt, str)
         return _json(

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...encoder import get_encoder
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
 from ...sequences import sequence_of
 from ...tokens import TokenManager
@@ -296,7 +297,7 @@ def _fill(
         top_p = _no_top_p(length) if replay.top_p else None
     sample.tokens = rows.token_ids
     sample.response_length = length
-    sample.response = tokenizer.decode(rows.token_ids[-length:], skip_special_tokens=False)
+    sample.response = get_encoder(tokenizer).decode(rows.token_ids[-length:])
     sample.loss_mask = mask
     sample.rollout_log_probs = logprobs
     sample.status = type(sample).Status[verdict.status]
