@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ._schemas import allowed_types, property_schema
 from ._values import (
     InvalidValueError,
-    allowed_types,
     decode_json,
-    resolve_reference,
     shorten,
     skip_space,
     typed_value,
@@ -33,7 +32,7 @@ def typed_call(name: str, values: Mapping[str, str], raw: str, tools: ToolSchema
     arguments: dict[str, Any] = {}
     for key, text in values.items():
         try:
-            arguments[key] = typed_value(text, parameter_schema(schema, key), schema)
+            arguments[key] = typed_value(text, property_schema(schema, key, schema), schema)
         except InvalidValueError as error:
             return failed_call(raw, f"parameter {shorten(key)} is wrong: {error}", ToolCallStatus.MALFORMED, name)
     return ToolParseResult(new_tool_call_id(), name, arguments)
@@ -66,7 +65,7 @@ Tag = tuple[re.Pattern[str], Callable[[MarkedText, re.Match[str]], bool]]
 
 
 def find_value_end(
-    turn: MarkedText, begin: int, nested_end: int | None, end_tag: Tag, unclosed: Tag
+    turn: MarkedText, begin: int, nested_end: int | None, end_tags: Sequence[Tag], unclosed: Tag
 ) -> tuple[re.Match[str] | None, int]:
     """Find the end tag of a value.
 
@@ -74,30 +73,19 @@ def find_value_end(
         turn: The turn.
         begin: Where the value begins.
         nested_end: Where the value ends by itself, if that is known.
-        end_tag: What ends a value.
+        end_tags: What ends a value, the strictest spelling first: a looser one counts where there is no stricter one.
         unclosed: What cannot be part of a value: an end tag must stand before it.
 
     Returns:
         The end tag, None if there is none; and where reading failed in that case.
     """
     if nested_end is not None:
-        end = turn.find_match(end_tag[0], nested_end, end_tag[1])
+        end = turn.find_match(end_tags[-1][0], nested_end, end_tags[-1][1])
         if end is not None and end.start() == nested_end:
             return end, begin
-    end = turn.find_match(end_tag[0], begin, end_tag[1])
     other = turn.find_match(unclosed[0], begin, unclosed[1])
-    if end is None or (other is not None and other.start() < end.start()):
-        return None, begin if other is None else other.start()
-    return end, begin
-
-
-def parameter_schema(schema: Any, key: str) -> Any:
-    """Return the schema of one parameter; None if the tool's schema does not say."""
-    if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
-        schema = resolve_reference(reference, schema)
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return schema.get("additionalProperties")
+    for pattern, is_one in end_tags:
+        end = turn.find_match(pattern, begin, is_one)
+        if end is not None and (other is None or end.start() <= other.start()):
+            return end, begin
+    return None, begin if other is None else other.start()

@@ -12,15 +12,13 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..exceptions import PortableError
+from ._schemas import allowed_types, listed_values, same_json, type_name
 
 MAX_JSON_DEPTH = 64
 """Deepest nesting of lists and objects. Agents copy their history recursively; deeper values would end the agent."""
-
-JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
 _FIRST_WINDOW = 1024
 # A window that ends inside a literal, a number or an escape fails at most this many characters before its end.
@@ -28,7 +26,6 @@ _CUT_MARGIN = 16
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 # What Qwen3-Coder's chat template writes for these values (Python's `str`), beside JSON's own spelling.
 _TEMPLATE_LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None}
-_SCHEMA_LEVELS = 6  # references and alternatives that are followed; schemas may refer to themselves
 
 
 class InvalidValueError(PortableError, ValueError):
@@ -107,14 +104,14 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
     """Return the value that a format without types means, by the JSON schema of the parameter.
 
     A parameter declared as string keeps its text, whatever it looks like. Where the schema allows strings among others,
-    or says nothing, text that is JSON of an allowed type other than string is that value; anything else is the text.
-    Where it does not allow strings, the text must be JSON of a declared type (`True`, `False` and `None` are taken too,
-    because chat templates write them).
+    or says nothing, text that is JSON of an allowed type other than string is that value, unless the schema lists the
+    text and not that value; anything else is the text. Where it does not allow strings, the text must be JSON of a
+    declared type (`True`, `False` and `None` are taken too, because chat templates write them).
 
     Args:
         text: The value's text.
         schema: Schema of the parameter; None if it is not known.
-        root: The schema that `$ref`s point into.
+        root: The schema that references point into.
 
     Raises:
         InvalidValueError: The text is no value of a declared type.
@@ -128,83 +125,19 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
         if "string" in types:
             return text
         raise InvalidValueError(f"it must be {_one_of(types)}, but {error}", error.position) from None
-    if not isinstance(value, str) and _type_name(value) in types:
-        return value
-    if "string" in types:
-        return text
-    raise InvalidValueError(f"it must be {_one_of(types)}", 0)
-
-
-def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
-    """Return the JSON types that a schema allows, all of them where it does not say.
-
-    Reads `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf` and `$ref`s into `root`; other keywords do not matter here.
-    """
-    return _allowed_types(schema, root, _SCHEMA_LEVELS)
-
-
-def _allowed_types(schema: Any, root: Any, levels_left: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or levels_left == 0:
-        return JSON_TYPES
-    types = JSON_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        types &= _allowed_types(resolve_reference(reference, root), root, levels_left - 1)
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        types &= _types_named([declared])
-    elif isinstance(declared, (list, tuple)):
-        types &= _types_named(declared)
-    if isinstance(values := schema.get("enum"), (list, tuple)):
-        types &= frozenset(_type_name(value) for value in values)
-    if "const" in schema:
-        types &= {_type_name(schema["const"])}
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(keyword), (list, tuple)):
-            types &= frozenset().union(*(_allowed_types(choice, root, levels_left - 1) for choice in choices))
-    if isinstance(parts := schema.get("allOf"), (list, tuple)):
-        for part in parts:
-            types &= _allowed_types(part, root, levels_left - 1)
-    if "default" in schema and schema["default"] is None and "string" not in types:
-        types |= {"null"}  # Strands writes `int | None = None` as an integer whose default is null
-    # A schema that allows nothing, or types of another vocabulary, says nothing that could be used.
-    return types or JSON_TYPES
-
-
-def _types_named(names: Iterable[Any]) -> frozenset[str]:
-    """Return the types behind a schema's type names; every integer is a number as well."""
-    named = frozenset(name for name in names if isinstance(name, str))
-    return named | {"integer"} if "number" in named else named
-
-
-def resolve_reference(reference: str, root: Any) -> Any:
-    """Follow a local JSON pointer; None where it leads nowhere."""
-    if not reference.startswith("#/"):
-        return None
-    found = root
-    for key in reference[2:].split("/"):
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+    if isinstance(value, str) or type_name(value) not in types:
+        if "string" in types:
+            return text
+        raise InvalidValueError(f"it must be {_one_of(types)}", 0)
+    if "string" in types and text in (listed := listed_values(schema, root)):
+        return value if any(same_json(value, other) for other in listed) else text
+    return value
 
 
 def _json_or_template_literal(text: str, literals: bool) -> Any:
     if literals and text.strip() in _TEMPLATE_LITERALS:
         return _TEMPLATE_LITERALS[text.strip()]
     return strict_json(text)
-
-
-def _type_name(value: Any) -> str:
-    """Return the JSON type of a value; whole floats are numbers, not integers."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    if isinstance(value, float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, Mapping) else "array"
 
 
 _TYPE_WORDS = {"integer": "an integer", "array": "an array", "object": "an object", "null": "null"}

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 
-from ._arguments import find_value_end, nested_value_end, parameter_schema, typed_call
+from ._arguments import find_value_end, nested_value_end, typed_call
+from ._schemas import property_schema
 from ._values import shorten, skip_space
 from .base import ToolCallStatus
 from .marked import ToolSchemas, failed_call
@@ -61,9 +62,11 @@ class GLMToolParser(NestedToolParser):
             key = argument["key"]
             # A call with a key twice is refused anyway.
             nested = (
-                None if key in values else nested_value_end(text, argument.end(), parameter_schema(schema, key), schema)
+                None
+                if key in values
+                else nested_value_end(text, argument.end(), property_schema(schema, key, schema), schema)
             )
-            value_end, _ = find_value_end(turn, argument.end(), nested, (_VALUE_END, _goes_on), (_ARGUMENT, _is_real))
+            value_end, _ = find_value_end(turn, argument.end(), nested, [(_VALUE_END, _goes_on)], (_ARGUMENT, _is_real))
             if value_end is None:
                 return broken(argument.end(), f"the value of {shorten(key)} is not closed by </arg_value>")
             repeated = key if key in values and repeated is None else repeated

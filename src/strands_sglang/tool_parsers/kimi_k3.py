@@ -14,7 +14,8 @@ from typing import Any
 
 from ._arguments import nested_value_end
 from ._json_calls import json_call
-from ._values import JSON_TYPES, InvalidValueError, decode_json, shorten, typed_value
+from ._schemas import JSON_TYPES
+from ._values import InvalidValueError, decode_json, shorten, typed_value
 from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import ToolSchemas, failed_call
 from .nested import NestedText

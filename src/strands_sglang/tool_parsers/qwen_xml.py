@@ -12,18 +12,21 @@
     </tool_call>
 
 The format escapes nothing and types nothing. Types come from the tool's JSON schema. A list or an object, where the
-schema allows no string, ends where its JSON does, whatever stands in its strings. Any other value ends at the first
-`</parameter>` behind which the call goes on as a call does: with `<parameter=...>`, or with `</function>` and the end
-mark. All other text may stand in a value, with two exceptions that could as well be the rest of a call whose value was
-never closed: `</function>` followed by the end mark, and a line that is `<parameter=...>` and nothing else. Such a call
-is refused.
+schema allows no string, ends where its JSON does, whatever stands in its strings. Any other value that begins on a line
+of its own ends at the first line `</parameter>` behind which the call goes on as a call does: with a line
+`<parameter=...>`, or with `</function>` and the end mark. Where there is no such line, and for a value on the line of
+its tag, white space does not count. All other text may stand in a value, with two exceptions that could as well be the
+rest of a call whose value was never closed: `</function>` followed by the end mark, and a line `<parameter=...>`. Such
+a call is refused. A string that holds the very lines that end one parameter and begin the next is two parameters:
+nothing in the format tells them apart.
 """
 
 from __future__ import annotations
 
 import re
 
-from ._arguments import find_value_end, nested_value_end, parameter_schema, typed_call
+from ._arguments import find_value_end, nested_value_end, typed_call
+from ._schemas import property_schema
 from ._values import shorten, skip_space
 from .base import (
     ToolCallStatus,
@@ -36,6 +39,7 @@ _FUNCTION_END = "</function>"
 _FUNCTION = re.compile(r"<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
 _VALUE_END = re.compile(r"</parameter>[ \t\n\r]*(?=<parameter=[^>\n]+>|</function>([ \t\n\r]*))")
+_VALUE_END_LINE = re.compile(r"(?<=\n)</parameter>\n(?=<parameter=[^>\n]+>\n|</function>([ \t\n\r]*))")
 _UNCLOSED = re.compile(r"\n<parameter=[^>\n]+>(?=\n)|</function>([ \t\n\r]*)")
 
 
@@ -70,11 +74,11 @@ class QwenXMLToolParser(MarkedToolParser):
             nested = (
                 None
                 if key in values
-                else nested_value_end(text, parameter.end(), parameter_schema(schema, key), schema)
+                else nested_value_end(text, parameter.end(), property_schema(schema, key, schema), schema)
             )
-            value_end, failed_at = find_value_end(
-                turn, parameter.end(), nested, (_VALUE_END, _goes_on), (_UNCLOSED, _goes_on)
-            )
+            on_lines = [_VALUE_END_LINE] if text.startswith("\n", parameter.end()) else []
+            ends = [(pattern, _goes_on) for pattern in (*on_lines, _VALUE_END)]
+            value_end, failed_at = find_value_end(turn, parameter.end(), nested, ends, (_UNCLOSED, _goes_on))
             if value_end is None:
                 return broken(failed_at, f"the value of parameter {shorten(key)} is not closed by </parameter>")
             if key in values and repeated is None:

@@ -18,9 +18,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._arguments import parameter_schema, typed_call
+from ._arguments import typed_call
 from ._python_literals import read_literal
-from ._values import InvalidValueError, allowed_types, skip_space, strict_json
+from ._schemas import allowed_types, property_schema
+from ._values import InvalidValueError, skip_space, strict_json
 from .base import ToolParseResult
 from .marked import ToolSchemas
 from .nested import NestedText
@@ -62,7 +63,7 @@ class SeedOSSToolParser(TaggedToolParser):
         """Return where a list or an object ends, in JSON or in Python; see `TaggedToolParser.nested_end`."""
         end = super().nested_end(text, parameter, schema)
         begin = skip_space(text, parameter.end())
-        types = allowed_types(parameter_schema(schema, parameter["key"]), schema)
+        types = allowed_types(property_schema(schema, parameter["key"], schema), schema)
         if end is not None or text[begin : begin + 1] not in ("[", "{") or "string" in types:
             return end
         try:
@@ -75,7 +76,7 @@ class SeedOSSToolParser(TaggedToolParser):
     ) -> ToolParseResult:
         """Return the result for a call that is complete; see `TaggedToolParser.make_result`."""
         schema = None if tools is None else tools.get(name)
-        texts = {key: _as_json(text, parameter_schema(schema, key), schema) for key, (_, text) in values.items()}
+        texts = {key: _as_json(text, property_schema(schema, key, schema), schema) for key, (_, text) in values.items()}
         return typed_call(name, texts, raw, tools)
 
 

@@ -4,7 +4,8 @@ Nothing is escaped in such a format. A list or an object, where no string is all
 stands in its strings. Any other value ends at the first end tag behind which the section goes on as one does:
 with the next parameter, or with the end of the call and then the next call or the end of the section. All other text
 may stand in a value, except what could as well be the rest of a call whose value was never closed: the end of a call
-with what follows there, and the opening tag of a parameter where the format puts one. Such a call is refused.
+with what follows there, and the opening tag of a parameter where the format puts one. Such a call is refused, as is one
+with an end tag on its line behind which the call goes on, and another one, as the format writes it, further on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from ._arguments import find_value_end, nested_value_end, parameter_schema
+from ._arguments import find_value_end, nested_value_end
+from ._schemas import property_schema
 from ._values import shorten, skip_space
 from .base import ToolCallStatus, ToolParseResult
 from .marked import ToolSchemas, failed_call
@@ -34,7 +36,8 @@ class Tags(NamedTuple):
         parameter: Opens a parameter; its group `key` is its name, its group `type` its type if the format has types.
         parameter_end: Closes a parameter.
         unclosed: An opening tag of a parameter that cannot be part of a value.
-        value_end: Derived: the end of a value, with what follows.
+        value_end: The end of a value, with what follows.
+        end_line: The same with a line break behind the tag, where the format has one.
     """
 
     call: re.Pattern[str]
@@ -43,6 +46,7 @@ class Tags(NamedTuple):
     parameter_end: str
     unclosed: re.Pattern[str]
     value_end: re.Pattern[str]
+    end_line: re.Pattern[str] | None
 
     @classmethod
     def of(cls, call: str, call_end: str, parameter: str, parameter_end: str, *, before_parameter: str = "") -> Tags:
@@ -56,13 +60,15 @@ class Tags(NamedTuple):
             before_parameter: What the format puts before a parameter's opening tag, so that the tag is text elsewhere.
         """
         call_ends = rf"{re.escape(call_end)}(?P<space>{_SPACE})"
+        follows = rf"(?P<next>{parameter})|{call_ends}"
         return cls(
             re.compile(call),
             re.compile(re.escape(call_end)),
             re.compile(parameter),
             parameter_end,
             re.compile(rf"{before_parameter}{parameter}|{call_ends}"),
-            re.compile(rf"{re.escape(parameter_end)}{_SPACE}(?=(?P<next>{parameter})|{call_ends})"),
+            re.compile(rf"{re.escape(parameter_end)}{_SPACE}(?={follows})"),
+            re.compile(rf"{re.escape(parameter_end)}\n(?={follows})") if before_parameter == "\n" else None,
         )
 
 
@@ -92,7 +98,7 @@ class TaggedToolParser(SectionToolParser):
             parameter: The opening tag of the parameter.
             schema: Schema of the tool's input; None if it is not known.
         """
-        return nested_value_end(text, parameter.end(), parameter_schema(schema, parameter["key"]), schema)
+        return nested_value_end(text, parameter.end(), property_schema(schema, parameter["key"], schema), schema)
 
     def read_inner_call(self, turn: NestedText, position: int, tools: ToolSchemas | None) -> SectionCall:
         """Read one call; see `SectionToolParser.read_inner_call`."""
@@ -109,8 +115,13 @@ class TaggedToolParser(SectionToolParser):
             key = parameter["key"]
             # A call with a key twice is refused anyway.
             nested = None if key in values else self.nested_end(text, parameter, schema)
-            closes, unclosed = (tags.value_end, self._goes_on), (tags.unclosed, self._goes_on)
-            end, _ = find_value_end(turn, parameter.end(), nested, closes, unclosed)
+            unclosed = (tags.unclosed, self._goes_on)
+            end, _ = find_value_end(turn, parameter.end(), nested, [(tags.value_end, self._goes_on)], unclosed)
+            if end is not None and end.start() != nested and tags.end_line is not None:
+                ended, _ = find_value_end(turn, end.start(), None, [(tags.end_line, self._goes_on)], unclosed)
+                if ended is not None and ended.start() != end.start():
+                    error = f"it cannot be told which {tags.parameter_end} ends parameter {shorten(key)}"
+                    raise BrokenCallError(ended.start(), error, name)
             if end is None:
                 error = f"the value of parameter {shorten(key)} is not closed by {tags.parameter_end}"
                 raise BrokenCallError(parameter.end(), error, name)
