@@ -132,6 +132,9 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--stop-after-failures", type=at_least_one, default=20, metavar="N", help="in a row (default: %(default)s)"
     )
+    run.add_argument(
+        "--retry-errors", action="store_true", help="run samples again that count as wrong because something failed"
+    )
     run.add_argument("--json", action="store_true", help="print the metrics as JSON")
     run.add_argument("--verbose", action="store_true", help="log what happens")
     _add_threshold(run)
@@ -247,6 +250,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         config=run_config(arguments, model),
         success_threshold=arguments.success_threshold,
         stop_after_failures=arguments.stop_after_failures,
+        retry_errors=arguments.retry_errors,
     )
     evaluator.benchmark_name = arguments.benchmark or arguments.dataset.stem
 

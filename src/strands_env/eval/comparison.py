@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .metrics import SUCCESS_THRESHOLD, reward_scale
+from .metrics import SUCCESS_THRESHOLD, Score, reward_scale, scores
 from .records import Results
 from .statistics import Interval, mean_over_prompts
 from .storage import Run
@@ -69,17 +69,17 @@ def compare(
     Raises:
         ValueError: They have no prompt with scored samples in common.
     """
-    rewards = [_rewards_by_content(*one) for one in (first, second)]
-    common = [content for content in rewards[0] if content in rewards[1]]
+    scored = [_scores_by_content(*one, success_threshold) for one in (first, second)]
+    common = [content for content in scored[0] if content in scored[1]]
     if not common:
         raise ValueError("the two have no prompt with scored samples in common")
-    least, most = reward_scale([row for one in rewards for row in one.values()])
+    least, most = reward_scale([score.reward for score in row] for one in scored for row in one.values())
     differences = []
     for name, number in (
-        ("pass@1", lambda row: float(np.mean([reward >= success_threshold for reward in row]))),
-        ("mean reward", lambda row: float(np.mean(row))),
+        ("pass@1", lambda row: float(np.mean([score.is_success for score in row]))),
+        ("mean reward", lambda row: float(np.mean([score.reward for score in row]))),
     ):
-        a, b = (np.array([number(one[content]) for content in common]) for one in rewards)
+        a, b = (np.array([number(one[content]) for content in common]) for one in scored)
         difference = b - a
         reach = 1.0 if name == "pass@1" else most - least
         differences.append(
@@ -92,7 +92,7 @@ def compare(
                 int((difference < 0).sum()),
             )
         )
-    return Comparison(len(common), len(rewards[0]) - len(common), len(rewards[1]) - len(common), tuple(differences))
+    return Comparison(len(common), len(scored[0]) - len(common), len(scored[1]) - len(common), tuple(differences))
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -112,7 +112,7 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
                 "-" if worst is None else f"{worst:.4f}",
             ]
         )
-    counts = ("prompts", "samples", "dropped_samples", "unscored_samples")
+    counts = ("prompts", "samples", "dropped_samples", "errored_samples", "unscored_samples")
     of_names = {
         f"{name}{end}"
         for name in names
@@ -124,18 +124,21 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def end_lines(results: Results) -> list[str]:
-    """How the episodes ended, and what the dropped ones died of."""
+    """How the episodes ended, and what the dropped and the errored ones died of."""
     samples = [sample for row in results.values() for sample in row]
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
-    causes = Counter(
-        " ".join((sample.step_result.error or sample.step_result.termination_reason.value).split())[:150]
-        for sample in samples
-        if not sample.is_finished
-    )
     lines = [f"ends: {', '.join(f'{name} {count}' for name, count in ends.most_common())}"] if ends else []
-    lines += [f"dropped: {count} x {cause}" for cause, count in causes.most_common(5)]
-    if len(causes) > 5:
-        lines.append(f"dropped: {len(causes) - 5} other causes")
+    for what, those in (
+        ("dropped", [sample for sample in samples if not sample.is_finished]),
+        ("counted as wrong", [sample for sample in samples if sample.is_errored]),
+    ):
+        causes = Counter(
+            " ".join((sample.step_result.error or sample.step_result.termination_reason.value).split())[:150]
+            for sample in those
+        )
+        lines += [f"{what}: {count} x {cause}" for cause, count in causes.most_common(5)]
+        if len(causes) > 5:
+            lines.append(f"{what}: {len(causes) - 5} other causes")
     return lines
 
 
@@ -172,10 +175,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, texts: bool = False) -> list[s
     ]
 
 
-def _rewards_by_content(run: Run, results: Results) -> dict[str, list[float]]:
-    """The rewards of each prompt that has any, by the digest of its content."""
-    rewards = {
-        run.prompts[prompt]: [one.reward for one in samples if one.is_finished and one.reward is not None]
-        for prompt, samples in results.items()
-    }
-    return {content: row for content, row in rewards.items() if row}
+def _scores_by_content(run: Run, results: Results, success_threshold: float) -> dict[str, list[Score]]:
+    """The scores of each prompt that has any, by the digest of its content."""
+    scored = scores(results, success_threshold=success_threshold)
+    return {run.prompts[prompt]: row for prompt, row in scored.items() if row}

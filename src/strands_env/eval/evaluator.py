@@ -10,12 +10,12 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strands_sglang import TerminationReason
+from strands_sglang import OUTCOMES, TerminationReason, termination_reason
 
 from ..core.types import Action, Observation, StepResult
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 from .progress import Progress
-from .records import EvalSample, Prompt, Results, name_prompts, says_something, with_finite_reward
+from .records import EvalSample, Prompt, Results, is_error, name_prompts, says_something, with_finite_reward
 from .storage import Run, Storage
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Evaluator:
         success_threshold: float = SUCCESS_THRESHOLD,
         answer_fn: AnswerFn = answer_of,
         stop_after_failures: int | None = None,
+        retry_errors: bool = False,
         show_progress: bool | None = None,
     ) -> None:
         """Set up; nothing is opened before `run`.
@@ -76,7 +77,10 @@ class Evaluator:
                 results.
             success_threshold: The least reward of a success.
             answer_fn: What a sample answered, for majority votes.
-            stop_after_failures: After so many failed samples in a row, stop; None to go on whatever happens.
+            stop_after_failures: After so many dropped or errored samples in a row, stop; None to go on whatever
+                happens.
+            retry_errors: Whether to run errored samples of an earlier run again, once what failed is mended. Else they
+                are finished: an answer that fails its grader is not given another try.
             show_progress: Whether to show a progress bar; None for "if standard error is a terminal".
 
         Raises:
@@ -99,6 +103,7 @@ class Evaluator:
         self.success_threshold = success_threshold
         self.answer_fn = answer_fn
         self.stop_after_failures = stop_after_failures
+        self.retry_errors = retry_errors
         self.show_progress = show_progress
 
     def load_dataset(self) -> Iterable[Action]:
@@ -118,12 +123,12 @@ class Evaluator:
             actions: The tasks.
 
         Returns:
-            All samples by prompt id, those of earlier runs and those that failed included.
+            All samples by prompt id, those of earlier runs and those that were dropped included.
 
         Raises:
             CheckpointError: The files cannot be used, or no longer written. What is finished is kept.
             DuplicateTaskError: Two different tasks have the same id.
-            EvaluationStoppedError: `stop_after_failures` samples in a row failed.
+            EvaluationStoppedError: `stop_after_failures` samples in a row were dropped or errored.
         """
         tasks = [action async for action in actions] if isinstance(actions, AsyncIterable) else list(actions)
         prompts = name_prompts(tasks)
@@ -158,27 +163,36 @@ class Evaluator:
         by_id = {prompt.id: prompt for prompt in prompts}
         samples: dict[str, EvalSample] = dict(storage.finished) if storage is not None else {}
         keys = run.sample_keys
-        todo = iter([(key, by_id[prompt], index) for key, (prompt, index) in keys.items() if key not in samples])
+        todo = [
+            (key, by_id[prompt], index)
+            for key, (prompt, index) in keys.items()
+            if key not in samples or (self.retry_errors and samples[key].is_errored)
+        ]
+        waiting = iter(todo)
         failures_in_a_row = 0
         name = self.benchmark_name or "evaluation"
-        with Progress(name, len(keys), list(samples.values()), shown=self.show_progress) as progress:
+        again = {key for key, _, _ in todo}
+        done = [sample for key, sample in samples.items() if key not in again]
+        with Progress(name, len(keys), done, shown=self.show_progress) as progress:
 
             async def work() -> None:
                 nonlocal failures_in_a_row
-                for key, prompt, index in todo:
+                for key, prompt, index in waiting:
                     sample, trajectory = await self._sample(key, prompt, index)
                     if storage is not None:
                         await storage.add(sample, trajectory=trajectory)
-                    samples[key] = sample
+                    if sample.is_finished or key not in samples:
+                        samples[key] = sample
                     progress.add(sample)
-                    failures_in_a_row = 0 if sample.is_finished else failures_in_a_row + 1
+                    has_failed = sample.is_errored or not sample.is_finished
+                    failures_in_a_row = failures_in_a_row + 1 if has_failed else 0
                     if self.stop_after_failures is not None and failures_in_a_row >= self.stop_after_failures:
                         raise EvaluationStoppedError(
                             f"{failures_in_a_row} samples in a row failed, the last one with: "
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
-            workers = min(self.max_concurrency, len(keys) - len(samples))
+            workers = min(self.max_concurrency, len(todo))
             await _all_or_none([asyncio.ensure_future(work()) for _ in range(workers)])
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
@@ -190,19 +204,16 @@ class Evaluator:
         # A copy of its own: environments may write into the action, and the other samples must not see it.
         action = prompt.action.model_copy(deep=True)
         began = time.monotonic()
-        is_judged = True
+        playing = asyncio.ensure_future(self._play(action))
         try:
-            made: Any = self.env_factory(action)
-            env: Environment = await made if inspect.isawaitable(made) else made
-            is_judged = getattr(env, "reward_fn", None) is not None
-            result = with_finite_reward(await env.step(action))
-        except Exception as error:
-            logger.warning("prompt=<%s>, sample=<%d> | a sample failed", prompt.id, index, exc_info=True)
-            result = StepResult(
-                observation=Observation(),
-                termination_reason=TerminationReason.AGENT_ERROR,
-                error=f"{type(error).__name__}: {error}",
-            )
+            await asyncio.wait({playing})
+        except asyncio.CancelledError:
+            playing.cancel()
+            await asyncio.wait({playing})
+            raise
+        # Cancelled by itself: the environment raised it.
+        result, is_judged = (_failed(asyncio.CancelledError()), True) if playing.cancelled() else playing.result()
+        is_finished = says_something(result)
         observation = result.observation
         kept = result.model_copy(
             update={
@@ -220,9 +231,42 @@ class Evaluator:
             action=prompt.action,
             step_result=kept,
             seconds=round(time.monotonic() - began, 3),
-            is_finished=says_something(result, is_judged=is_judged),
+            is_finished=is_finished,
+            is_errored=is_finished and is_error(result, is_judged=is_judged),
         )
         return sample, observation.trajectory if self.keep_trajectories else None
+
+    async def _play(self, action: Action) -> tuple[StepResult, bool]:
+        """Run one episode; return how it ended, and whether its environment judges."""
+        try:
+            made: Any = self.env_factory(action)
+            env: Environment = await made if inspect.isawaitable(made) else made
+        except (Exception, SystemExit) as error:
+            logger.warning("an environment could not be made", exc_info=True)
+            result = _failed(error)
+            result.observation.metrics["model_calls"] = 0  # nothing that the policy did
+            return result, True
+        is_judged = getattr(env, "reward_fn", None) is not None
+        try:
+            return with_finite_reward(await env.step(action)), is_judged
+        except (Exception, SystemExit) as error:
+            logger.warning("an episode failed", exc_info=True)
+            return _failed(error), is_judged
+
+
+def _failed(error: BaseException) -> StepResult:
+    """The result of an episode of which nothing is left but what it raised."""
+    reason = termination_reason(error)
+    if (
+        reason in (TerminationReason.CANCELLED, TerminationReason.ABORTED)
+        or OUTCOMES[reason].reward.value == "computed"
+    ):
+        reason = TerminationReason.AGENT_ERROR
+    return StepResult(
+        observation=Observation(),
+        termination_reason=reason,
+        error=f"{type(error).__name__}: {error}".removesuffix(": "),
+    )
 
 
 async def _all_or_none(workers: Sequence[asyncio.Task[None]]) -> None:

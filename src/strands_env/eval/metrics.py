@@ -4,17 +4,20 @@ For a metric `pass@4` there are, beside the value itself,
 - `pass@4_low`, `pass@4_high`: its 95 % interval, for two prompts or more;
 - `pass@4_prompts`, `pass@4_dropped_prompts`: how many prompts it is the mean of, and how many it could not use;
 - `pass@4_if_dropped_failed`: its value if every dropped sample had failed with reward 0; only where samples were
-  dropped. Samples are seldom dropped by chance, so a value far above this one is to be read with care.
+  dropped.
 
-`samples`, `dropped_samples`, `unscored_samples` and `prompts` count. A dropped sample has failed, or is not there; an
-unscored one is finished and has no reward. Neither is in any metric, and a prompt is used for k if k of its samples are
-left.
+`samples`, `dropped_samples`, `errored_samples`, `unscored_samples`, `prompts` count. A dropped sample is missing: the
+infrastructure failed, or it was never run. An errored one has no reward because something else failed, and counts as a
+failure with a reward of 0, or the lowest of all if that is less. An unscored one is finished and nothing in its
+evaluation has a reward. Dropped and unscored samples are in no metric, and a prompt is used for k if k of its samples
+are left.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -72,29 +75,27 @@ def standard_metrics(
     avg@k is given for k = n only: as an estimate from n samples it is the same for every k.
 
     Args:
-        results: All samples, failed ones included.
+        results: All samples, dropped ones included.
         n_samples_per_prompt: How many samples each prompt was to have.
         success_threshold: The least reward of a success.
         answer_fn: What a sample answered.
         ks: Which k; by default those of `sample_sizes`.
     """
     n = n_samples_per_prompt
-    scored = {
-        prompt: [sample for sample in samples if sample.is_finished and sample.reward is not None]
-        for prompt, samples in results.items()
-    }
+    scored = scores(results, success_threshold=success_threshold)
     finished = sum(sample.is_finished for samples in results.values() for sample in samples)
-    counted = sum(len(samples) for samples in scored.values())
+    counted = sum(len(row) for row in scored.values())
     dropped = len(results) * n - finished
     metrics: dict[str, float] = {
         "prompts": float(len(results)),
         "samples": float(finished),
         "dropped_samples": float(dropped),
+        "errored_samples": float(sum(score.sample.reward is None for row in scored.values() for score in row)),
         "unscored_samples": float(finished - counted),
     }
-    rewards = [[float(sample.reward or 0.0) for sample in samples] for samples in scored.values()]
-    successes = [[reward >= success_threshold for reward in row] for row in rewards]
-    answers = [[answer_fn(sample) for sample in samples] for samples in scored.values()]
+    rewards = [[score.reward for score in row] for row in scored.values()]
+    successes = [[score.is_success for score in row] for row in scored.values()]
+    answers = [[answer_fn(score.sample) for score in row] for row in scored.values()]
     # What the numbers would be if the dropped samples had been sampled and had failed; nothing if there are none.
     missing = [max(0, n - sum(sample.is_finished for sample in samples)) for samples in results.values()]
     worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if dropped else []
@@ -127,6 +128,41 @@ def standard_metrics(
         scale=reward_scale(rewards),
     )
     return metrics
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a sample counts as.
+
+    Attributes:
+        sample: The sample.
+        reward: Its reward, or that of an error.
+        is_success: Whether it is a success.
+    """
+
+    sample: EvalSample
+    reward: float
+    is_success: bool
+
+
+def scores(results: Results, *, success_threshold: float) -> dict[str, list[Score]]:
+    """What the samples of each prompt count as; dropped and unscored ones are left out.
+
+    Once anything has a reward, no finished sample is unscored: a sample without one has escaped its judge.
+    """
+    finished = {prompt: [sample for sample in samples if sample.is_finished] for prompt, samples in results.items()}
+    rewards = [sample.reward for samples in finished.values() for sample in samples if sample.reward is not None]
+    error = min([0.0, *rewards])
+
+    def score(sample: EvalSample) -> Score:
+        if sample.reward is None:
+            return Score(sample, error, False)
+        return Score(sample, sample.reward, sample.reward >= success_threshold)
+
+    return {
+        prompt: [score(sample) for sample in samples if rewards or sample.is_errored]
+        for prompt, samples in finished.items()
+    }
 
 
 def reward_scale(rewards: Iterable[Sequence[float]]) -> tuple[float, float]:

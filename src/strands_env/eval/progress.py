@@ -59,7 +59,7 @@ class Progress:
         self._bar.update()
 
     def _count(self, sample: EvalSample) -> None:
-        self._failed += not sample.is_finished
+        self._failed += sample.is_errored or not sample.is_finished
         if sample.is_finished and sample.reward is not None:
             self._rewards += sample.reward
             self._rewarded += 1

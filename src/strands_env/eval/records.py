@@ -4,8 +4,10 @@ A *prompt* is a task; a *sample* is one episode of it. A sample's key is a diges
 sample's index and the configuration, so a record can be taken for another sample's only if all three are the same. Two
 tasks with equal content are two prompts: they are told apart by how often the content came before.
 
-A sample is *finished* if its end says something of the policy. One that failed (the server, the agent's own code, the
-reward) is kept apart with its cause, and is a *dropped* sample of every metric until a later run finishes it.
+A sample is *finished* unless the infrastructure failed, or something before the model was asked: such a sample says
+nothing of the policy, is kept apart with its cause, and is *dropped* from every metric until a later run finishes it.
+A finished sample is *errored* if it ought to have a reward and has none: the reward function, a judge, a tool or the
+environment failed, or the time was up. Whoever writes the answers may bring that about, so it counts as a wrong answer.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from strands_sglang import OUTCOMES, RewardRule, TerminationReason
+from strands_sglang import TerminationReason
 
 from ..core.types import Action, Observation, RewardResult, StepResult, TaskContext, TokenObservation
 from .json_lines import digest
+
+_NOT_THE_POLICY = frozenset(
+    {TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.ABORTED, TerminationReason.CANCELLED}
+)
 
 RECORD_START = b'{"key":"'
 """How every record begins: tells a torn record from a file that is someone else's."""
@@ -37,6 +43,7 @@ class EvalSample(BaseModel):
         seconds: How long the episode took.
         is_finished: Whether its end says something of the policy; else it is dropped from metrics, and tried again on
             resume.
+        is_errored: Whether it is finished, ought to have a reward and has none; it counts as a wrong answer.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -48,6 +55,7 @@ class EvalSample(BaseModel):
     step_result: StepResult
     seconds: float = 0.0
     is_finished: bool = True
+    is_errored: bool = False
 
     @property
     def aborted(self) -> bool:
@@ -77,6 +85,9 @@ class EvalSample(BaseModel):
             "reward_info": None if result.reward is None else result.reward.info,
             "termination_reason": result.termination_reason.value,
             "error": result.error,
+            "reward_error": result.reward_error,
+            "reward_error_is_infrastructure": result.reward_error_is_infrastructure,
+            "is_errored": self.is_errored,
             "seconds": self.seconds,
             "final_response": result.observation.final_response,
             "message": self.action.message,
@@ -106,6 +117,7 @@ class EvalSample(BaseModel):
                 sample_index=record["sample_index"],
                 seconds=record["seconds"],
                 is_finished=is_finished,
+                is_errored=bool(record.get("is_errored")),  # this one and the errors of rewards: not in old records
                 action=Action(
                     message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
                 ),
@@ -118,6 +130,8 @@ class EvalSample(BaseModel):
                     reward=None if reward is None else RewardResult(reward=reward, info=record["reward_info"] or {}),
                     termination_reason=TerminationReason(record["termination_reason"]),
                     error=record["error"],
+                    reward_error=record.get("reward_error"),
+                    reward_error_is_infrastructure=bool(record.get("reward_error_is_infrastructure")),
                 ),
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -132,24 +146,31 @@ def with_finite_reward(result: StepResult) -> StepResult:
     return result.model_copy(update={"reward": None, "reward_error": said, "error": result.error or said})
 
 
-def says_something(result: StepResult, *, is_judged: bool) -> bool:
-    """Whether an episode's end says something of the policy, so that the sample is finished.
+def says_something(result: StepResult) -> bool:
+    """Whether an episode's end says something of the policy, so that the sample is finished."""
+    if result.reward is not None:
+        return True
+    if result.termination_reason in _NOT_THE_POLICY or result.reward_error_is_infrastructure:
+        return False
+    metrics = result.observation.metrics
+    # Of an agent that never asked its model: `reset` failed, say.
+    was_asked = metrics.get("model_calls") != 0 and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
+    return was_asked or result.termination_reason is not TerminationReason.AGENT_ERROR
+
+
+def is_error(result: StepResult, *, is_judged: bool) -> bool:
+    """Whether an episode whose end says something of the policy ought to have a reward and has none.
 
     Args:
         result: The episode.
-        is_judged: Whether its environment has a reward function; an end that has a reward is then finished with it
-            only, since a reward function that failed says nothing.
+        is_judged: Whether its environment has a reward function.
     """
-    if result.reward is not None:
-        return True
-    rule = OUTCOMES[result.termination_reason].reward
-    if rule is RewardRule.NONE or is_judged:
-        return False
-    return rule is RewardRule.COMPUTED or result.observation.final_response is not None
+    failed = result.reward_error is not None or result.termination_reason is TerminationReason.AGENT_ERROR
+    return result.reward is None and (is_judged or failed)
 
 
 Results = dict[str, list[EvalSample]]
-"""All samples by prompt, in the order of the tasks and of the sample indices; failed ones included."""
+"""All samples by prompt, in the order of the tasks and of the sample indices; dropped ones included."""
 
 
 class Prompt(BaseModel):

@@ -11,12 +11,17 @@ from strands_env.eval.storage import Run
 from support.evaluation import step_result
 
 
-def evaluation(rewards):
+def evaluation(rewards, *, errored=()):
     """A run of prompts by id, whose content is their id."""
     results = {
         prompt: [
             EvalSample(
-                prompt_id=prompt, sample_index=index, action=Action(message=prompt), step_result=step_result(reward)
+                prompt_id=prompt,
+                sample_index=index,
+                action=Action(message=prompt),
+                step_result=step_result(reward),
+                is_finished=reward is not None or prompt in errored,
+                is_errored=prompt in errored,
             )
             for index, reward in enumerate(row)
         ]
@@ -33,6 +38,14 @@ def test_a_difference_is_by_prompt_over_the_prompts_of_both():
     one = told.differences[0]
     assert (one.first, one.second, one.interval.value, one.better, one.worse) == (0.25, 0.75, 0.5, 1, 0)
     assert "prompts in both: 2, in A only: 1, in B only: 1" in comparison_lines(told)
+
+
+def test_errors_count_as_wrong_in_a_comparison_too():
+    """Row B16."""
+    first = evaluation({"a": [1.0], "b": [1.0]})
+    second = evaluation({"a": [1.0], "b": [None]}, errored=("b",))
+    one = compare(first, second).differences[0]
+    assert (one.first, one.second, one.worse) == (1.0, 0.5, 1)
 
 
 def test_pairing_finds_a_small_gain_that_two_intervals_do_not():

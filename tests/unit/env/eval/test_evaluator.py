@@ -9,8 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strands_env.core import Action, RewardResult, TaskContext, TerminationReason, TokenObservation
+from strands_env.core import (
+    Action,
+    Observation,
+    RewardResult,
+    StepResult,
+    TaskContext,
+    TerminationReason,
+    TokenObservation,
+)
 from strands_env.eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator, read_results
+from strands_sglang import SGLangConnectionError
 from support.evaluation import StubEnvironment, lines, step_result, tasks
 
 
@@ -128,33 +137,113 @@ async def test_a_reward_that_is_no_finite_number_is_the_same_in_a_run_and_its_re
     assert runs[0].compute_metrics(first) == runs[1].compute_metrics(second)
 
 
+def failing(failed):
+    def play(action):
+        if isinstance(failed, BaseException):
+            raise failed
+        return failed
+
+    return play
+
+
+UNREACHABLE = StepResult(
+    observation=step_result().observation,
+    termination_reason=TerminationReason.TASK_COMPLETE,
+    error="reward function: the judge cannot be reached",
+    reward_error="the judge cannot be reached",
+    reward_error_is_infrastructure=True,
+)
+
+
 @pytest.mark.parametrize(
     "failed",
     [
         step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="SGLangConnectionError: gone"),
         step_result(None, reason=TerminationReason.ABORTED, error="aborted"),
-        step_result(None, reason=TerminationReason.AGENT_ERROR, error="KeyError: 'x'"),
-        step_result(None, error="reward function: ValueError: no"),
-        RuntimeError("the environment itself"),
+        step_result(None, reason=TerminationReason.CANCELLED, error="cancelled"),
+        UNREACHABLE,
+        SGLangConnectionError("gone"),
     ],
+    ids=["infrastructure", "aborted", "cancelled", "judge's server", "raised"],
 )
-async def test_failures_go_to_a_file_of_their_own_with_their_cause_and_are_tried_again(tmp_path, failed):
-    def play(action):
-        if isinstance(failed, Exception):
-            raise failed
-        return failed
-
+async def test_failures_of_the_infrastructure_go_to_a_file_of_their_own_and_are_tried_again(tmp_path, failed):
     path = tmp_path / "r.jsonl"
-    results = await evaluator(StubEnvironment(play), output_path=path).run(tasks(2))
+    results = await evaluator(StubEnvironment(failing(failed)), output_path=path).run(tasks(2))
     assert [sample.aborted for samples in results.values() for sample in samples] == [True, True]
     assert lines(path) == []
-    cause = "RuntimeError: the environment itself" if isinstance(failed, Exception) else failed.error
+    cause = "SGLangConnectionError: gone" if isinstance(failed, Exception) else failed.error
     assert [record["error"] for record in lines(tmp_path / "r.failures.jsonl")] == [cause] * 2
     stub = StubEnvironment()
     run = evaluator(stub, output_path=path)
     results = await run.run(tasks(2))
     assert len(stub.episodes) == 2 and run.compute_metrics(results)["dropped_samples"] == 0
     assert pairs(path) == [("t0", 0), ("t1", 0)]
+
+
+ERRORS = {
+    "the agent's code": step_result(None, reason=TerminationReason.AGENT_ERROR, error="KeyError: 'x'"),
+    "the reward function": step_result(None, error="reward function: ValueError: no"),
+    "no answer in time": StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT),
+    "a reward that is no number": step_result(float("nan")),
+    "raised": RuntimeError("the environment itself"),
+    "raised for its time": asyncio.TimeoutError("too long"),
+    "asked to exit": SystemExit(3),
+    "cancelled by nobody": asyncio.CancelledError(),
+}
+
+
+@pytest.mark.parametrize("failed", ERRORS.values(), ids=list(ERRORS))
+async def test_an_answer_that_makes_its_grader_or_environment_fail_is_a_wrong_answer(tmp_path, failed):
+    """Row B16: two of four answers are right, and the others do not leave the denominator by failing."""
+
+    def play(action):
+        return failing(failed)(action) if action.task_context.id in ("t1", "t2") else step_result()
+
+    path = tmp_path / "r.jsonl"
+    metrics = []
+    for _ in range(2):  # a resumed run says the same, and gives no such answer another try
+        stub = StubEnvironment(play)
+        run = evaluator(stub, output_path=path)
+        results = await run.run(tasks(4))
+        metrics.append(run.compute_metrics(results))
+    assert metrics[0] == metrics[1] == run.compute_metrics(read_results(path)[1])
+    assert (metrics[0]["pass@1"], metrics[0]["avg@1"], metrics[0]["pass@1_prompts"]) == (0.5, 0.5, 4)
+    assert (metrics[0]["errored_samples"], metrics[0]["dropped_samples"]) == (2, 0)
+    assert len(stub.episodes) == 0 and len(lines(path)) == 4
+    assert [results[prompt][0].is_errored for prompt in ("t0", "t1", "t2", "t3")] == [False, True, True, False]
+
+
+async def test_errors_are_run_again_when_that_is_asked_for(tmp_path):
+    """Row B16."""
+    path = tmp_path / "r.jsonl"
+    broken = step_result(None, error="reward function: KeyError: 'typo'")
+    await evaluator(StubEnvironment(failing(broken)), output_path=path).run(tasks(3))
+    down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="down")
+    run = evaluator(StubEnvironment(failing(down)), output_path=path, retry_errors=True)
+    results = await run.run(tasks(3))
+    assert run.compute_metrics(results)["errored_samples"] == 3  # nothing better came of it
+    run = evaluator(StubEnvironment(), output_path=path, retry_errors=True)
+    results = await run.run(tasks(3))
+    assert run.compute_metrics(results)["pass@1"] == 1.0 == run.compute_metrics(read_results(path)[1])["pass@1"]
+
+
+async def test_an_environment_that_cannot_be_made_says_nothing_of_the_policy():
+    """Row B16."""
+
+    async def factory(action):
+        raise RuntimeError("no sandbox")
+
+    run = Evaluator(factory, show_progress=False)
+    metrics = run.compute_metrics(await run.run(tasks(2)))
+    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+
+
+async def test_who_judges_by_itself_and_leaves_a_reward_out_has_not_taken_the_sample_out():
+    """Row B16: an environment of one's own without a reward function, whose step fails to give some rewards."""
+    stub = StubEnvironment(lambda action: step_result(1.0 if action.task_context.id == "t0" else None), reward_fn=None)
+    run = evaluator(stub)
+    metrics = run.compute_metrics(await run.run(tasks(2)))
+    assert (metrics["pass@1"], metrics["errored_samples"], metrics["unscored_samples"]) == (0.5, 1, 0)
 
 
 @pytest.mark.parametrize(

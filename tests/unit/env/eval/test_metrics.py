@@ -53,6 +53,16 @@ def test_dropped_samples_are_told_by_metric_with_what_they_could_have_meant():
     assert metrics["majority@2_if_dropped_failed"] == pytest.approx(2 / 3)
 
 
+def test_an_error_is_never_better_than_a_wrong_answer():
+    """Row B16: where wrong answers cost something, failing costs as much."""
+    errored = sample(None)
+    errored.is_errored = True
+    results = {"a": [sample(1.0)], "b": [sample(-1.0)], "c": [errored], "d": [sample(None, finished=False)]}
+    metrics = standard_metrics(results, n_samples_per_prompt=1)
+    assert metrics["avg@1"] == pytest.approx(-1 / 3) and metrics["pass@1"] == pytest.approx(1 / 3)
+    assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=-2.0)["pass@1"] == pytest.approx(2 / 3)
+
+
 def test_nothing_at_all_is_no_error():
     assert standard_metrics({}, n_samples_per_prompt=4)["prompts"] == 0
 
