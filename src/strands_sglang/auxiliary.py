@@ -30,10 +30,37 @@ class AuxiliaryModel(Model):
         """Look at a model, which must take `auxiliary=True` in `stream`."""
         self.model = model
 
+    def __getattr__(self, name: str) -> Any:
+        """What else there is of the model: its tokenizer, client, trajectory, configuration and so on."""
+        if name == "model":  # a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
     @property
-    def config(self) -> Any:
-        """The configuration of the model, as it is now."""
-        return self.get_config()
+    def auxiliary(self) -> AuxiliaryModel:
+        """This."""
+        return self
+
+    @property
+    def _supports_structured_output(self) -> bool:  # type: ignore[override]
+        return self.model._supports_structured_output
+
+    @property
+    @override
+    def stateful(self) -> bool:
+        """As the model's."""
+        return self.model.stateful
+
+    @property
+    @override
+    def context_window_limit(self) -> int | None:
+        """As the model's."""
+        return self.model.context_window_limit
+
+    @override
+    async def count_tokens(self, *args: Any, **kwargs: Any) -> int:
+        """As the model's `count_tokens`."""
+        return await self.model.count_tokens(*args, **kwargs)
 
     @override
     def update_config(self, **model_config: Any) -> None:

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
-from strands.models._validation import validate_config_keys
 from strands.models.model import Model
 from strands.types.content import Message, Messages, SystemContentBlock
 from strands.types.streaming import StreamEvent
@@ -32,10 +31,10 @@ from .episodes import Episodes, cycle_of, keep_written_names, written_names
 from .exceptions import SGLangCancelledError
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, is_tool_name, system_text
-from .request import check_config
+from .request import check_config, check_keys
 from .shared import get_client
 from .tokens import TokenManager
-from .tool_choice import force_call
+from .tool_choice import UNCONSTRAINED, can_force, force_call
 from .tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
 from .trajectory import Trajectory
 
@@ -82,7 +81,10 @@ class SGLangModel(Model):
             on_abort: What becomes of a call whose request the server aborts, as it does at weight updates and pauses.
                 "raise" (default): `SGLangAbortedError`, with what was sampled recorded as a cut turn. "resume": the
                 call goes on from the tokens that it has, within the same budget, and the agent notices nothing.
-            context_window_limit: Context length in tokens; by default what the server tells.
+            context_window_limit: Context length in tokens by which Strands' context managers go; by default what the
+                server tells, or `max_context_tokens` if that is less. It ends no call.
+            max_context_tokens: Most tokens of prompt and answer together; a call that would have more ends as it does
+                where the server's context is full, which always holds.
             routing_key: Sends all calls to the same server; by default one key per root conversation of an episode,
                 so that what is said next finds its prefix in that server's cache.
         """
@@ -100,6 +102,7 @@ class SGLangModel(Model):
         history_policy: Literal["append", "template"] | None
         on_abort: Literal["raise", "resume"] | None
         context_window_limit: int | None
+        max_context_tokens: int | None
         routing_key: str | None
 
     def __init__(
@@ -126,7 +129,8 @@ class SGLangModel(Model):
 
         Raises:
             ValueError: Neither or both of `client` and `base_url`; a tokenizer without a chat template; an unknown tool
-                parser; both `sampling_params` and `params`; a processor for a chat template without images.
+                parser; both `sampling_params` and `params`; a processor for a chat template without images; an unknown
+                key of the configuration.
         """
         if (client is None) == (base_url is None):
             given = "neither was" if client is None else "both were"
@@ -160,10 +164,11 @@ class SGLangModel(Model):
         """Change the configuration; the next call uses it.
 
         Raises:
-            ValueError: Both `sampling_params` and `params`, a value that cannot be used, or such a chat template.
+            ValueError: An unknown key; both `sampling_params` and `params`; a value that cannot be used, or such a chat
+                template.
         """
-        validate_config_keys(model_config, self.SGLangConfig)
         changed = dict(model_config)
+        check_keys(changed, self.SGLangConfig.__annotations__)
         earlier = changed.pop("params", None)
         if earlier is not None:
             if changed.get("sampling_params") is not None:
@@ -244,6 +249,11 @@ class SGLangModel(Model):
 
     # --- calls ---
 
+    @property
+    def _supports_structured_output(self) -> bool:  # type: ignore[override]
+        """Whether Strands' forced retry leaves the list of tools as it is, so that the sequence is extended."""
+        return can_force(self.tool_parser)
+
     @override
     async def stream(
         self,
@@ -292,13 +302,16 @@ class SGLangModel(Model):
                 f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, as calls that do not parse are, so every such call "
                 "would run it; give the tool another name"
             )
+        caller = self._caller()  # `update_config` while the request is on its way is for the next call
+        if kwargs.get("structured_output_model") is not None and not can_force(
+            caller.parser, tool_specs, cast(Any, tool_choice)
+        ):
+            tool_specs = _named(tool_specs, tool_choice)
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
         state = kwargs.get("model_state")
         trajectory, agent = self._episodes.of_call(state)
-
-        caller = self._caller()  # `update_config` while the request is on its way is for the next call
 
         def grammar(prompt: Prompt, sampling_params: Mapping[str, Any]) -> Mapping[str, Any] | None:
             choice = cast(Any, tool_choice)
@@ -329,6 +342,7 @@ class SGLangModel(Model):
         keep_written_names(state, {call.id: call.name for call in parsed.tool_calls if not is_tool_name(call.name)})
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
+            _observe_cancellation(kwargs.get("invocation_state"), cancel_signal)
 
     @override
     async def structured_output(
@@ -363,7 +377,7 @@ class SGLangModel(Model):
             prompt,
             None,
             system_prompt,
-            grammar=lambda prompt, sampling_params: {"json_schema": schema},
+            grammar=lambda prompt, sampling_params: {**UNCONSTRAINED, "json_schema": schema},
             auxiliary=True,
             cancel_signal=kwargs.get("cancel_signal"),
         )
@@ -386,3 +400,25 @@ class SGLangModel(Model):
     def _caller(self) -> Caller:
         """What a call works with, as it is now: `update_config` takes effect at the next call."""
         return Caller(self.client, self.chat_template, self.tool_parser, self.images, self.config)
+
+
+def _named(tool_specs: list[ToolSpec] | None, choice: ToolChoice | None) -> list[ToolSpec] | None:
+    """The tool that a choice names alone, which Strands hands to models that cannot force it; else all of them."""
+    name = cast(Any, choice or {}).get("tool", {}).get("name")
+    return [spec for spec in tool_specs or () if spec["name"] == name] or tool_specs
+
+
+def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event | None) -> None:
+    """Let a signal that the agent's caller has set take effect now.
+
+    Strands copies it to the agent's own, `cancel_signal`, by a task that looks every 50 ms, and an answer that has all
+    come is given out in less. Graphs share an invocation state, so its agent may be another one.
+
+    Args:
+        invocation_state: What Strands passed under that name.
+        cancel_signal: Likewise.
+    """
+    agent = invocation_state.get("agent") if isinstance(invocation_state, dict) else None
+    observe = getattr(agent, "_observe_cancellation", None)
+    if cancel_signal is not None and observe is not None and getattr(agent, "cancel_signal", None) is cancel_signal:
+        observe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,24 @@ class RequestPlan:
     clamped: bool
 
 
+def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse keys that would have no effect, such as `lora_path`: the run would be another one than was meant.
+
+    Raises:
+        ValueError: Names them, and what was probably meant.
+    """
+    unknown = sorted(set(config) - set(known))
+    if not unknown:
+        return
+    close = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
+    meant = [f"{key!r} may be meant as {names[0]!r}" for key, names in close.items() if names]
+    hint = f" ({'; '.join(meant)})" if meant else ""
+    raise ValueError(
+        f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. What "
+        "SGLang samples with (temperature, top_p, ...) goes into sampling_params"
+    )
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse configuration values that could only fail at the first call.
 
@@ -56,6 +75,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     limits = {
         "sampling_params['max_new_tokens']": (params or {}).get("max_new_tokens"),
         "context_window_limit": config.get("context_window_limit"),
+        "max_context_tokens": config.get("max_context_tokens"),
     }
     for name, limit in limits.items():
         if limit is not None and not _is_whole(limit, at_least=1):
@@ -91,14 +111,17 @@ def plan_request(
         prompt_tokens: Length of the prompt.
         known_tokens: How many of its tokens an earlier request of the sequence has recorded already.
         context_length: Longest prompt plus answer, in tokens; None if the server does not tell.
-        grammar: Sampling parameters that constrain the answer, e.g. `{"json_schema": ...}`.
+        grammar: Sampling parameters that constrain the answer, e.g. `{"json_schema": ...}`; None takes out what is
+            configured.
 
     Raises:
         ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
     """
-    sampling_params = {**(config.get("sampling_params") or {}), **(grammar or {})}
+    grammar = grammar or {}
+    configured = {name: value for name, value in (config.get("sampling_params") or {}).items() if name not in grammar}
+    sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
     asked = sampling_params.pop("max_new_tokens", None)
-    limit = config.get("context_window_limit") or context_length
+    limit = min((one for one in (config.get("max_context_tokens"), context_length) if one is not None), default=None)
     room = None if limit is None else limit - prompt_tokens
     if room is not None and room <= 0:
         raise ContextWindowOverflowException(

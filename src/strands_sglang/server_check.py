@@ -121,7 +121,8 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
     if context_length is None:
         logger.warning(
             "base_url=<%s> | the server does not tell its context length: without max_new_tokens its default of 128 "
-            "tokens holds; set max_new_tokens in sampling_params, or context_window_limit",
+            "tokens holds, and context managers have nothing to go by; set max_new_tokens or max_context_tokens "
+            "for the one, context_window_limit for the other",
             base_url,
         )
     return ServerFacts(context_length, await _compare_tokenizers(client, template, base_url))

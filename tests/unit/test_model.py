@@ -821,20 +821,28 @@ class TestSamplingParameters:
         server, model = rollout(["ok", "ok"])
         await make_agent(model).invoke_async("a")
         length = len(server.requests[0].input_ids)
-        model.update_config(context_window_limit=length + 1)
+        model.update_config(max_context_tokens=length + 1)
         with pytest.raises(MaxTokensReachedException):
             await make_agent(model).invoke_async("a")
         assert server.requests[1].sampling_params["max_new_tokens"] == 1
-        model.update_config(context_window_limit=length)
+        model.update_config(max_context_tokens=length)
         with pytest.raises(ContextWindowOverflowException, match="no room"):
             await make_agent(model).invoke_async("a")
         assert len(server.requests) == 2
 
-    async def test_a_configured_context_limit_wins(self, rollout):
-        server, model = rollout(["ok"], context_window_limit=64)
+    @pytest.mark.parametrize(("own", "served", "limit"), [(64, 1000, 64), (1000, 64, 64)])
+    async def test_the_lesser_of_the_own_limit_and_the_server_s_holds(self, rollout, own, served, limit):
+        server, model = rollout(["ok"], max_context_tokens=own, server={"context_length": served})
         await make_agent(model).invoke_async("a")
         request = server.requests[0]
-        assert request.sampling_params["max_new_tokens"] == 64 - len(request.input_ids)
+        assert request.sampling_params["max_new_tokens"] == limit - len(request.input_ids)
+
+    async def test_the_context_window_limit_is_guidance_and_ends_no_call(self, rollout):
+        """A5"""
+        server, model = rollout(["ok"], context_window_limit=5, server={"context_length": 1000})
+        await make_agent(model).invoke_async("a question of more than five tokens")
+        request = server.requests[0]
+        assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
 
     async def test_sampling_parameters_are_passed_on_and_never_changed(self, rollout):
         params = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
@@ -858,9 +866,24 @@ class TestSamplingParameters:
         assert server.requests[1].text.endswith("<think>\n\n</think>\n\n")
         assert server.requests[1].sampling_params["temperature"] == 0.0
 
-    def test_unknown_configuration_is_warned_about(self, chatml_tokenizer):
-        with pytest.warns(UserWarning, match="temprature"):
-            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", temprature=1.0)
+    @pytest.mark.parametrize(
+        ("key", "message"),
+        [
+            ("lora_path", "unknown configuration: 'lora_path'"),
+            ("temperature", "'temperature'.*sampling_params"),
+            ("sampling_parms", "'sampling_parms' may be meant as 'sampling_params'"),
+            ("context_window_limits", "'context_window_limits' may be meant as 'context_window_limit'"),
+        ],
+    )
+    def test_unknown_configuration_is_refused(self, rollout, key, message):
+        """A15: a key without effect makes another run than was meant."""
+        with pytest.raises(ValueError, match=message):
+            rollout(["never"], **{key: "a"})
+        _, model = rollout(["never"])
+        before = dict(model.get_config())
+        with pytest.raises(ValueError, match=message):
+            model.update_config(sampling_params={"temperature": 0.5}, **{key: "a"})
+        assert model.get_config() == before
 
 
 class TestBadInput:
@@ -871,6 +894,9 @@ class TestBadInput:
             ({"sampling_params": {"max_new_tokens": "12"}}, "max_new_tokens.*whole number"),
             ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens.*at least 1"),
             ({"context_window_limit": 0}, "context_window_limit.*at least 1"),
+            ({"context_window_limit": -5}, "context_window_limit.*at least 1"),
+            ({"max_context_tokens": -5}, "max_context_tokens.*at least 1"),
+            ({"max_context_tokens": 2.5}, "max_context_tokens.*at least 1"),
         ],
     )
     def test_configuration_that_could_only_fail_later(self, chatml_tokenizer, config, message):

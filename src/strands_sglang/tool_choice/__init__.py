@@ -7,7 +7,7 @@ and not enforced.
 """
 
 from .choice import GRAMMAR_PARAMETERS, forced_call
-from .forcing import force_call
+from .forcing import UNCONSTRAINED, can_force, force_call
 from .formats import CALL_FORMATS
 
-__all__ = ["CALL_FORMATS", "GRAMMAR_PARAMETERS", "force_call", "forced_call"]
+__all__ = ["CALL_FORMATS", "GRAMMAR_PARAMETERS", "UNCONSTRAINED", "can_force", "force_call", "forced_call"]

@@ -8,7 +8,26 @@ from typing import Any
 
 from ..chat_template import ChatTemplate, Prompt
 from ..tool_parsers import ToolParser
-from .choice import forced_call
+from .choice import GRAMMAR_PARAMETERS, forced_call
+from .formats import CALL_FORMATS
+
+UNCONSTRAINED = dict.fromkeys((*GRAMMAR_PARAMETERS, "stop", "stop_regex", "stop_token_ids", "min_new_tokens"))
+"""What a grammar takes out of configured sampling parameters: another grammar, and what ends an answer elsewhere."""
+
+
+def can_force(
+    parser: ToolParser,
+    tool_specs: Sequence[Mapping[str, Any]] | None = None,
+    choice: Mapping[str, Any] | None = None,
+) -> bool:
+    """Whether the parser's format has a grammar, and one for a tool choice if there is one."""
+    if type(parser) not in CALL_FORMATS:
+        return False
+    try:
+        forced_call(parser, tool_specs, choice)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def force_call(
@@ -20,7 +39,7 @@ def force_call(
     *,
     sampling_params: Mapping[str, Any],
 ) -> Mapping[str, Any] | None:
-    """The sampling parameters that force a tool choice; None if nothing is forced.
+    """The sampling parameters that force a tool choice, with None for what has to go; None if nothing is forced.
 
     Where the format or a schema has no grammar, a warning says so and nothing is forced, as Strands' other providers
     have it.
@@ -38,7 +57,7 @@ def force_call(
     """
     start, end = parser.think_start_token, parser.think_end_token
     try:
-        return forced_call(
+        forced = forced_call(
             parser,
             tool_specs,
             choice,
@@ -49,3 +68,4 @@ def force_call(
     except NotImplementedError as error:
         warnings.warn(f"the tool choice is not forced, the model may ignore it: {error}", stacklevel=2)
         return None
+    return None if forced is None else {**UNCONSTRAINED, **forced}

@@ -1,6 +1,7 @@
 """Helpers on `model.auxiliary`: recorded beside what is trained, and never trained unless asked for."""
 
 import asyncio
+import copy
 import threading
 
 import pytest
@@ -112,7 +113,7 @@ async def test_an_agent_that_writes_summaries_in_a_thread_of_the_manager_is_auxi
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
-    judge = judged(answer, context_window_limit=600)
+    judge = judged(answer, max_context_tokens=600)
     writer = make_agent(judge.model.auxiliary, system_prompt="You sum up.")
     manager = SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=writer)
     with judge.model.episode() as trajectory:
@@ -166,6 +167,17 @@ async def test_a_helper_has_the_configuration_of_the_model_as_it_is_now(judged):
     judge = judged(numbered, context_window_limit=500)
     view: SGLangModel = judge.model.auxiliary
     assert view.context_window_limit == 500
+    assert (view.tokenizer, view.client, view.tool_parser) == (
+        judge.model.tokenizer,
+        judge.model.client,
+        judge.model.tool_parser,
+    )
+    assert view.trajectory is judge.model.trajectory
+    assert view.auxiliary is view
+    assert not view.stateful
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        view.no_such_thing  # noqa: B018
+    assert copy.copy(view).tokenizer is judge.model.tokenizer
     judge.model.update_config(sampling_params={"temperature": 0.25}, model_id="served")
     await Agent(model=view, callback_handler=None).invoke_async("Question?")
     assert judge.server.requests[0].sampling_params["temperature"] == 0.25

@@ -1,6 +1,7 @@
 """Cancels: what the model never said is prompt, and what it said in vain is discarded."""
 
 import asyncio
+import threading
 
 import pytest
 from strands.hooks import AfterToolsEvent, BeforeInvocationEvent, BeforeModelCallEvent, BeforeToolsEvent
@@ -27,6 +28,24 @@ async def test_an_answer_that_is_cancelled_while_it_streams_is_discarded(judged)
     judge.model.trajectory.settle(agent.messages)
     assert statuses(judge.model.trajectory) == ["discarded", "final"]
     assert "Cancelled" not in judge.trained_text()
+
+
+# Row 11
+@pytest.mark.parametrize("answer", ["A story.", call(expression="2 * 3"), f"First. {call(expression='2 * 3')}"])
+async def test_a_signal_of_the_caller_that_is_set_at_the_first_delta_cancels(judged, answer):
+    """A13: Strands looks for such a signal every 50 ms, and all of the answer is given out in less."""
+    judge = judged([answer, "Second."])
+    tools, ran = make_tools()
+    agent = make_agent(judge.model, tools)
+    signal = threading.Event()
+    async for event in agent.stream_async("Question-0?", cancel_signal=signal):
+        if "contentBlockDelta" in event.get("event", {}):
+            signal.set()
+        result = event.get("result")
+    assert (result.stop_reason, ran) == ("cancelled", [])
+    await agent.invoke_async("Question-1?")
+    judge.check(discarded=[0])
+    assert statuses(judge.model.trajectory)[0] == "discarded"
 
 
 # Row 11

@@ -74,7 +74,7 @@ async def test_proactive_compression_drops_messages_before_the_call_that_would_b
 
 # Row 2
 async def test_an_overflow_that_shortens_an_old_tool_result_opens_a_sequence(judged):
-    judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], context_window_limit=1500)
+    judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], max_context_tokens=1500)
     manager = SlidingWindowConversationManager()
     agent = make_agent(judge.model, [make_reader()], conversation_manager=manager)
     await agent.invoke_async("Read two pages.")
@@ -91,7 +91,7 @@ async def test_a_summary_is_auxiliary_and_what_follows_it_opens_a_sequence(judge
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
-    judge = judged(answer, context_window_limit=600)
+    judge = judged(answer, max_context_tokens=600)
     manager = SummarizingConversationManager(
         summary_ratio=0.5, preserve_recent_messages=2, summarization_system_prompt="Sum up."
     )
@@ -112,7 +112,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
     def answer(request):
         return f"SUMMARY-{request.index}" if "summarize this" in request.text else numbered(request)
 
-    judge = judged(answer, context_window_limit=600)
+    judge = judged(answer, max_context_tokens=600)
 
     async def episode(name):
         with judge.model.episode() as trajectory:
@@ -138,7 +138,7 @@ async def test_an_agent_that_writes_the_summaries_has_sequences_of_its_own(judge
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
-    judge = judged(answer, context_window_limit=600)
+    judge = judged(answer, max_context_tokens=600)
     writer = make_agent(judge.model, system_prompt="You sum up.")
     manager = SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=writer)
     agent = make_agent(judge.model, conversation_manager=manager)

@@ -1,7 +1,8 @@
 """Structured output: in the loop it is a tool with a list of tools of its own, outside of it it is auxiliary."""
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from strands.models.model import Model
 
 from support.agents import call, make_agent, make_tools
 from support.judge import response_masks, statuses
@@ -30,20 +31,68 @@ async def test_output_by_the_model_itself_is_a_tool_call_like_any_other(judged):
 
 
 # Row 12
-async def test_output_that_is_forced_by_a_prompt_and_another_list_of_tools_opens_a_sequence(judged):
+async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
+    """A14"""
     judge = judged([call(expression="2 * 3"), "It is 6.", call("Total", total=6)])
     agent = make_agent(judge.model, make_tools()[0])
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
     assert result.structured_output == Total(total=6)
     forced = judge.server.requests[2]
     assert "You must format the previous response as structured output." in forced.text
-    assert '"name": "calculator"' not in forced.text.partition("</tools>")[0]
+    extends = hasattr(Model, "_supports_structured_output")  # before, Strands leaves out the other tools in any case
+    assert ('"name": "calculator"' in forced.text.partition("</tools>")[0]) is extends
     constrained = [i for i, request in enumerate(judge.server.requests) if is_constrained(request)]
     judge.check(constrained=constrained)
-    assert response_masks(judge.model.trajectory) == [[1, 1], [0 if 2 in constrained else 1]]
+    assert constrained == [2]
+    assert response_masks(judge.model.trajectory) == ([[1, 1, 0]] if extends else [[1, 1], [0]])
     assert "You must format" not in judge.trained_text()
     judge.model.trajectory.settle(agent.messages)
     assert "discarded" not in statuses(judge.model.trajectory)
+
+
+class Odd(BaseModel):
+    """A total that no grammar of the format can force."""
+
+    total: int = Field(multiple_of=3)
+
+
+# Row 12
+@pytest.mark.filterwarnings("ignore:the tool choice is not forced:UserWarning")
+async def test_output_that_cannot_be_forced_is_asked_for_with_its_tool_alone(judged):
+    judge = judged([call(expression="2 * 3"), "It is 6.", call("Odd", total=6)])
+    agent = make_agent(judge.model, make_tools()[0])
+    result = await agent.invoke_async("Compute.", structured_output_model=Odd)
+    assert result.structured_output == Odd(total=6)
+    assert '"name": "calculator"' not in judge.server.requests[2].text.partition("</tools>")[0]
+    assert response_masks(judge.model.trajectory) == [[1, 1], [1]]
+
+
+# Row 12
+@pytest.mark.filterwarnings("ignore:.*structured_output.* method is deprecated:DeprecationWarning")
+async def test_output_outside_the_loop_is_valid_beside_a_configured_grammar_and_stops(judged):
+    """A15"""
+    params = {"regex": "a+", "stop": ["Observation:"], "stop_token_ids": [5], "min_new_tokens": 9, "temperature": 0.5}
+    judge = judged(['{"text": "Observation: two"}'], sampling_params=params)
+    output = await make_agent(judge.model).structured_output_async(Text, "What?")
+    assert output == Text(text="Observation: two")
+    (request,) = judge.server.requests
+    assert set(request.sampling_params) == {"json_schema", "temperature", "max_new_tokens"}
+    assert judge.model.get_config()["sampling_params"] == params
+
+
+# Row 12
+async def test_a_configured_stop_does_not_cut_a_forced_call(judged):
+    """A15"""
+    judge = judged(["Well.", call("Text", text="Observation: two")], sampling_params={"stop": ["Observation:"]})
+    result = await make_agent(judge.model).invoke_async("What?", structured_output_model=Text)
+    assert result.structured_output == Text(text="Observation: two")
+    assert ["stop" in request.sampling_params for request in judge.server.requests] == [True, False]
+
+
+class Text(BaseModel):
+    """A text."""
+
+    text: str
 
 
 def is_constrained(request):

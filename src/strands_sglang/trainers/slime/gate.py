@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strands.types.exceptions import ContextWindowOverflowException
-
 from ...client import SGLangClient
 from ...exceptions import SGLangAbortedError
 from ...tool_limiter import LoopLimitReachedError
@@ -37,14 +35,12 @@ class EpisodeGate:
         trajectory: The episode's calls.
         aborted: Whether slime stops rollouts.
         budget: Most tokens of a response; None for any number.
-        context_limit: Most tokens of prompt and response; None for what the server takes.
         generating_s: Seconds that requests took so far, parallel ones counted once each.
     """
 
     trajectory: Trajectory
     aborted: Callable[[], bool]
     budget: int | None = None
-    context_limit: int | None = None
     generating_s: float = field(default=0.0)
 
     def check_abort(self) -> None:
@@ -67,17 +63,10 @@ class EpisodeGate:
 
         Raises:
             ResponseBudgetReachedError: Too few.
-            ContextWindowOverflowException: Too few, since prompt and response would be too long.
         """
         length = len(turn.token_ids()) + more
         sampled = sum(len(other.output_ids) for other in self.trajectory.turns) + more
         limits = [] if asked is None else [(asked, turn.clamped)]
-        if self.context_limit is not None:
-            limits.append((self.context_limit - length, True))
-            if limits[-1][0] < least and not more:
-                raise ContextWindowOverflowException(
-                    f"the prompt has {length} tokens, and a sample may have {self.context_limit}{_with_least(least)}"
-                )
         if self.budget is not None:
             limits.append((self.budget - max(length - len(turn.root.prompt_ids), sampled), False))
             if limits[-1][0] < least and not more:
@@ -112,7 +101,6 @@ class GatedClient:
         Raises:
             SGLangAbortedError: slime stops rollouts.
             ResponseBudgetReachedError: The response is as long as it may be.
-            ContextWindowOverflowException: Prompt and response would be too long.
             SGLangClientError: As for the client.
         """
         gate, params, ids = self._gate, dict(sampling_params or {}), list(input_ids)

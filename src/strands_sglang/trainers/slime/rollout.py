@@ -222,7 +222,6 @@ def _begin(
         trajectory=kept.trajectory if kept is not None else Trajectory(),
         aborted=lambda: bool(state.aborted),
         budget=sampling_params.get("max_new_tokens"),
-        context_limit=context_limit(args, evaluation=evaluation),
     )
     return Part(gate, ToolLimiter(**settings.limits, on_limit="stop"), kept)
 
@@ -238,6 +237,8 @@ def _model(
 ) -> SGLangModel:
     # slime's session is the routing key, which keeps an episode on one worker.
     config: dict[str, Any] = {"sampling_params": dict(sampling_params), "routing_key": sample.session_id}
+    limits = (context_limit(args, evaluation=evaluation), settings.model_config.get("max_context_tokens"))
+    longest = min((limit for limit in limits if limit is not None), default=None)
     if getattr(args, "use_rollout_routing_replay", False) and not evaluation:
         config["return_routed_experts"] = True
     processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
@@ -247,7 +248,7 @@ def _model(
         client=cast(SGLangClient, GatedClient(client, part.gate)),
         tool_parser=settings.tool_parser,
         processor=processor,
-        **cast(Any, {**config, **settings.model_config}),
+        **cast(Any, {**config, **settings.model_config, "max_context_tokens": longest}),
     )
     model.trajectory = part.trajectory
     return model
