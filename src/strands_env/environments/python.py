@@ -12,7 +12,7 @@ from strands import tool
 from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
-from ..sandbox import Execution, PythonSandbox, SandboxError, SandboxLimits
+from ..sandbox import Execution, Mode, PythonSandbox, SandboxError, SandboxLimits
 from .backends import EndOnBackendErrors
 
 _NOTES = {
@@ -42,6 +42,7 @@ class PythonEnvironment(Environment):
         system_prompt: str | None = None,
         *args: Any,
         sandbox: PythonSandbox | None = None,
+        min_mode: Mode | None = None,
         unsafe: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -53,14 +54,18 @@ class PythonEnvironment(Environment):
             system_prompt: As for `Environment`.
             *args: As for `Environment`.
             sandbox: Where programs run; None for one with default limits, which all environments share.
+            min_mode: The least sandbox that will do; see `PythonSandbox`.
             unsafe: Run programs without protection if this machine gives none; see `PythonSandbox`.
             **kwargs: As for `Environment`.
 
         Raises:
-            SandboxUnavailableError: This machine gives no protection, and `unsafe` is not set.
+            SandboxUnavailableError: This machine does not give the least mode that will do.
+            ValueError: `sandbox` is given, too, which has a mode already.
         """
         super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
-        self.sandbox = sandbox or _shared_sandbox(unsafe)
+        if sandbox is not None and min_mode is not None:
+            raise ValueError("give min_mode to the sandbox itself")
+        self.sandbox = sandbox or _shared_sandbox(min_mode, unsafe)
 
     def get_tools(self) -> Sequence[Any]:
         """The tool that runs programs."""
@@ -102,7 +107,7 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
         sizes = {"memory": limits.memory_bytes >> 20, "disk": limits.disk_bytes >> 20}
         note = _NOTES[ran.ended].format(limits=limits, **sizes)
     elif ran.exit_code is not None and ran.exit_code < 0:
-        note = f"[ended by {signal.Signals(-ran.exit_code).name}]"
+        note = f"[ended by {_signal_name(-ran.exit_code)}]"
         if -ran.exit_code == signal.SIGKILL:
             note = f"[killed: it used more than {limits.cpu_s} seconds of CPU time, or the machine ran out of memory]"
     elif not ran.output.strip():
@@ -114,6 +119,13 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
     return "\n".join(part for part in (ran.output.rstrip("\n"), note) if part)
 
 
-@functools.lru_cache(maxsize=2)
-def _shared_sandbox(unsafe: bool) -> PythonSandbox:
-    return PythonSandbox(unsafe=unsafe)
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_sandbox(min_mode: Mode | None, unsafe: bool) -> PythonSandbox:
+    return PythonSandbox(min_mode=min_mode, unsafe=unsafe)

@@ -12,7 +12,8 @@ class SandboxLimits:
     Attributes:
         wall_s: Seconds, from the program's start to its end.
         cpu_s: Seconds of CPU time, per process.
-        memory_bytes: What all processes together may hold in memory, looked at 20 times a second.
+        memory_bytes: What all processes together may hold in memory, looked at 20 times a second: their own pages, page
+            tables, pipes and sockets (each as if it were full).
         address_space_bytes: What one process may ask for; beyond it Python raises `MemoryError`.
         disk_bytes: What all files together may take.
         processes: Processes and threads at a time.

@@ -1,19 +1,25 @@
 """Runs programs that nobody trusts, and always ends them.
 
-Three modes, best first; `PythonSandbox` takes the first that this machine allows, found out by running a program in it:
+Three modes, best first; `PythonSandbox` takes the first that this machine allows, found out by running a program in it,
+and logs which:
 
 - `namespaces`: process, network, mount, IPC and host name namespaces of its own, as a user of its own (root), or in
-  a user namespace (everybody else, where the kernel lets them). The program sees Python, the system's libraries and a
-  /tmp in memory; no other process, no other file, no network. The kernel ends all of it at once.
-- `uid`: root without namespaces, as in most containers. A uid of its own: it can read what everybody on the machine may
-  read, and no more; it cannot signal, trace or look into other processes; a filter on system calls keeps it from the
-  network. Files in its folder, /tmp, /var/tmp and /dev/shm are measured 20 times a second and removed at the end;
-  what it writes to other places that everybody may write to is neither.
+  a user namespace (everybody else, and root in a container, where the kernel lets them). The program sees Python, the
+  system's libraries and a /tmp in memory; no other process, no other file, no network. The kernel ends all of it at
+  once.
+- `uid`: root without namespaces, as in most containers, where the kernel has Landlock. A uid of its own, which can
+  open Python, the system's libraries, /proc, its folder and /dev/shm, and no other file; it cannot signal, trace or
+  look into other processes; a filter on system calls leaves it no socket but connected pairs. Files in its folder and
+  /dev/shm are measured 20 times a second and removed at the end.
 - `unsafe`, only if asked for: a process of the same user, with limits. It can do all that this process can.
 
 In each mode a run has limits on time, memory, files, processes and output, nothing of the caller's environment, no
-standard input, and an empty folder of its own. When `run` returns or is cancelled, all processes and all files of the
-run are gone (`unsafe`: the processes that it can find). They also go when this process dies.
+standard input, and an empty folder of its own. What a program does to its sandbox is its own failure, and an ordinary
+result. When `run` returns or is cancelled, all processes and all files of the run are gone (`unsafe`: the processes
+that it can find). They also go when this process dies.
+
+`namespaces` needs no program such as bubblewrap: that has no limit on the number of files, gives root's programs no
+user of their own, and is missing on most machines, so all of `inside` would have to stay beside it.
 """
 
 from __future__ import annotations
@@ -22,11 +28,13 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +48,9 @@ Mode = Literal["namespaces", "uid", "unsafe"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
 """Why a program ended: by itself, or for the limit on what."""
+ENDED: tuple[Ended, ...] = get_args(Ended)
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """How long beyond its limit a run may take to start and to be cleaned up, before it is an error."""
@@ -93,6 +104,7 @@ class PythonSandbox:
         limits: SandboxLimits = DEFAULT_LIMITS,
         *,
         mode: Mode | None = None,
+        min_mode: Mode | None = None,
         unsafe: bool = False,
         python: str = sys.executable,
         visible_paths: Sequence[str | os.PathLike[str]] = (),
@@ -103,39 +115,27 @@ class PythonSandbox:
         Args:
             limits: What one run may use.
             mode: A mode to insist on; None takes the best.
+            min_mode: The least mode that will do; None for `uid`, or `unsafe` where that is allowed.
             unsafe: Run programs without protection if there is no other way.
-            python: The interpreter; its packages can be imported.
-            visible_paths: More files and folders that programs see in `namespaces`, read-only; everybody must be
-                allowed to read them.
+            python: The interpreter; its packages can be imported, but not what is installed as editable.
+            visible_paths: More files and folders that programs see, read-only; everybody must be allowed to read them.
             max_concurrency: Runs at a time, per event loop; the others wait, and their clock does not tick.
 
         Raises:
             SandboxUnavailableError: No allowed mode works here; says why for each.
+            ValueError: A mode that does not exist or that another argument rules out, or a path that does not exist.
         """
         self.limits = limits
         self._python = os.path.abspath(python)
         self._visible = tuple(os.path.abspath(path) for path in visible_paths)
+        for path in self._visible:
+            if not os.path.exists(path):
+                raise ValueError(f"visible_paths: there is no {path}")
         self._max_concurrency = max_concurrency
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
-        if mode == "unsafe" and not unsafe:
-            raise ValueError("mode='unsafe' needs unsafe=True")
-        wanted: tuple[Mode, ...] = MODES if unsafe else ("namespaces", "uid")
-        if mode is not None:
-            wanted = (mode,)
-        reasons: list[str] = []
-        for candidate in wanted:
-            reason = _why_not(candidate, self._python, os.geteuid())
-            if reason is None:
-                self.mode: Mode = candidate
-                return
-            reasons.append(f"{candidate}: {reason}")
-        said = "; ".join(reasons)
-        raise SandboxUnavailableError(
-            f"this machine has no way to keep Python code away from this process ({said}). Run as root, or allow user"
-            " namespaces, or pass unsafe=True to run code as this user, with limits but without protection"
-        )
+        self.mode: Mode = _best_mode(_allowed_modes(mode, min_mode, unsafe), self._python)
 
     async def run(self, code: str) -> Execution:
         """Run a program. If the task is cancelled, the program is ended first.
@@ -153,8 +153,11 @@ class PythonSandbox:
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_concurrency))
         async with slots:
-            with _folder(self.mode) as folder:
-                return await self._run(source, folder)
+            try:
+                with _folder(self.mode) as folder:
+                    return await self._run(source, folder)
+            except OSError as error:
+                raise SandboxError(f"no process could be started: {error}") from error
 
     async def _run(self, source: bytes, folder: str | None) -> Execution:
         status_reads, status_writes = os.pipe()
@@ -175,8 +178,6 @@ class PythonSandbox:
                         pass_fds=(status_writes,),
                         start_new_session=True,
                     )
-            except OSError as error:
-                raise SandboxError(f"no process could be started: {error}") from error
             finally:
                 os.close(status_writes)
                 os.close(output_writes)
@@ -186,15 +187,17 @@ class PythonSandbox:
             opened.pop_all()  # the readers close them
             reporting = asyncio.ensure_future(_read(status_reads, status, 1 << 16))
             try:
-                most = self.limits.wall_s + GRACE_S
-                await asyncio.wait({reading, waiting}, timeout=most, return_when=asyncio.FIRST_COMPLETED)
+                last = time.monotonic() + self.limits.wall_s + GRACE_S
+                await asyncio.wait(
+                    {reading, waiting}, timeout=self.limits.wall_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 too_much = reading.done() and reading.result()
                 if not too_much:  # it may have closed its output, and go on
-                    await asyncio.wait({waiting}, timeout=most)
+                    await asyncio.wait({waiting}, timeout=max(0.0, last - time.monotonic()))
                 overdue = not waiting.done() and not too_much
             finally:
                 await _end(process, waiting)
-                await asyncio.wait({reading, reporting}, timeout=2.0)
+                await asyncio.wait({reading, reporting}, timeout=5.0)
                 for reader in (reading, reporting):
                     reader.cancel()
                 await asyncio.gather(reading, reporting, return_exceptions=True)
@@ -202,20 +205,29 @@ class PythonSandbox:
         text = bytes(output[: self.limits.output_bytes]).decode("utf-8", errors="replace")
         if too_much:
             return Execution(output=text, ended="output", exit_code=None, mode=self.mode)
-        if overdue:
+        if overdue and self.mode != "unsafe":
             raise SandboxError(f"a program was still there {GRACE_S:g} seconds after its time was over")
+        if overdue:  # it can stop those that watch it
+            return Execution(output=text, ended="timeout", exit_code=None, mode=self.mode)
         return self._execution(bytes(status), text)
 
     def _execution(self, status: bytes, text: str) -> Execution:
-        lines = status.splitlines()
-        if not lines:
-            raise SandboxError(f"a program ended without a word on how; its output ends in {text[-200:]!r}")
-        told: dict[str, Any] = json.loads(lines[0])
-        if "refused" in told:
-            raise SandboxError(f"a program could not be started: {told['refused']}")
-        if told["ended"] == "stopped":
-            raise SandboxError("a program was stopped from outside")
-        return Execution(output=text, ended=told["ended"], exit_code=told["code"], mode=self.mode)
+        """Read how a program ended; once it runs, whatever it can do to those that watch it is its own failure."""
+        told = _told(status)
+        began = bool(told) and "refused" not in told[0]
+        safe = self.mode != "unsafe"
+        if not began or safe:
+            for words in told:
+                if "refused" in words:
+                    raise SandboxError(f"a program could not be started: {words['refused']}")
+        last = told[-1] if told else {}
+        ended: Any = last.get("ended")
+        code = last.get("code")
+        if not began or (safe and ended not in ENDED):  # out of the program's reach: stopped or killed by others
+            raise SandboxError(f"a program was ended from outside; its output ends in {text[-200:]!r}")
+        if ended not in ENDED or (ended == "exited") != isinstance(code, int):
+            return Execution(output=text, ended="exited", exit_code=-signal.SIGKILL, mode=self.mode)
+        return Execution(output=text, ended=ended, exit_code=code, mode=self.mode)
 
 
 def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:
@@ -225,6 +237,39 @@ def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:
         python: The interpreter that is to run in it.
     """
     return {mode: _why_not(mode, os.path.abspath(python), os.geteuid()) for mode in MODES}
+
+
+def _allowed_modes(mode: Mode | None, min_mode: Mode | None, unsafe: bool) -> tuple[Mode, ...]:
+    for name, value in (("mode", mode), ("min_mode", min_mode)):
+        if value is not None and value not in MODES:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(MODES)}")
+        if value == "unsafe" and not unsafe:
+            raise ValueError(f"{name}='unsafe' needs unsafe=True")
+    least = min_mode or ("unsafe" if unsafe else "uid")
+    allowed = MODES[: MODES.index(least) + 1]
+    if mode is None:
+        return allowed
+    if min_mode is not None and mode not in allowed:
+        raise ValueError(f"mode={mode!r} gives less protection than min_mode={min_mode!r}")
+    return (mode,)
+
+
+def _best_mode(allowed: Sequence[Mode], python: str) -> Mode:
+    """The first mode that works here, with a line in the log."""
+    reasons: list[str] = []
+    for mode in allowed:
+        reason = _why_not(mode, python, os.geteuid())
+        if reason is None:
+            level = logging.INFO if mode == MODES[0] else logging.WARNING
+            logger.log(level, "mode=<%s>, not=<%s> | programs run in this sandbox", mode, "; ".join(reasons))
+            return mode
+        reasons.append(f"{mode}: {reason}")
+    said = "; ".join(reasons)
+    unprotected = ", or pass unsafe=True to run code as this user, with limits but without protection"
+    advice = "" if "unsafe" in allowed else unprotected
+    raise SandboxUnavailableError(
+        f"this machine gives no sandbox that is allowed ({said}). Allow user namespaces, or run as root{advice}"
+    )
 
 
 @functools.lru_cache(maxsize=24)
@@ -258,38 +303,75 @@ def _why_not(mode: Mode, python: str, uid: int) -> str | None:
         os.close(reads)
     if ran.stdout.strip() == b"42":
         return None
-    reason = json.loads(told.splitlines()[0]).get("refused") if told else None
-    return reason or f"a program did not run: {ran.stdout[-200:].decode(errors='replace').strip()}"
+    for words in _told(told):
+        if "refused" in words:
+            return str(words["refused"])
+    return f"a program did not run: {ran.stdout[-200:].decode(errors='replace').strip()}"
+
+
+def _told(status: bytes) -> list[dict[str, Any]]:
+    """What the launcher said; what else stands there is left out."""
+    told = []
+    for line in status.splitlines():
+        with contextlib.suppress(ValueError):
+            words = json.loads(line)
+            if isinstance(words, dict):
+                told.append(words)
+    return told
 
 
 def _command(
     python: str, mode: Mode, limits: SandboxLimits, status_fd: int, folder: str | None, visible: tuple[str, ...]
 ) -> list[str]:
+    interpreter = _interpreter(python)
     config = {
         **asdict(limits),
         "mode": mode,
         "root": os.geteuid() == 0,
         "status_fd": status_fd,
         "parent": os.getpid(),
-        "folder": folder,
-        "python": python,
-        "visible": [*_folders_of(python), *visible],
+        "folder": folder and _in_utf8(folder),
+        "python": _in_utf8(interpreter.executable),
+        "visible": [_in_utf8(path) for path in (*interpreter.paths, *visible)],
     }
-    return [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, _INSIDE, json.dumps(config)]
+    started = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOTSTRAP]
+    return [*started, _INSIDE, json.dumps(config)]
+
+
+def _in_utf8(path: str) -> str:
+    """A path as the launcher's Python names it, whatever the locale of this process."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True)
+class _Interpreter:
+    """A Python: the file to run, and all that it needs to see. Never a whole prefix, which may be a project's root."""
+
+    executable: str
+    paths: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=8)
-def _folders_of(python: str) -> tuple[str, ...]:
-    """Where an interpreter and its packages are."""
-    if python == os.path.abspath(sys.executable):
-        folders = {sys.prefix, sys.base_prefix}
-    else:
-        asked = [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
-        # One that cannot say it does not work anyhow, and the probe says why.
-        folders = set(subprocess.run(asked, capture_output=True, text=True).stdout.split("\n"))
-    folders |= {os.path.realpath(folder) for folder in folders}
-    folders.add(str(Path(os.path.realpath(python)).parent.parent))
-    return tuple(sorted(folder for folder in folders if folder not in ("", "/")))
+def _interpreter(python: str) -> _Interpreter:
+    """Ask an interpreter where it and its packages are.
+
+    Raises:
+        OSError: It does not say.
+    """
+    asked = subprocess.run(
+        [python, "-I", "-B", "-X", "utf8", f"{_INSIDE}/interpreter.py"],
+        env=_environment(),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=PROBE_S,
+    )
+    try:
+        executable, *paths = (os.fsdecode(bytes.fromhex(path)) for path in json.loads(asked.stdout.splitlines()[-1]))
+    except (ValueError, IndexError):
+        said = (asked.stderr or asked.stdout)[-200:].decode(errors="replace").strip()
+        raise OSError(f"{python} does not run as a Python (exit code {asked.returncode}): {said}") from None
+    return _Interpreter(executable, tuple(paths))
 
 
 @contextlib.contextmanager
@@ -338,6 +420,7 @@ async def _end(process: asyncio.subprocess.Process, waiting: asyncio.Future[int]
     if not waiting.done():
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)
         cancelled = False
         for _ in range(3):
             try:

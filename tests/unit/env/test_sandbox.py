@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -26,7 +28,7 @@ from strands_env.sandbox import (
     SandboxUnavailableError,
     available_modes,
 )
-from support.sandboxes import running
+from support.sandboxes import NOBODY, WITHOUT_MOUNTS, programs_of, run_as, running, watchers
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # in most places every user may run it
 SMALL = SandboxLimits(
@@ -271,21 +273,150 @@ async def test_open_files_are_limited(mode: str) -> None:
     assert "Too many open files" in ran.output
 
 
-async def test_files_outside_of_its_folder_count_and_go_too(mode: str) -> None:
-    if mode == "unsafe":
-        pytest.skip("not promised in this mode")
-    code = program("""
+async def test_files_in_shared_memory_count_and_go_too(safe_mode: str) -> None:
+    shared = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/dev/shm"))
+    shared.chmod(0o1777)
+    code = program(f"""
         import os
-        for folder in ('/tmp', '/dev/shm'):
-            os.mkdir(f'{folder}/strands-env-sandbox-left'); open(f'{folder}/strands-env-sandbox-left/file', 'w')
+        for folder in ('/dev/shm', {str(shared)!r}):
+            if os.path.exists(folder):
+                open(f'{{folder}}/strands-env-sandbox-left', 'w').close()
         print('written')
         while True:
             with open('/dev/shm/strands-env-sandbox-big', 'ab') as f: f.write(b'x' * (1 << 20))
     """)
-    ran = await sandbox_in(mode).run(code)
-    assert ran.output.startswith("written\n")
-    assert ran.ended == "disk" or "No space left" in ran.output or "File too large" in ran.output
-    assert not list(Path("/dev/shm").glob("strands-env-sandbox-*"))
+    try:
+        ran = await sandbox_in(safe_mode).run(code)
+        assert ran.output.startswith("written\n")
+        assert ran.ended == "disk" or "No space left" in ran.output or "File too large" in ran.output
+        assert not list(Path("/dev/shm").glob("**/strands-env-sandbox-*"))
+    finally:
+        shutil.rmtree(shared)
+
+
+async def test_files_without_a_name_take_space(mode: str) -> None:
+    ran = await sandbox_in(mode, SandboxLimits(wall_s=8, disk_bytes=8 << 20)).run(
+        program("""
+        import os, time
+        files = []
+        for n in range(8):
+            files.append(open('f', 'wb')); os.unlink('f')
+            files[-1].write(b'x' * (2 << 20)); files[-1].flush()
+        time.sleep(100)
+    """)
+    )
+    assert ran.ended == "disk" or "No space left" in ran.output
+
+
+# --- memory that no process seems to have (B6) ---
+
+
+@pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
+async def test_buffers_of_sockets_count_as_memory(mode: str, kind: str) -> None:
+    if mode == "uid" and kind == "SOCK_DGRAM":
+        kind = "SOCK_STREAM"  # others could be reached from one of these, so there are none
+    ran = await sandbox_in(mode).run(
+        program(f"""
+        import os, socket, time
+        for _ in range(16):
+            if os.fork() == 0:
+                keep, full = [], b'x' * 65536
+                for _ in range(24):
+                    keep.append(socket.socketpair(socket.AF_UNIX, socket.{kind}))
+                    for end in keep[-1]:
+                        end.setblocking(False)
+                        try:
+                            while True: end.send(full)
+                        except OSError: pass
+                time.sleep(100)
+        time.sleep(100)
+    """)
+    )
+    assert ran.ended == "memory"
+
+
+async def test_sockets_that_are_in_no_process_count_as_memory() -> None:
+    if python_for("namespaces") is None:
+        pytest.skip("no namespaces here")
+    limits = SandboxLimits(wall_s=8, memory_bytes=48 << 20)
+    ran = await sandbox_in("namespaces", limits).run(
+        program("""
+        import array, os, socket, time
+        keep = []
+        for _ in range(10):
+            way, back = socket.socketpair()
+            keep += [way, back]
+            for _ in range(10):
+                a, b = socket.socketpair()
+                a.setblocking(False)
+                try:
+                    while True: a.send(b'x' * 65536)
+                except OSError: pass
+                files = array.array('i', [a.fileno(), b.fileno()])
+                way.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+                a.close(); b.close()
+        time.sleep(100)
+    """)
+    )
+    assert ran.ended == "memory"
+
+
+async def test_pipes_and_page_tables_count_as_memory(mode: str) -> None:
+    pipes = """
+        import os, time
+        for _ in range(8):
+            if os.fork() == 0:
+                for _ in range(120):
+                    reads, writes = os.pipe()
+                    os.set_blocking(writes, False)
+                    os.write(writes, b'x' * 65536)
+                time.sleep(100)
+        time.sleep(100)
+    """
+    tables = """
+        import mmap, os, time
+        for _ in range(8):
+            if os.fork() == 0:
+                space = mmap.mmap(-1, 3 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                for place in range(0, 3 << 30, 2 << 20): space[place]
+                time.sleep(100)
+        time.sleep(100)
+    """
+    for source in (pipes, tables):  # each 48 MB or more, where the processes themselves have less than 60
+        limits = SandboxLimits(wall_s=8, memory_bytes=80 << 20)
+        ran = await sandbox_in(mode, limits).run(program(source))
+        assert ran.ended == "memory", (ran, source)
+
+
+async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mode: str) -> None:
+    ran = await sandbox_in(safe_mode).run(
+        program("""
+        import ctypes, fcntl, os, platform, socket
+        libc = ctypes.CDLL(None, use_errno=True)
+        reads, writes = os.pipe()
+        file = open('main.py')
+        class Iovec(ctypes.Structure):
+            _fields_ = [('base', ctypes.c_char_p), ('length', ctypes.c_size_t)]
+        calls = {
+            'vmsplice': lambda: libc.vmsplice(writes, ctypes.byref(Iovec(b'x' * 4096, 4096)), 1, 0),
+            'tee': lambda: libc.tee(reads, writes, 1, 0),
+            'splice': lambda: libc.splice(file.fileno(), None, writes, None, 1, 0),
+            'sendfile': lambda: libc.sendfile(writes, file.fileno(), None, 1),
+            'inotify': lambda: libc.inotify_init1(0),
+            'larger pipes': lambda: fcntl.fcntl(writes, 1031, 1 << 20),
+            'larger buffers': lambda: socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20),
+            'io_uring': lambda: libc.syscall(425, 1, ctypes.create_string_buffer(256)),
+            'landlock': lambda: libc.syscall(444, ctypes.byref(ctypes.c_uint64(1)), 8, 0),
+            'filters': lambda: libc.prctl(22, 2, None, 0, 0),
+        }
+        for name, call in calls.items():
+            try: result, error = call(), ctypes.get_errno()
+            except OSError as raised: result, error = -1, raised.errno
+            if (result, error) != (-1, 1): print(name, result, error)
+        print('tried')
+    """)
+    )
+    assert ran.output == "tried\n"
 
 
 # --- what outlives the program ---
@@ -472,6 +603,311 @@ async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders:
         shutil.rmtree(folder)
 
 
+# --- what an interpreter shows of its owner (B1) ---
+
+
+def secret_in(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for path in (folder, *folder.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    secret = folder / ".env"
+    secret.write_text("open sesame")
+    return secret
+
+
+def seen(secret: Path, more: str = "") -> str:
+    return f"try: print(open({str(secret)!r}).read())\nexcept OSError: print('hidden')\n{more}"
+
+
+def virtual_environment(folder: Path, base: str) -> str:
+    subprocess.run([base, "-m", "venv", "--without-pip", "--symlinks", folder], check=True)
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture
+def project(folders: str) -> Iterator[Path]:
+    """A folder of the owner that everybody on the machine may read."""
+    folder = Path(folders) / "proj\u00e9ct"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_a_virtual_environment_shows_its_packages_but_not_the_project_around_it(
+    safe_mode: str, project: Path
+) -> None:
+    python = virtual_environment(project, python_for(safe_mode) or "")
+    packages = next(project.glob("lib/python3*/site-packages"))
+    (packages / "installed.py").write_text("print('imported')")
+    (packages / "editable.pth").write_text(f"{project}/src\n")
+    secret = secret_in(project)
+    source = secret_in(project / "src")
+    sandbox = PythonSandbox(SMALL, mode=safe_mode, python=python)  # type: ignore[arg-type]
+    for hidden in (secret, source):
+        assert (await sandbox.run(seen(hidden, "import installed"))).output == "hidden\nimported\n"
+
+
+async def test_another_interpreter_does_not_show_the_current_folder(
+    safe_mode: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = secret_in(project)
+    base = python_for(safe_mode) or ""
+    link, script = project / "linked", project / "wrapped"
+    link.symlink_to(os.path.realpath(base))
+    script.write_text(f'#!/bin/sh\nexec {base} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(project))
+    with monkeypatch.context() as here:
+        here.chdir(project)
+        for python in (SYSTEM_PYTHON, str(link), "linked", str(script)):
+            sandbox = PythonSandbox(SMALL, mode=safe_mode, python=python)  # type: ignore[arg-type]
+            assert (await sandbox.run(seen(secret))).output == "hidden\n", python
+
+
+async def test_programs_under_usr_that_are_no_part_of_the_system_are_not_visible(safe_mode: str) -> None:
+    if not os.access("/usr/src", os.W_OK):
+        pytest.skip("needs root")
+    folder = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/usr/src"))
+    try:
+        assert (await sandbox_in(safe_mode).run(seen(secret_in(folder)))).output == "hidden\n"
+    finally:
+        shutil.rmtree(folder)
+
+
+# --- what a program does to those that watch it (B2) ---
+
+ATTACKS = {
+    "limits": """
+        import os, resource, time
+        for pid in {targets}:
+            for what in ('NOFILE', 'AS', 'CPU', 'STACK', 'DATA', 'FSIZE', 'NPROC'):
+                try: resource.prlimit(pid, getattr(resource, f'RLIMIT_{{what}}'), (0, 0))
+                except OSError: pass
+        time.sleep(0.5)
+    """,
+    "scheduling": """
+        import os
+        for pid in {targets}:
+            for change in (lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+                           lambda: os.setpriority(os.PRIO_PROCESS, pid, 19)):
+                try: change()
+                except OSError: pass
+    """,
+    "signals": """
+        import os, time
+        for number in [*range(1, 9), *range(10, 32), 35, 64, 9]:
+            for pid in {targets}:
+                try: os.kill(pid, number)
+                except OSError: pass
+        time.sleep(0.5)
+    """,
+    "files": """
+        import os
+        for pid in {targets}:
+            for n in range(64):
+                try:
+                    file = os.open(f'/proc/{{pid}}/fd/{{n}}', os.O_WRONLY | os.O_NONBLOCK)
+                    os.write(file, b'{{"refused": "x"}}\\n[]\\nnoise')
+                except OSError: pass
+    """,
+    "memory": """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        for pid in {targets}:
+            libc.ptrace(16, pid, 0, 0)
+            try: open(f'/proc/{{pid}}/mem', 'r+b').write(b'x')
+            except OSError: pass
+    """,
+    "disk": """
+        import os
+        for name in os.listdir('.'): os.unlink(name) if os.path.isfile(name) else None
+        try:
+            with open('full', 'wb') as file:
+                while True: file.write(b'x' * 65536)
+        except OSError: pass
+    """,
+    "descriptors": """
+        import os
+        os.closerange(0, 256)
+    """,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(
+    mode: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In `unsafe` it reaches those that watch, and ends or stops them; the one that runs it is out of bounds.
+    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 2.0 if mode == "unsafe" else 15.0)
+    code = "import os; ours = [os.getppid()]\n"
+    if mode == "unsafe":
+        code += "ours.append(int(open(f'/proc/{ours[0]}/stat').read().rpartition(')')[2].split()[1]))\n"
+    else:
+        code += "ours.append(1)\n"
+    ran = await sandbox_in(mode, SandboxLimits(wall_s=5, disk_bytes=8 << 20)).run(
+        code + program(ATTACKS[name]).format(targets="ours")
+    )
+    assert ran.mode == mode  # a result, and no error
+
+
+async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
+    parents = "import os, time\nhere = os.getppid()\nabove = int(open(f'/proc/{here}/stat').read().split()[3])\n"
+    for target in ("here", "above"):
+        for number in ("SIGKILL", "SIGTERM", "SIGSTOP"):
+            kill = f"import signal; os.kill({target}, signal.{number}); time.sleep(100)"
+            ran = await sandbox_in("unsafe", SandboxLimits(wall_s=0.5)).run(parents + kill)
+            assert ran.ended in ("exited", "timeout") and ran.exit_code != 0, (target, number, ran)
+
+
+def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_hold() -> None:
+    programs = [program(text).format(targets="(1, os.getppid())") for text in ATTACKS.values()]
+    programs = [f"import os\n{text}" for text in programs]
+    count = (
+        "import os, signal\nn = 0\ntry:\n    while True:\n        if os.fork() == 0: signal.pause()\n        n += 1\n"
+    )
+    programs.append("import os; print(os.getuid(), os.path.exists('/home'), os.listdir('/proc').count('1'))")
+    programs.append(f"{count}except OSError: print(n < 64)")
+    for user in (NOBODY, WITHOUT_MOUNTS) if os.geteuid() == 0 else ((),):
+        told = run_as(user, SYSTEM_PYTHON, "namespaces", programs, wall_s=5, disk_bytes=8 << 20)
+        if isinstance(told, str):
+            assert "Operation not permitted" in told or "No space left" in told, told  # not for a fault of ours
+            continue
+        assert [ran.get("mode") for ran in told] == ["namespaces"] * len(programs), told
+        assert told[-2]["output"] == "1000 False 1\n" and told[-1]["output"] == "True\n", told
+
+
+# --- what is shared with the machine (B7) ---
+
+
+async def test_nothing_is_left_in_folders_that_everybody_may_write_to(safe_mode: str) -> None:
+    outer = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/var/tmp"))
+    outer.chmod(0o755)
+    public = outer / "public"
+    public.mkdir()
+    public.chmod(0o1777)
+    (public / "log").write_text("")
+    (public / "log").chmod(0o666)
+    try:
+        ran = await sandbox_in(safe_mode).run(
+            program(f"""
+            for path in ({str(public / "left")!r}, {str(public / "log")!r}):
+                try: open(path, 'a').write('left')
+                except OSError: pass
+            print('tried')
+        """)
+        )
+        assert ran.output == "tried\n"
+        assert [path.name for path in public.iterdir()] == ["log"] and (public / "log").read_text() == ""
+    finally:
+        shutil.rmtree(outer)
+
+
+async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode: str, project: Path) -> None:
+    import socket
+
+    paths = ["\0test-sandbox-stream", "\0test-sandbox-datagram", str(project / "s"), str(project / "d")]
+    served = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)] * 2
+    served[2:] = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
+    for path, server in zip(paths, served, strict=True):
+        server.bind(path)
+        if not path.startswith("\0"):
+            os.chmod(path, 0o777)
+        if server.type == socket.SOCK_STREAM:
+            server.listen()
+        server.setblocking(False)
+    ran = await sandbox_in(safe_mode).run(
+        program(f"""
+        import socket
+        for path in {paths!r}:
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+                for make in (lambda: socket.socket(socket.AF_UNIX, kind), lambda: socket.socketpair(type=kind)[0]):
+                    for reach in (lambda s: s.connect(path), lambda s: s.sendto(b'x', path),
+                                  lambda s: s.sendmsg([b'x'], (), 0, path)):
+                        try: reach(make()); print('reached', path)
+                        except OSError: pass
+    """)
+    )
+    assert ran.output == ""
+    for server in served:
+        with server, pytest.raises(BlockingIOError):
+            server.accept() if server.type == socket.SOCK_STREAM else server.recv(1)
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode: str, victim: int, folders: str) -> None:
+    code = (
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
+    )
+    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=60)).run(code))
+    watching: list[int] = []
+    while len(watching) < 2 or not programs_of(watching):
+        await asyncio.sleep(0.01)
+        assert not ran.done(), ran
+        watching = watchers(os.getpid())
+    left = programs_of(watching)
+    os.kill(watching[victim], signal.SIGKILL)
+    with contextlib.suppress(SandboxError):  # nobody can say who did it
+        assert (await ran).exit_code == -signal.SIGKILL
+    await ran if not ran.done() else None
+    assert running(os.getpid(), folders) == []
+    assert not [pid for pid in left if os.path.exists(f"/proc/{pid}/exe")]
+
+
+async def test_any_path_will_do(mode: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = virtual_environment(project / "a b\\\u00e9", python_for(mode) or "")
+    shown = project / "\u00fc\udcfe \t"
+    shown.mkdir()
+    (shown / "data").write_text("of the host")
+    folder = project / "tm\u00fc"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    sandbox = PythonSandbox(SMALL, mode=mode, unsafe=True, python=python, visible_paths=[shown])  # type: ignore[arg-type]
+    ran = await sandbox.run(
+        f"import os, sys\nprint(open({str(shown / 'data')!r}).read(), sys.prefix != sys.base_prefix)"
+    )
+    assert ran.output == "of the host True\n"
+
+
+# --- which mode (7) ---
+
+
+def test_the_mode_is_logged_in_one_line(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "strands_env")
+    sandbox_in(mode)
+    (line,) = caplog.records
+    assert f"mode=<{mode}>" in line.message
+    assert line.levelno == (logging.INFO if mode == "namespaces" else logging.WARNING)
+
+
+def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    for least in ("namespaces", "uid"):
+        with pytest.raises(SandboxUnavailableError, match=f"namespaces: .*{broken}"):
+            PythonSandbox(python=str(broken), min_mode=least, unsafe=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="less protection"):
+        PythonSandbox(mode="uid", min_mode="namespaces")
+    with pytest.raises(ValueError, match="min_mode='none' is none of namespaces, uid, unsafe"):
+        PythonSandbox(min_mode="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs unsafe=True"):
+        PythonSandbox(min_mode="unsafe")
+    with pytest.raises(ValueError, match="there is no /does/not/exist"):
+        PythonSandbox(visible_paths=["/does/not/exist"])
+
+
+def test_a_mode_that_this_machine_cannot_give_is_an_error_that_says_why(mode: str) -> None:
+    for least in MODES:
+        if python_for(least) is None:
+            with pytest.raises(SandboxUnavailableError, match=f"{least}: "):
+                PythonSandbox(mode=least, unsafe=True)
+        elif least != "unsafe":
+            assert PythonSandbox(min_mode=least, python=python_for(least) or "").mode in SAFE
+
+
 async def test_there_is_no_network(safe_mode: str) -> None:
     import socket
 
@@ -541,32 +977,3 @@ async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(SandboxError, match="no process could be started"):
         await sandbox.run("print(1)")
-
-
-def _copy_for_others(folder: Path) -> None:
-    shutil.copytree(Path(strands_env.sandbox.__file__).parent, folder / "sandbox", dirs_exist_ok=True)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="other tests run as a user without privileges already")
-def test_a_user_without_privileges_gets_namespaces_where_the_kernel_allows_it() -> None:
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        _copy_for_others(folder)
-        inner = "import os, signal\nprint(os.getuid(), os.path.exists('/home'))\n"
-        inner += "for number in (15, 9, 19): os.kill(1, number)\nn = 0\ntry:\n    while True:\n"
-        inner += "        if os.fork() == 0: signal.pause()\n        n += 1\nexcept OSError: print(n < 16)\n"
-        code = (
-            "import asyncio, sys\nfrom sandbox import PythonSandbox, SandboxLimits, available_modes\n"
-            "why = available_modes()['namespaces']\n"
-            "if why: print('skip', why); sys.exit()\n"
-            f"print(asyncio.run(PythonSandbox(SandboxLimits(wall_s=5, processes=16)).run({inner!r})))\n"
-        )
-        ran = subprocess.run(
-            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", SYSTEM_PYTHON, "-c", code],
-            cwd=folder, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        if ran.stdout.startswith("skip"):
-            pytest.skip(ran.stdout)
-        assert "output='1000 False\\nTrue\\n', ended='exited', exit_code=0, mode='namespaces'" in ran.stdout, ran

@@ -1,12 +1,14 @@
-"""The file system that a program in namespaces sees: Python and the system's libraries, read-only, and one small /tmp.
+"""The files that a program sees: Python and the system's libraries, read-only, and one small folder.
 
-All of it is in memory and belongs to the namespace, so it is gone with the last process in there.
+In namespaces that is a file system of its own. All of it is in memory and belongs to the namespace, so it is gone with
+the last process in there. As another user, the same files are the only ones of the machine that may be opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -16,17 +18,14 @@ from . import kernel
 PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
 """Where the new root may be put together; nothing of that is seen outside of the namespace."""
 SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/alternatives",
+    *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")),
+    *(f"/usr/local/{name}" for name in ("bin", "lib", "lib64")),
+    *(f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")),
+    *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "nsswitch.conf")),
 )
+"""Not all of /usr: programs of the owner live in /usr/src and the like."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SHARED_MEMORY = "/dev/shm"
 BYTES_PER_FILE = 4096
 
 
@@ -56,6 +55,18 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount(None, "/", None, read_only)
     os.chdir("/tmp")
+
+
+def limit(config: dict[str, Any], folder: str) -> None:
+    """Keep this process from all files of the machine that it has no need of; cannot be undone."""
+    kernel.limit_files(
+        [
+            *((path, kernel.LOOK) for path in (*SYSTEM, *config["visible"], "/proc", "/etc/passwd", "/etc/group")),
+            *((path, kernel.READ_FILE | kernel.WRITE_FILE) for path in DEVICES),
+            (SHARED_MEMORY, kernel.CHANGE_FILES),
+            (folder, kernel.EVERYTHING),
+        ]
+    )
 
 
 def most_files(size: int) -> int:
@@ -95,10 +106,15 @@ def _bind(opened: int, target: str) -> None:
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
+def _character(octal: re.Match[bytes]) -> bytes:
+    return bytes([int(octal[1], 8)])
+
+
 def _make_read_only(root: str) -> None:
     """Make all that is mounted under the new root read-only, mounts inside of mounts too."""
-    with open("/proc/self/mountinfo") as table:
-        points = [line.split()[4].encode().decode("unicode_escape") for line in table]
+    with open("/proc/self/mountinfo", "rb") as table:
+        # What would end a field is written as its octal number.
+        points = [os.fsdecode(re.sub(rb"\\(\d{3})", _character, line.split()[4])) for line in table]
     for point in points:
         if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
             # What a mount has from its owner (no device files, ...) may not be taken off it by others.

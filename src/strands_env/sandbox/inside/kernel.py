@@ -1,8 +1,10 @@
-"""The system calls of the sandbox that Python does not have: namespaces, mounts, and a filter on system calls (Linux).
+"""The system calls of the sandbox that Python does not have: namespaces, mounts, Landlock, and a filter (Linux).
 
-The filter keeps a program from the network (sockets of its own machine aside), from namespaces, mounts, other
-processes' memory, memory that is no process's (it would be held without being counted, and some of it outlives all
-processes), and parts of the kernel that no computation needs.
+The filter keeps a program from the network (Unix sockets aside), from namespaces, mounts, other processes' memory, and
+from parts of the kernel that no computation needs. It also refuses what would hold memory that nobody counts: memory
+that is no process's, pages lent to a pipe, buffers beyond their default size, and what the kernel counts per user.
+
+Landlock limits files to the given ones (https://docs.kernel.org/userspace-api/landlock.html).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -39,7 +43,7 @@ def unshare(flags: int) -> None:
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     """Mount a file system."""
-    args = [text.encode() if text is not None else None for text in (source, target, kind)]
+    args = [os.fsencode(text) if text is not None else None for text in (source, target, kind)]
     options = data.encode() if data is not None else None
     _checked(_libc.mount(*args, ctypes.c_ulong(flags), options), f"mount {target}")
 
@@ -59,41 +63,134 @@ def prctl(option: int, value: int) -> None:
     )
 
 
+@contextmanager
+def files_as(uid: int) -> Iterator[None]:
+    """Look at files, those of /proc too, as a user and a group; in all else this process stays who it is.
+
+    Root may look into other users' processes with a capability only that plain containers do not have.
+    """
+    group, user = _libc.setfsgid(uid), _libc.setfsuid(uid)
+    try:
+        yield
+    finally:
+        _libc.setfsuid(user)
+        _libc.setfsgid(group)
+
+
+# --- Landlock ---
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = 1, 2, 4, 8, 1 << 5, 1 << 8, 1 << 14
+LOOK = EXECUTE | READ_FILE | READ_DIR
+CHANGE_FILES = READ_FILE | WRITE_FILE | READ_DIR | REMOVE_FILE | MAKE_REG | TRUNCATE
+EVERYTHING = (1 << 64) - 1
+_OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_KNOWN = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
+"""The rights that each version of Landlock adds."""
+
+
+def can_limit_files() -> bool:
+    """Whether the kernel has Landlock (since Linux 5.13, unless it is switched off)."""
+    return _landlock_version() > 0
+
+
+def limit_files(allowed: list[tuple[str, int]]) -> None:
+    """Let this process, and all that it starts, use no files but some. Cannot be undone.
+
+    Args:
+        allowed: Paths, with what may be done to them and to all that is in them; what does not exist is left out.
+
+    Raises:
+        OSError: The kernel does not take it.
+    """
+    version = _landlock_version()
+    handled = sum(rights for since, rights in _KNOWN if version >= since)
+    attributes = struct.pack("=Q", handled)
+    rules = _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    _checked(0 if rules >= 0 else -1, "landlock")
+    try:
+        for path, rights in allowed:
+            try:
+                opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            rights &= handled if os.path.isdir(path) else handled & _OF_FILES
+            rule = struct.pack("=Qi", rights, opened)
+            result = _libc.syscall(_ADD_RULE, rules, 1, rule, 0)
+            os.close(opened)
+            _checked(result, f"landlock {path}")
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        _checked(_libc.syscall(_RESTRICT_SELF, rules, 0), "landlock")
+    finally:
+        os.close(rules)
+
+
+def _landlock_version() -> int:
+    return int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+
+
+# --- the filter on system calls ---
+
+
 @dataclass(frozen=True)
 class _Machine:
     """Numbers of a processor: `AUDIT_ARCH_*` of linux/audit.h, and its system calls."""
 
     audit: int
-    socket: int
     clone: int
+    prctl: int
+    fcntl: int
+    setsockopt: int
+    socket: int
+    socketpair: int
+    send_with_files: tuple[int, ...]
     denied: tuple[int, ...]
 
 
-_COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 447)  # io_uring_setup, the new way of mounting, memfd_secret
+# io_uring_setup, the new way of mounting, landlock_create_ruleset, memfd_secret
+_COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 444, 447)
 _MACHINES = {
     "x86_64": _Machine(
         audit=0xC000003E,
-        socket=41,
         clone=56,
+        prctl=157,
+        fcntl=72,
+        setsockopt=54,
+        socket=41,
+        socketpair=53,
+        send_with_files=(46, 307),
         # ptrace, mount, umount2, pivot_root, init_module, kexec_load, add_key, request_key, keyctl, unshare,
         # perf_event_open, setns, process_vm_readv, process_vm_writev, finit_module, bpf, userfaultfd,
-        # memfd_create, shmget, msgget, semget, mq_open
+        # memfd_create, shmget, msgget, semget, mq_open,
+        # splice, tee, vmsplice, sendfile, inotify_init1, fanotify_init, seccomp, inotify_init
         denied=(101, 165, 166, 155, 175, 246, 248, 249, 250, 272, 298, 308, 310, 311, 313, 321, 323)
-        + (319, 29, 68, 64, 240),
+        + (319, 29, 68, 64, 240)
+        + (275, 276, 278, 40, 294, 300, 317, 253),
     ),
     "aarch64": _Machine(
         audit=0xC00000B7,
-        socket=198,
         clone=220,
+        prctl=167,
+        fcntl=25,
+        setsockopt=208,
+        socket=198,
+        socketpair=199,
+        send_with_files=(211, 269),
         denied=(117, 40, 39, 41, 105, 104, 217, 218, 219, 97, 241, 268, 270, 271, 273, 280, 282)
-        + (279, 194, 186, 190, 180),
+        + (279, 194, 186, 190, 180)
+        + (76, 77, 75, 71, 26, 262, 277),
     ),
 }
 _CLONE3 = 435
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; the low half of the argument
-_UNIX = 1
+_NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data
+_UNIX, _STREAM, _SEQPACKET, _KIND = 1, 1, 5, 0xF
+_SO_SNDBUF, _F_SETPIPE_SZ = 7, 1031
+_Line = tuple[int, int, int, int]
+_REFUSE: _Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_NO_ACCESS: _Line = (_RETURN, 0, 0, _ERRNO | errno.EACCES)
+_LET: _Line = (_RETURN, 0, 0, _ALLOW)
 
 
 def can_filter() -> bool:
@@ -101,41 +198,42 @@ def can_filter() -> bool:
     return platform.machine() in _MACHINES
 
 
-def filter_system_calls() -> None:
+def filter_system_calls(only_pairs: bool) -> None:
     """Keep this process, and all that it starts, from the network and from the kernel's tools. Cannot be undone.
+
+    Args:
+        only_pairs: Allow no sockets but connected pairs, which reach nobody else, and no way to hide them from being
+            counted. For programs that share the names of Unix sockets with the machine.
 
     Raises:
         OSError: The kernel does not take it.
     """
     machine = _MACHINES[platform.machine()]
     namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
-    refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    code = [
+    code: list[_Line] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, machine.audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine.audit == 0xC000003E:
-        code += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers would be a way around
-    for number in (*machine.denied, *_COMMON):
-        code += [(_EQUAL, 0, 1, number), refuse]
+        code += [(_AT_LEAST, 0, 1, 0x40000000), _REFUSE]  # the x32 numbers would be a way around
+    for number in (*machine.denied, *_COMMON, *(machine.send_with_files if only_pairs else ())):
+        code += [(_EQUAL, 0, 1, number), _REFUSE]
     code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # its flags cannot be seen; C falls back
-    code += [
-        (_EQUAL, 0, 4, machine.clone),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_ANY_BIT, 0, 1, namespaces),
-        refuse,
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    code += [
-        (_EQUAL, 0, 4, machine.socket),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_EQUAL, 1, 0, _UNIX),
-        (_RETURN, 0, 0, _ERRNO | errno.EACCES),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    code.append((_RETURN, 0, 0, _ALLOW))
+    code += _call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE)
+    code += _call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE)
+    code += _call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE)
+    options = ((_EQUAL, 1, 0, PR_SET_DUMPABLE), (_EQUAL, 0, 1, PR_SET_SECCOMP))  # hides from the watcher; takes memory
+    code += _call(machine.prctl, _argument(0), *options, _REFUSE)
+    unix = (_argument(0), (_EQUAL, 1, 0, _UNIX), _NO_ACCESS)
+    if only_pairs:
+        code += _call(machine.socket, _NO_ACCESS)
+        connected = ((_AND, 0, 0, _KIND), (_EQUAL, 2, 0, _STREAM), (_EQUAL, 1, 0, _SEQPACKET), _NO_ACCESS)
+        code += _call(machine.socketpair, *unix, _argument(1), *connected)
+    else:
+        code += _call(machine.socket, *unix)
+    code.append(_LET)
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     # struct sock_fprog: a length, padding, a pointer
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters)))
@@ -144,3 +242,12 @@ def filter_system_calls() -> None:
         PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program), ctypes.c_ulong(0), ctypes.c_ulong(0)
     )
     _checked(result, "seccomp")
+
+
+def _argument(n: int) -> _Line:
+    return (_LOAD, 0, 0, 16 + 8 * n)  # the low half: all that are looked at have 32 bits
+
+
+def _call(number: int, *lines: _Line) -> list[_Line]:
+    """Lines for one system call, which is let through after them."""
+    return [(_EQUAL, 0, len(lines) + 1, number), *lines, _LET]

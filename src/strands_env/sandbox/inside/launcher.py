@@ -1,11 +1,14 @@
 """Starts a program in the sandbox, watches it, ends all of it, and says how it ended.
 
-Stays outside of the sandbox, and is gone only once everything of the program is. Ends the program on SIGTERM, which it
-also gets when the process that started it dies. In namespaces, the first process of the namespace watches; the kernel
-ends all others with it.
+Two processes do so. The watcher stays outside: a program in namespaces does not see it, and one of another user cannot
+touch it. It looks at limits, is gone only once everything of the program is, and ends the program on SIGTERM, which it
+also gets when the process that started it dies. Its child, the program's parent, is there to collect processes and has
+nothing to lose; in namespaces it is their first process, and the kernel ends all others with it. When one of the two is
+killed, the other one ends the program.
 
-The last thing on the pipe `status_fd` is a JSON object: `ended` (why: exited, timeout, memory, processes, disk,
-stopped) and `code` (the exit code, negative for a signal), or `refused` with what this machine does not allow.
+On the pipe `status_fd` come JSON objects, one per line: `refused` with what this machine does not allow, or `started`
+and, in the end, `ended` (why: exited, timeout, memory, processes, disk, stopped) with `code` (the exit code, negative
+for a signal). After `started`, whatever goes wrong is the program's work.
 """
 
 from __future__ import annotations
@@ -15,22 +18,24 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import stat
+import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import file_system, kernel
 from .members import Members, OfNamespace, OfParent, OfUser, reap
 
 INNER = 1000
-"""The uid in a user namespace of our own."""
+"""The program's uid in a user namespace of our own."""
 FIRST_SPARE = 2_000_000_000
 """The uids from here on belong to nobody; each run takes one of its own."""
 POLL_S = 0.05
-SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where every user of a machine may write."""
+_NUMBER = struct.Struct("=i")
 
 
 def main() -> NoReturn:
@@ -46,8 +51,7 @@ def main() -> NoReturn:
         run = {"namespaces": _in_namespaces, "uid": _as_other_user, "unsafe": _unsafe}[config["mode"]]
         run(config)
     except OSError as error:
-        with contextlib.suppress(BrokenPipeError):  # whoever started this is gone
-            _tell(status_fd, refused=str(error))
+        _tell(status_fd, refused=str(error))
     finally:
         if config["folder"] is not None:
             file_system.remove(config["folder"])
@@ -55,48 +59,75 @@ def main() -> NoReturn:
 
 
 def _tell(status_fd: int, **what: Any) -> None:
-    os.write(status_fd, json.dumps(what).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # whoever started this is gone
+        os.write(status_fd, json.dumps(what).encode() + b"\n")
 
 
 # --- the modes ---
 
 
 def _in_namespaces(config: dict[str, Any]) -> None:
-    uid = spare_uid() if config["root"] else None
     flags = kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
-    if uid is not None:
-        kernel.unshare(flags)
-    else:
-        outer_uid, outer_gid = os.geteuid(), os.getegid()
-        kernel.unshare(flags | kernel.NEWUSER)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{INNER} {outer_uid} 1")
-        _write("/proc/self/gid_map", f"{INNER} {outer_gid} 1")
-    first = os.fork()
-    if first == 0:
-        _first_process(config, uid)
-    while True:
-        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
-            os.kill(first, signal.SIGKILL)
-        if os.waitpid(first, os.WNOHANG)[0]:  # the kernel has ended everything in there by then
-            return
-
-
-def _first_process(config: dict[str, Any], uid: int | None) -> NoReturn:
+    user = spare_uid() if config["root"] else None
+    members = OfNamespace()
+    inner = INNER if user is None else user
     try:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The first process of a namespace hears no signals but those that it handles or blocks.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        inner = uid if uid is not None else INNER
-        file_system.build(config, inner, inner)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
-        program = _start(config, user=uid, filtered=kernel.can_filter())
-        ended, code = _watch(program, OfNamespace(), config)
-        _tell(config["status_fd"], ended=ended, code=code)
-    except OSError as error:
-        _tell(config["status_fd"], refused=str(error))
+        if user is None:
+            raise PermissionError
+        kernel.unshare(flags)
+    except PermissionError:  # root without the capability for it may still have a user namespace
+        inner = INNER
+        if not _unshare_with_users(flags, user):
+            user = None
+    # From here on, /proc is that of the namespace: the child puts it there for both.
+    _watch(config, members, lambda told: _first_process(config, inner, user is not None, told))
+
+
+def _unshare_with_users(flags: int, spare: int | None) -> bool:
+    """Leave the namespaces, that of users too. True if `INNER` is a user of its own there, rather than this one."""
+    uid, gid, this = os.geteuid(), os.getegid(), os.getpid()
+    go_reads, go_writes = os.pipe()
+    helper = os.fork()  # only somebody who stays behind may give away users that are not his own
+    if helper == 0:
+        try:
+            os.close(go_writes)
+            if not os.read(go_reads, 1):
+                os._exit(1)
+            if spare is not None:
+                with contextlib.suppress(OSError):
+                    for kind in ("uid", "gid"):
+                        _write(f"/proc/{this}/{kind}_map", f"0 0 1\n{INNER} {spare} 1")
+                    os._exit(0)
+            _write(f"/proc/{this}/setgroups", "deny")
+            for kind, own in (("uid", uid), ("gid", gid)):
+                _write(f"/proc/{this}/{kind}_map", f"{INNER} {own} 1")
+            os._exit(2)
+        finally:
+            os._exit(1)
+    os.close(go_reads)
+    try:
+        kernel.unshare(flags | kernel.NEWUSER)
+        os.write(go_writes, b"+")
     finally:
-        os._exit(0)
+        os.close(go_writes)
+        code = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if code not in (0, 2):
+        raise OSError(errno.EPERM, "no user may be had in a user namespace")
+    return code == 0
+
+
+def _first_process(config: dict[str, Any], inner: int, switch: bool, told: int) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not _is_read(told):
+        return
+    file_system.build(config, inner, inner)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
+    program = _start(config, inner if switch else None, told)
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            return
 
 
 def _as_other_user(config: dict[str, Any]) -> None:
@@ -105,29 +136,52 @@ def _as_other_user(config: dict[str, Any]) -> None:
         raise OSError("there is no other uid to use")
     if not kernel.can_filter():
         raise OSError("there is no system call filter for this processor")
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if not kernel.can_limit_files():
+        raise OSError("the kernel has no Landlock")
     os.chown(config["folder"], uid, uid)
     os.chdir(config["folder"])
+    members = OfUser(uid)
     try:
-        _finish(_start(config, user=uid, filtered=True), OfUser(uid), config, uid)
+        _watch(config, members, lambda told: _parent(config, members, uid, told))
     finally:
-        for path in _elsewhere(uid, config["folder"]):  # nobody is left who could change it meanwhile
-            file_system.remove(path)
+        _remove(config, uid)
 
 
 def _unsafe(config: dict[str, Any]) -> None:
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(config["folder"])
-    program = _start(config, user=None, filtered=False)
-    _finish(program, OfParent(program), config)
+    _watch(config, OfParent(), lambda told: _parent(config, OfParent(), None, told))
 
 
-def _finish(program: int, members: Members, config: dict[str, Any], uid: int | None = None) -> None:
+def _parent(config: dict[str, Any], members: Members, user: int | None, told: int) -> None:
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not _is_read(told):
+        return
     try:
-        ended, code = _watch(program, members, config, uid)
+        program = _start(config, user, told)
+        while signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) != signal.SIGTERM:
+            ended = reap()
+            if program in ended:
+                os.write(told, _NUMBER.pack(ended[program]))
+                return
     finally:
-        members.kill()
-    _tell(config["status_fd"], ended=ended, code=code)
+        if not _is_read(told):  # the watcher is gone
+            members.kill()
+            _remove(config, user)
+
+
+def _remove(config: dict[str, Any], user: int | None) -> None:
+    """Remove what a program has left; nobody is left who could change it meanwhile."""
+    shared = _shared_memory_of(user) if user is not None else []
+    for path in (config["folder"], *shared):
+        file_system.remove(path)
+
+
+def _is_read(pipe: int) -> bool:
+    """Whether somebody is left who reads from a pipe."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return not poll.poll(0)
 
 
 def spare_uid() -> int | None:
@@ -149,24 +203,29 @@ def spare_uid() -> int | None:
 # --- the program ---
 
 
-def _start(config: dict[str, Any], user: int | None, filtered: bool) -> int:
-    """Write the source, start the program on it, and return its pid."""
+def _start(config: dict[str, Any], user: int | None, told: int) -> int:
+    """Write the source, start the program on it, and return its pid; `told` gets it once the program runs."""
     with open(0, "rb", closefd=False) as given, open("main.py", "wb") as source:
         source.write(given.read())
     if user is not None:
         os.chown("main.py", user, user)
+    runs_reads, runs_writes = os.pipe()
     program = os.fork()
     if program == 0:
         try:
-            _become_program(config, user, filtered)
+            _become_program(config, user)
         except BaseException as error:
             _tell(config["status_fd"], refused=str(error))
         finally:
             os._exit(1)
+    os.close(runs_writes)
+    os.read(runs_reads, 1)  # ends when the program has replaced the process: nothing of what is open here is left
+    os.close(runs_reads)
+    os.write(told, _NUMBER.pack(program))
     return program
 
 
-def _become_program(config: dict[str, Any], user: int | None, filtered: bool) -> None:
+def _become_program(config: dict[str, Any], user: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     os.setsid()
     nothing = os.open("/dev/null", os.O_RDONLY)
@@ -187,25 +246,27 @@ def _become_program(config: dict[str, Any], user: int | None, filtered: bool) ->
         most = resource.getrlimit(what)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(what, (limit, limit))
+    home = os.getcwd()
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if filtered:
-        kernel.filter_system_calls()
-    home = os.getcwd()
+    if config["mode"] == "uid":
+        file_system.limit(config, home)
+    if config["mode"] != "unsafe" and kernel.can_filter():
+        kernel.filter_system_calls(only_pairs=config["mode"] == "uid")
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    python = config["python"]
-    # Nothing but the standard streams may be left of what was open (the status pipe closes by itself: it is needed if
-    # exec fails).
+    # Nothing but the standard streams is left of what is open once the program has begun.
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != config["status_fd"]:
+        if int(name) > 2:
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.set_inheritable(int(name), False)
+    _tell(config["status_fd"], started=True)
+    python = config["python"]
     os.execve(python, [python, "-E", "-s", "-B", "-u", "-X", "utf8", "main.py"], environment)
 
 
@@ -228,41 +289,85 @@ def _of_user(uid: int) -> int:
 # --- watching ---
 
 
-def _watch(program: int, members: Members, config: dict[str, Any], uid: int | None = None) -> tuple[str, int | None]:
+def _watch(config: dict[str, Any], members: Members, work: Callable[[int], None]) -> None:
+    """Run `work` in a child, which starts the program; watch the program, end all of it, and say how it ended."""
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    reads, told = os.pipe()
+    os.set_blocking(reads, False)
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        try:
+            work(told)
+        except OSError as error:
+            _tell(config["status_fd"], refused=str(error))
+        finally:
+            os._exit(0)
+    os.close(told)
+    members.parent = child
+    try:
+        ended, code = _wait(config, members, child, reads)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        if config["mode"] != "namespaces":  # where the kernel ends them all
+            members.kill()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+    _tell(config["status_fd"], ended=ended, code=code)
+
+
+def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> tuple[str, int | None]:
     """Wait until the program ends or must be ended: why, and its exit code."""
     deadline = time.monotonic() + config["wall_s"]
-    # The first process of a namespace hears the program's signals only, and is ended from outside with SIGKILL.
-    woken_by = {signal.SIGCHLD} if config["mode"] == "namespaces" else {signal.SIGCHLD, signal.SIGTERM}
+    said = b""
+    gone = False
     while True:
-        ended = reap()
-        if program in ended:
-            return "exited", ended[program]
+        gone = gone or child in reap()
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(reads, 2 * _NUMBER.size)
+        numbers = [number for (number,) in _NUMBER.iter_unpack(said[: len(said) // _NUMBER.size * _NUMBER.size])]
+        if gone:  # without a word on the program's end, it was ended by the program
+            return "exited", numbers[1] if len(numbers) > 1 else -signal.SIGKILL
         if time.monotonic() >= deadline:
             return "timeout", None
-        processes, memory = members.usage()
-        if memory > config["memory_bytes"]:
-            return "memory", None
-        if processes > config["processes"]:  # the kernel's limit does not hold for root
-            return "processes", None
-        if config["mode"] != "namespaces":
-            elsewhere = _elsewhere(uid, config["folder"]) if uid is not None else []
-            if _are_full([config["folder"], *elsewhere], config["disk_bytes"]):
-                return "disk", None
+        if numbers:
+            members.program = numbers[0]
+            if (too_much := _too_much(config, members)) is not None:
+                return too_much, None
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
-        came = signal.sigtimedwait(woken_by, left)
+        came = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, left)
         if came is not None and came.si_signo == signal.SIGTERM:
             return "stopped", None
 
 
-def _elsewhere(uid: int, folder: str) -> list[str]:
-    """What a user of its own has made in folders that all users share, beside its folder."""
+def _too_much(config: dict[str, Any], members: Members) -> str | None:
+    """Which limit a program is beyond."""
+    used = members.usage()
+    if used.memory > config["memory_bytes"]:
+        return "memory"
+    if used.processes > config["processes"]:  # the kernel's limit does not hold for root
+        return "processes"
+    if config["mode"] != "namespaces":
+        shared = _shared_memory_of(members.uid) if isinstance(members, OfUser) else []
+        if _are_full([config["folder"], *shared], config["disk_bytes"] - used.unnamed):
+            return "disk"
+    return None
+
+
+def _shared_memory_of(uid: int) -> list[str]:
+    """The files of a user of its own in the one folder of the machine that it may write to."""
     found = []
-    for shared in SHARED_FOLDERS:
-        with contextlib.suppress(OSError), os.scandir(shared) as entries:
+    folders = [file_system.SHARED_MEMORY]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    if entry.path != folder and entry.stat(follow_symlinks=False).st_uid == uid:
+                    state = entry.stat(follow_symlinks=False)
+                    if state.st_uid == uid:
                         found.append(entry.path)
+                    elif stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_IXOTH:
+                        folders.append(entry.path)
     return found
 
 

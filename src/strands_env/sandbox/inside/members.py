@@ -5,16 +5,54 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+from . import kernel
+
 ROUNDS = 200
 """How often is looked again for processes that are not gone yet, 10 ms apart."""
+PIPE_BYTES = 64 << 10
+"""What a pipe may hold; a program may not make it larger."""
+SOCKET_BUFFER = "/proc/sys/net/core/wmem_default"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the processes of a program use together.
+
+    Attributes:
+        processes: How many they are.
+        memory: Bytes that they hold in memory, in the kernel's buffers and page tables too. A page that several share
+            counts for each; a pipe or a socket counts as full.
+        unnamed: Bytes of files that have no name any more.
+    """
+
+    processes: int
+    memory: int
+    unnamed: int
 
 
 class Members(ABC):
-    """The processes of a program."""
+    """The processes of a program.
+
+    Attributes:
+        parent: The process that started the program, and is none of them.
+        program: The first of them, once it is known.
+    """
+
+    def __init__(self) -> None:
+        """Read what this machine lets a socket hold."""
+        self.parent: int | None = None
+        self.program: int | None = None
+        buffer = 212_992
+        with contextlib.suppress(OSError, ValueError), open(SOCKET_BUFFER) as size:
+            buffer = int(size.read())
+        # A message may begin while there is room for a byte of it.
+        self._socket_bytes = 2 * buffer
 
     @abstractmethod
     def pids(self) -> list[int]:
@@ -34,23 +72,48 @@ class Members(ABC):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def usage(self) -> tuple[int, int]:
-        """How many they are, and the bytes that they hold in memory; a page that several share counts for each."""
-        total = 0
+    def usage(self) -> Usage:
+        """What they use now."""
         pids = self.pids()
+        memory = sum(_memory(pid) for pid in pids)
+        pipes: set[int] = set()
+        sockets: set[int] = set()
+        unnamed: dict[tuple[int, int], int] = {}
         for pid in pids:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{pid}/statm") as sizes:
-                    total += int(sizes.read().split()[1]) * PAGE
-        return len(pids), total
+            for state in self._open_files(pid):
+                if stat.S_ISFIFO(state.st_mode):
+                    pipes.add(state.st_ino)
+                elif stat.S_ISSOCK(state.st_mode):
+                    sockets.add(state.st_ino)
+                elif stat.S_ISREG(state.st_mode) and state.st_nlink == 0:
+                    unnamed[state.st_dev, state.st_ino] = state.st_blocks * 512
+        memory += len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
+        return Usage(len(pids), memory, sum(unnamed.values()))
+
+    def _open_files(self, pid: int) -> Iterator[os.stat_result]:
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    yield os.stat(f"{folder}/{name}")
+
+    def _sockets(self, seen: int) -> int:
+        """How many sockets there are, of which so many are open files. What one end has sent outlives that end."""
+        return 2 * seen
 
 
 class OfNamespace(Members):
-    """All but the first process, which watches: its end is the end of all."""
+    """All but the first process, which only waits: its end is the end of all."""
 
     def pids(self) -> list[int]:
         """Those that live."""
         return [pid for pid in _all() if pid != 1]
+
+    def _sockets(self, seen: int) -> int:
+        # Those that are on their way through another one, or closed and still read from, are no open files.
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/1/net/sockstat") as counts:
+            return int(counts.readline().split()[2])
+        return super()._sockets(seen)
 
 
 class OfUser(Members):
@@ -58,12 +121,29 @@ class OfUser(Members):
 
     def __init__(self, uid: int) -> None:
         """Look at a uid."""
+        super().__init__()
         self.uid = uid
 
     def pids(self) -> list[int]:
         """Those that live."""
-        # Not by the owner of /proc/PID: a process can hand that to root.
-        return [pid for pid in _all() if _status(pid, "Uid") == str(self.uid) and _status(pid, "State") != "Z"]
+        with kernel.files_as(self.uid):
+            # Not by the owner of /proc/PID: a process can hand that to root.
+            return [pid for pid in _all() if _status(pid, "Uid") == str(self.uid) and _status(pid, "State") != "Z"]
+
+    def usage(self) -> Usage:
+        """What they use now."""
+        with kernel.files_as(self.uid):
+            return super().usage()
+
+    def _open_files(self, pid: int) -> Iterator[os.stat_result]:
+        try:
+            os.listdir(f"/proc/{pid}/fd")
+        except PermissionError:  # made itself one that nobody may look into, by running a file that it may not read
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+        return super()._open_files(pid)
 
     def _kill_once(self) -> None:
         # All at once, by a process of that user: one after the other would lose against one that forks.
@@ -81,14 +161,11 @@ class OfUser(Members):
 class OfParent(Members):
     """All that come from this process, whose children the orphans among them become."""
 
-    def __init__(self, group: int) -> None:
-        """Look at this process's children; most of them are in one process group."""
-        self.group = group
-
     def _kill_once(self) -> None:
-        # The group at once: one after the other would lose against one that forks.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.group, signal.SIGKILL)
+        # Its group at once: one after the other would lose against one that forks.
+        if self.program is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.program, signal.SIGKILL)
         super()._kill_once()
 
     def pids(self) -> list[int]:
@@ -104,7 +181,7 @@ class OfParent(Members):
         while True:
             more = {pid for pid, parent in parents.items() if parent in family} - family
             if not more:
-                return sorted(family - {os.getpid()})
+                return sorted(family - {os.getpid(), self.parent})
             family |= more
 
 
@@ -122,6 +199,17 @@ def reap() -> dict[int, int]:
 
 def _all() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _memory(pid: int) -> int:
+    """Bytes: what is resident, swapped out or in huge pages, and the page tables for it."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/status", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("VmRSS:", "VmSwap:", "VmPTE:", "HugetlbPages:")):
+                    total += int(line.split()[1]) << 10
+    return total
 
 
 def _status(pid: int, name: str) -> str | None:

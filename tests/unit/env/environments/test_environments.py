@@ -109,6 +109,18 @@ async def test_a_sandbox_that_does_not_work_is_no_reward(factory: Any, monkeypat
     assert result.reward is None and "no process could be started" in (result.error or "")
 
 
+async def test_a_program_that_ends_its_own_sandbox_has_failed(factory: Any) -> None:
+    # B2: a policy that could make its worst samples count as none would be better than it is
+    answers = [call("execute_python_code", code="import os; os.kill(os.getppid(), 9); print('on')"), "42"]
+    environment = PythonEnvironment(
+        factory(*answers), ExactMatchReward(), sandbox=PythonSandbox(unsafe=True, mode="unsafe")
+    )
+    result = await environment.step(task("41"))
+    assert [status for status, _ in tool_results(result)] == ["error"]
+    assert result.termination_reason == TerminationReason.TASK_COMPLETE
+    assert result.reward is not None and result.reward.reward == 0.0
+
+
 def test_environments_share_one_sandbox(factory: Any) -> None:
     first, second = (PythonEnvironment(factory(), unsafe=True) for _ in range(2))
     assert first.sandbox is second.sandbox

@@ -1,0 +1,45 @@
+"""What a Python needs to see of its machine; it runs this file itself, and prints a list of paths.
+
+First its executable, then that and all else: the standard library, its packages, and shared libraries. Never a whole
+prefix, which may be the root of somebody's project, and nothing of `sys.path` that only an environment variable or an
+editable installation put there.
+"""
+
+import json
+import os
+import site
+import sys
+import sysconfig
+
+
+def executable() -> str:
+    """The file to run: that of a virtual environment as it is, which leads to its packages; else where links lead."""
+    if not sys.executable:
+        sys.exit("it does not know its own file")
+    return sys.executable if sys.prefix != sys.base_prefix else os.path.realpath(sys.executable)
+
+
+def needed() -> list[str]:
+    """All paths that it needs, some of which may not exist."""
+    started = executable()
+    paths = [started, f"{sys.prefix}/pyvenv.cfg", f"{os.path.dirname(started)}/pyvenv.cfg"]
+    paths += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [path for path in site.getsitepackages([sys.prefix, sys.base_prefix]) if path in sys.path]
+    for name in {"lib", getattr(sys, "platlibdir", "lib")}:
+        libraries = f"{sys.base_prefix}/{name}"
+        if os.path.isdir(f"{sys.base_prefix}/conda-meta"):
+            paths.append(libraries)
+        elif os.path.isdir(libraries):
+            paths += [f"{libraries}/{file}" for file in os.listdir(libraries) if ".so" in file]
+    try:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:  # libraries from wherever else
+            fields = [line.rstrip("\n").split(maxsplit=5) for line in maps]
+    except OSError:
+        fields = []
+    paths += [field[5] for field in fields if len(field) == 6 and field[5].startswith("/") and ".so" in field[5]]
+    return [*paths, *map(os.path.realpath, paths)]
+
+
+if __name__ == "__main__":
+    found = {os.path.normpath(path) for path in needed() if os.path.exists(path)} - {"/"}
+    print("\n" + json.dumps([os.fsencode(path).hex() for path in [executable(), *sorted(found)]]))
