@@ -24,8 +24,8 @@ from .families import find_family, get_family
 from .messages import ChatMessage, pictures_of
 from .template_habits import (
     derived_stop,
-    drops_tool_calls,
     find_forms,
+    left_out,
     prefix_arguments,
     reasoning_close,
     rewrites_history,
@@ -36,6 +36,7 @@ from .template_renderer import ChatTemplateError, TemplateRenderer, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
 _TAIL_TOKENS = 64
 
@@ -127,7 +128,13 @@ class ChatTemplate:
         key = (case, has_system, has_tools)
         if key not in self._proofs:
             self._proofs[key] = prove(
-                self._renderer, self.stops, self.family, case, has_system=has_system, has_tools=has_tools
+                self._renderer,
+                self.stops,
+                self.family,
+                case,
+                has_system=has_system,
+                has_tools=has_tools,
+                shows_calls="tool calls" not in self.left_out,
             )
         return self._proofs[key]
 
@@ -144,9 +151,9 @@ class ChatTemplate:
         return self._rewrites[key]
 
     @cached_property
-    def drops_tool_calls(self) -> bool:
-        """Whether the template leaves tool calls out of history, without a word."""
-        return drops_tool_calls(self._renderer, self.family)
+    def left_out(self) -> frozenset[str]:
+        """What the template leaves out without a word: "system prompt", "tool calls", "tool results"."""
+        return left_out(self._renderer, self.family)
 
     @cached_property
     def reasoning_close(self) -> str | None:
@@ -221,7 +228,8 @@ class ChatTemplate:
         after = text_after_turn(
             self._renderer,
             self.stops,
-            calls if results else (),
+            # A template without a place for calls has none to write: what is new follows the turn's text.
+            calls if results and "tool calls" not in self.left_out else (),
             self._renderer.forms.with_own_ids(messages),
             tools,
             has_system=has_system,
@@ -250,9 +258,10 @@ class ChatTemplate:
         """Refuse what the template would leave out without a word."""
         for i, message in enumerate(messages):
             where = getattr(message, "where", f"message {i}")
-            if message.get("tool_calls") and self.drops_tool_calls:
+            parts = {_PART_OF_ROLE.get(message["role"]), "tool calls" if message.get("tool_calls") else None}
+            for part in parts & self.left_out:
                 raise ChatTemplateError(
-                    f"{where}: the chat template leaves tool calls out of what it writes; use a template that has a "
+                    f"{where}: the chat template leaves the {part} out of what it writes; use a template that has a "
                     "place for them, chat_template=<jinja text>"
                 )
             if self._renderer.forms.leaves_out(message):

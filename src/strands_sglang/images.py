@@ -247,19 +247,21 @@ def multimodal_train_inputs(inputs: Iterable[ImageInputs]) -> dict[str, Any] | N
     Raises:
         ValueError: The tensors of one name cannot be joined.
     """
-    import torch
-
     by_name: dict[str, list[Any]] = {}
     for turn in inputs:
         for name, value in turn.train_inputs.items():
-            by_name.setdefault(name, []).append(torch.as_tensor(value))
+            by_name.setdefault(name, []).append(value)
+    if not by_name:
+        return None
+    import torch
+
     joined = {}
-    for name, tensors in by_name.items():
+    for name, values in by_name.items():
         try:
-            joined[name] = torch.cat(tensors, dim=0)
+            joined[name] = torch.cat([torch.as_tensor(value) for value in values], dim=0)
         except RuntimeError as error:
             raise ValueError(f"the processor's {name} of several turns cannot be joined: {error}") from error
-    return joined or None
+    return joined
 
 
 def data_uri(picture: Picture) -> str:

@@ -85,15 +85,24 @@ def rewrites_history(renderer: TemplateRenderer, *, tool_result: bool, reasoning
     return before not in (opening, as_last.partition(answer)[0]) and not tool_result
 
 
-def drops_tool_calls(renderer: TemplateRenderer, family: Family | None) -> bool:
-    """Whether the template leaves tool calls out of what it writes, without a word."""
-    argument = renderer.sentinel()
+def left_out(renderer: TemplateRenderer, family: Family | None) -> frozenset[str]:
+    """What the template leaves out of its text without a word: "system prompt", "tool calls", "tool results"."""
+    system, argument, result = (renderer.sentinel() for _ in range(3))
     call = probe_call(family, 0)
-    history = [{"role": "user", "content": "u"}, assistant_turn([call], argument), probe_result(call)]
-    try:
-        return argument not in renderer.render(history, [PROBE_TOOL], add_generation_prompt=True)
-    except ChatTemplateError:
-        return False  # it says so itself
+    question: ChatMessage = {"role": "user", "content": "u"}
+    answered = [question, assistant_turn([call], argument), {**probe_result(call), "content": result}]
+    probes: list[tuple[list[ChatMessage], Tools, dict[str, str]]] = [
+        ([{"role": "system", "content": system}, question], None, {"system prompt": system}),
+        (answered, [PROBE_TOOL], {"tool calls": argument, "tool results": result}),
+    ]
+    missing: set[str] = set()
+    for messages, tools, expected in probes:
+        try:
+            text = renderer.render(messages, tools, add_generation_prompt=True)
+        except ChatTemplateError:
+            continue  # it says so itself
+        missing.update(part for part, sentinel in expected.items() if sentinel not in text)
+    return frozenset(missing)
 
 
 def prefix_arguments(renderer: TemplateRenderer) -> str:

@@ -64,7 +64,7 @@ def text_after_turn(
     Args:
         renderer: Renders.
         stops: Tokens that can end an assistant's turn.
-        calls: The turn's tool calls: `{"id", "name"}` in order.
+        calls: The turn's tool calls: `{"id", "name"}` in order; none where the template does not write calls.
         messages: The chat messages behind the turn.
         tools: Tools in OpenAI form.
         has_system: Whether the conversation begins with a system message (some templates refuse one).
@@ -151,6 +151,7 @@ def prove(
     *,
     has_system: bool,
     has_tools: bool,
+    shows_calls: bool,
 ) -> Proof:
     """Prove the text after a turn for one of `CASES`.
 
@@ -164,10 +165,12 @@ def prove(
         case: One of `CASES`.
         has_system: Whether the conversation begins with a system message.
         has_tools: Whether there are tools.
+        shows_calls: Whether the template writes tool calls.
     """
     tools = [PROBE_TOOL] if has_tools else None
     count = {"tool result": 1, "several tool results": 2}.get(case, 0)
     calls = [probe_call(family, number) for number in range(5, 5 + count)]
+    shown = calls if shows_calls else []
     new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
     before: list[ChatMessage] = [{"role": "system", "content": _SYSTEM}] if has_system else []
     before.append({"role": "user", "content": "What is there?"})
@@ -176,7 +179,7 @@ def prove(
         return text_after_turn(
             renderer,
             stops,
-            calls,
+            shown,
             new,
             tools,
             has_system=has_system,
@@ -188,7 +191,7 @@ def prove(
         references = []
         for number in range(3):
             answer = renderer.sentinel()
-            whole = renderer.render([*before, assistant_turn(calls, answer), *new], tools, add_generation_prompt=True)
+            whole = renderer.render([*before, assistant_turn(shown, answer), *new], tools, add_generation_prompt=True)
             references.append(_split(whole, answer, stops))
             after = references[-1].rest + references[-1].following
             if has_system and _SYSTEM in after:

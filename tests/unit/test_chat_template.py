@@ -274,6 +274,56 @@ def test_a_template_that_moves_the_tools_is_not_continued_with_a_user_turn(chatm
     assert template.continuation([5, end], end, CALLS, result, TOOLS).token_ids
 
 
+ONLY_ROLES = (  # a place for results, and none for calls
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def results(count):
+    return [{"role": "tool", "content": f"result {i}", "tool_call_id": f"t{i}"} for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_template_without_calls_goes_on_after_a_sampled_call(chatml_tokenizer, count):  # A12
+    template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
+    end = end_of(template)
+    calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(count)]
+    prompt = template.continuation([5, end], end, calls, results(count), TOOLS)
+    written = "".join(f"<|im_start|>tool\nresult {i}<|im_end|>\n" for i in range(count))
+    assert template.decode(prompt.token_ids) == f"\n{written}<|im_start|>assistant\n"
+    assert set(template.self_check().values()) == {None}
+
+
+def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):  # A12
+    template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
+    end, called = end_of(template), call_message(*CALLS)
+    with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
+        template.opening([*opening_messages(), called, *results(1)], TOOLS)
+    with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
+        template.continuation([5, end], end, CALLS, [*results(1), called, *results(1)], TOOLS)
+
+
+@pytest.mark.parametrize("calls", ["", "{{ m.tool_calls or '' }}"])
+def test_a_template_that_leaves_results_out_is_not_continued_with_them(chatml_tokenizer, calls):  # A12
+    text = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        + calls
+        + "<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    template, end = ChatTemplate(chatml_tokenizer, chat_template=text), chatml_tokenizer.eos_token_id
+    with pytest.raises(ChatTemplateError, match=r"message 0: the chat template leaves the tool results out"):
+        template.continuation([5, end], end, CALLS, results(1), TOOLS)
+
+
+def test_a_template_that_leaves_the_system_prompt_out_is_refused(chatml_tokenizer):  # A12
+    text = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    with pytest.raises(ChatTemplateError, match="leaves the system prompt out"):
+        template.opening(opening_messages(), None)
+    assert template.opening(opening_messages()[1:], None).token_ids
+
+
 @pytest.fixture
 def glm_tokenizer(chatml_tokenizer):
     tokenizer = copy.deepcopy(chatml_tokenizer)

@@ -234,7 +234,7 @@ def test_a_tokenizer_with_code_of_its_own_is_encoded_with_that_code(chatml_token
     assert get_encoder(tokenizer).encode("abc") == chatml_tokenizer.encode("ABC")
 
 
-def test_added_tokens_whose_ids_have_gaps_keep_their_ids(chatml_tokenizer):
+def test_added_tokens_keep_their_ids(chatml_tokenizer):
     content = json.loads(chatml_tokenizer.backend_tokenizer.to_str())
     content["added_tokens"].append({**content["added_tokens"][-1], "id": 1700, "content": "<|far|>"})
     content["truncation"] = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}

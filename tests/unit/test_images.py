@@ -16,6 +16,7 @@ from strands_sglang.images import (
     multimodal_train_inputs,
     require_image_understanding,
 )
+from strands_sglang.tokens import TokenManager
 from support.fake_server import OK, FakeServer
 from support.vision import picture
 
@@ -210,3 +211,11 @@ def test_nothing_heavy_is_imported_until_an_image_comes():
     code = "import strands_sglang.images, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
+
+
+def test_an_episode_without_images_has_no_train_inputs_and_needs_no_torch(monkeypatch):  # A9
+    monkeypatch.setitem(sys.modules, "torch", None)
+    tokens = TokenManager()
+    tokens.add_prompt([1, 2])
+    assert tokens.multimodal_train_inputs is None
+    assert multimodal_train_inputs([]) is None

@@ -537,12 +537,19 @@ async def test_what_a_parser_cannot_explain_is_kept_as_a_cut_turn(rollout):
     assert turn.output_ids.tolist() == server.responses[0].body["output_ids"]
 
 
-async def test_a_template_that_leaves_tool_calls_out_is_refused_rather_than_followed(rollout):
+async def test_a_template_without_tool_calls_carries_a_rollout_and_refuses_to_render_one_from_history(rollout):  # A12
     dropping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     dropping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    _, model = rollout([call(expression="2 * 3")], chat_template=dropping, tool_parser="hermes")
-    with pytest.raises(Exception, match=r"messages\[1\]: the chat template leaves tool calls out of what it writes"):
-        await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
+    server, model = rollout([call(expression="2 * 3"), "It is 6."], chat_template=dropping, tool_parser="hermes")
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("2 times 3?")
+    (sequence,) = model.trajectory.sequences()
+    assert model.chat_template.decode(sequence.segments[2].token_ids) == (
+        "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
+    )
+    model.reset()
+    with pytest.raises(Exception, match=r"messages\[1\]: the chat template leaves the tool calls out"):
+        await agent.invoke_async("And 3 times 3?")
 
 
 class TestNativeCallIds:
