@@ -25,16 +25,19 @@ MAX_TOOL_ITERATIONS = 5
 TOOL_BONUS = 0.05
 """What a wrong answer gains per tool iteration from the third on, so that trying is not unlearned."""
 WRONG_AT_MOST = -0.6
+FAILED = -1.0
+"""The reward of what fails: no better than being wrong."""
 
 generate = make_generate(
     tools=[execute_python_code],
     system_prompt=SYSTEM_PROMPT,
     max_tool_iters=MAX_TOOL_ITERATIONS,
+    failure_reward=FAILED,
 )
 
 
 def score(args: Any, sample: Any, **kwargs: Any) -> float:
-    """1 for the right answer; for a wrong one -1, a little more if tools were used.
+    """1 for the right answer; for a wrong one -1, and 0.05 more for every tool iteration from the third on, up to -0.6.
 
     Args:
         args: slime's arguments.
@@ -50,7 +53,7 @@ def score(args: Any, sample: Any, **kwargs: Any) -> float:
     if result["score"] >= 0:
         return float(result["score"])
     iterations = sample.metadata["strands_sglang"]["tool_iterations"]
-    return min(WRONG_AT_MOST, result["score"] + (iterations - 2) * TOOL_BONUS)
+    return min(WRONG_AT_MOST, FAILED + max(0, iterations - 2) * TOOL_BONUS)
 
 
-reward_func = make_reward(score, failure_reward=-1.0)
+reward_func = make_reward(score, failure_reward=FAILED)

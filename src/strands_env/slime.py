@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from strands_sglang import OUTCOMES, RewardRule, SGLangModel
 from strands_sglang.trainers import slime
 
@@ -45,11 +47,18 @@ def make_generate(
 
 
 def action_of(sample: Any) -> Action:
-    """The task that a sample holds: its prompt, its label as the ground truth, and its metadata as further fields."""
+    """The task that a sample holds: its prompt, its label as the ground truth, and its metadata as further fields.
+
+    Raises:
+        ValueError: The metadata are no task context; says which sample, which field, and what it holds.
+    """
     known = {str(name): value for name, value in (sample.metadata or {}).items() if name != "strands_sglang"}
-    return Action(
-        message=sample.prompt, task_context=TaskContext(**{**known, "id": sample.index, "ground_truth": sample.label})
-    )
+    try:
+        context = TaskContext(**{**known, "id": sample.index, "ground_truth": sample.label})
+    except ValidationError as error:
+        fields = "; ".join(f"{part['loc'][0]!r}: {part['msg']}, not {part['input']!r:.80}" for part in error.errors())
+        raise ValueError(f"the metadata of sample {sample.index} are no task context: {fields}") from error
+    return Action(message=sample.prompt, task_context=context)
 
 
 def _reward(environment: Environment, result: StepResult) -> float | None:

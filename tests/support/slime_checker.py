@@ -57,7 +57,7 @@ def check_rollouts(rollouts: Any, args: Any, tokenizer: Any, *, replayed: bool =
     samples = flat(rollouts)
     for sample in samples:
         check_tokens(sample, tokenizer)
-        check_end(sample, args)
+        check_end(sample, args, replayed)
         check_replay(sample, args, replayed)
         check_facts(sample)
     if isinstance(rollouts[0], list):
@@ -84,7 +84,7 @@ def check_tokens(sample: Any, tokenizer: Any) -> None:
     demand(sample.response == text, "the response's text is that of its tokens")
 
 
-def check_end(sample: Any, args: Any) -> None:
+def check_end(sample: Any, args: Any, trained: bool) -> None:
     status, reward = sample.status.name, sample.reward
     demand(status in LOGGED_STATUSES, "a sample that comes back has a status")
     demand(type(sample.remove_sample) is bool, "remove_sample is a bool")
@@ -97,7 +97,7 @@ def check_end(sample: Any, args: Any) -> None:
         demand(reward is not None, "a removed sample has a reward: slime asks for one otherwise")
         demand(not any(sample.loss_mask), "a removed sample has no token to train")
     if reward is not None:
-        key = getattr(args, "reward_key", None)
+        key = (None if trained else getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
         value = reward[key] if key else reward
         demand(math.isfinite(float(value)), "a reward is a finite number")
 

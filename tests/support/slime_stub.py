@@ -76,6 +76,9 @@ class Sample:
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward[args.reward_key] if getattr(args, "reward_key", None) else self.reward
+
     def to_dict(self) -> dict[str, Any]:
         return {
             **self.__dict__,

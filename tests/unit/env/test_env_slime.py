@@ -225,3 +225,13 @@ async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenize
     assert (sample.reward, len(rollouts.server.requests)) == (1.0, 2)
     assert sample.metadata["strands_sglang"]["other_sequences"] == 0
     assert sum(sample.loss_mask) == len(rollouts.server.responses[0].body["output_ids"])
+
+
+async def test_metadata_that_are_no_task_context_are_named(chatml_tokenizer: Any) -> None:
+    """C7: every sample failed, and nothing said why."""
+    generate = Rollouts(chatml_tokenizer, []).generate
+    given = Sample(index=7, prompt="2 + 2?", label="4", metadata={"conversation_history": "abc"})
+    sample = await generate(slime_args(), given, slime_sampling_params())
+    assert sample.status.name == "FAILED"
+    error = sample.metadata["strands_sglang"]["error"]
+    assert "sample 7" in error and "conversation_history" in error and "abc" in error

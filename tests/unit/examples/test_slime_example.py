@@ -73,6 +73,25 @@ async def test_the_examples_generate_runs_python_and_its_reward_scores_the_answe
     assert await module.reward_func(args, samples) == [1.0, -0.9]
 
 
+@pytest.mark.parametrize(("iterations", "reward"), [(0, -1.0), (2, -1.0), (3, -0.95), (5, -0.85), (50, -0.6)])
+async def test_being_wrong_is_never_worse_than_failing(iterations, reward, example, chatml_tokenizer, monkeypatch):
+    """C5: a wrong answer without tools had -1.1, and a crash 0.0."""
+    install_slime(monkeypatch, chatml_tokenizer)
+    for name in ("slime.rollout.rm_hub", "slime.rollout.rm_hub.math_dapo_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    wrong = {"score": -1.0, "pred": "1"}
+    sys.modules["slime.rollout.rm_hub.math_dapo_utils"].compute_score = lambda *a, **k: wrong  # type: ignore[attr-defined]
+    module = example("generate_with_strands")
+    facts = {"strands_sglang": {"tool_iterations": iterations}}
+    answered = Sample(index=0, label="425", response="no", metadata=facts)
+    assert await module.reward_func(slime_args(), answered) == pytest.approx(reward)
+    server = ScriptedSGLang(chatml_tokenizer, [])
+    with server.serve() as url:
+        args = slime_args(url)
+        failed = await module.generate(args, Sample(index=1, prompt="25 * 17?", label="425"), slime_sampling_params())
+    assert failed.remove_sample and await module.reward_func(args, failed) <= reward
+
+
 # --- the tool ---
 
 

@@ -330,11 +330,49 @@ async def test_a_session_that_slime_gave_is_kept(chatml_tokenizer):
         ({"partial_rollout": True}, "partial_rollout"),
         ({"group_rm": True}, "group_rm"),
         ({"custom_reward_post_process_path": None}, "grpo_rewards_by_group"),
+        ({"log_passrate": True}, "log_passrate"),
     ],
 )
 async def test_fan_out_where_slime_cannot_have_it_is_an_error(args, message, chatml_tokenizer):
     with pytest.raises(SlimeExportError, match=message):
         await Rollouts(chatml_tokenizer, [], fan_out=True)(**args)
+
+
+@pytest.mark.parametrize("args", [{"advantage_estimator": "ppo"}, {"rewards_normalization": False}])
+async def test_fan_out_needs_no_post_process_where_slime_normalises_no_groups(args, chatml_tokenizer):
+    """C4: PPO and unnormalised rewards were refused."""
+    rollouts = Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)
+    assert len(await rollouts(custom_reward_post_process_path=None, **args)) == 1
+
+
+async def test_fanned_out_samples_are_read_like_a_sample(chatml_tokenizer):
+    """C3: slime's fully asynchronous rollout raised TypeError, for it sorts groups by their members' index."""
+    samples = await Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)()
+    assert isinstance(samples, list) and samples.index == samples[0].index == 3
+    samples[0].reward = {"score": 0.5}
+    assert samples.get_reward_value(slime_args(reward_key="score")) == 0.5
+
+
+async def test_a_failed_episode_says_why_in_its_metadata_and_once_in_the_log(chatml_tokenizer, caplog):
+    """C7."""
+
+    def agent_factory(model: Any, sample: Any) -> Any:
+        raise LookupError("there is no such agent")
+
+    rollouts = Rollouts(chatml_tokenizer, [], agent_factory=agent_factory)
+    for _ in range(3):
+        sample = await rollouts()
+        assert sample.metadata["strands_sglang"]["error"] == "LookupError: there is no such agent"
+    assert (
+        sum("no such agent" in record.getMessage() for record in caplog.records if record.levelname == "WARNING") == 1
+    )
+
+
+@pytest.mark.parametrize("reward", ["good", [1.0], object()])
+async def test_a_reward_that_is_no_number_removes_its_sample(reward, chatml_tokenizer):
+    rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward=lambda agent, sample: reward)
+    sample = checked(await rollouts(), rollouts)
+    assert (sample.reward, sample.remove_sample) == (0.0, True)
 
 
 async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):

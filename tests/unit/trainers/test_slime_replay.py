@@ -152,3 +152,18 @@ async def test_top_p_ids_that_do_not_belong_to_the_tokens_take_them_out_of_the_m
         turn.generation = replace(turn.generation, meta_info=meta)
     sample = export(episode, chatml_tokenizer, "max_tokens_reached", args=slime_args(rollout_top_p=0.9))
     assert not any(sample.loss_mask)
+
+
+@pytest.mark.parametrize("missing", ["top_p", "experts", "logprobs"])
+async def test_a_resumed_answer_whose_aborted_part_lacks_something_is_no_error(missing, chatml_tokenizer):
+    """C1: one abort in the server's waiting queue failed the whole rollout."""
+    answers = [ScriptedAnswer("One half", finish_reason="abort"), ScriptedAnswer(" and the other.")]
+    episode = await play(chatml_tokenizer, answers, on_abort="resume")
+    (turn,) = episode.trajectory.turns
+    assert turn.generation.resumed_ids
+    args = {"top_p": {"rollout_top_p": 0.9}, "experts": moe_args(), "logprobs": {}}[missing]
+    if missing == "logprobs":
+        turn.generation = replace(turn.generation, logprobs=None)
+    sample = export(episode, chatml_tokenizer, args=slime_args(**args))
+    assert not any(sample.loss_mask) or sample.remove_sample
+    assert sample.metadata["strands_sglang"]["problems"]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands_sglang.trainers.slime import grpo_rewards_by_group, make_reward
+from strands_sglang.trainers.slime import check_reward_nonzero_std, grpo_rewards_by_group, make_reward
+from support.slime_episodes import ANSWER, export, play
 from support.slime_stub import Sample, slime_args
 
 ARGS = slime_args(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
@@ -143,3 +144,64 @@ def test_how_often_a_rollout_fans_out_changes_nobodys_advantage(groups):
         scaled = centred / (centred.std() + 1e-6)
         own = [expected[10 * number + place] for place in range(len(group))]
         assert own == pytest.approx(scaled.tolist(), abs=1e-6)
+
+
+# --- what slime reads of rewards that failed ---
+
+KEYS = {"reward_key": "score", "eval_reward_key": "acc", "log_reward_category": "pred"}
+
+
+@pytest.mark.parametrize("names", [set(), {"reward_key"}, {"reward_key", "eval_reward_key"}, set(KEYS)])
+@pytest.mark.parametrize("evaluation", [False, True])
+async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation, chatml_tokenizer):
+    """C2: one failed episode raised KeyError or TypeError in slime."""
+    args = slime_args(**{name: KEYS[name] for name in names})
+
+    def broken(args: Any, one: Sample) -> Any:
+        raise RuntimeError("the grader is down")
+
+    failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, evaluation=evaluation)
+    ungraded = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=evaluation)
+    for reward in (failed.reward, await make_reward(broken)(args, failed), await make_reward(broken)(args, ungraded)):
+        check_reward_is_readable(args, reward, evaluation=evaluation)
+
+
+def check_reward_is_readable(args: Any, reward: Any, *, evaluation: bool) -> None:
+    """Read a reward as slime does, in training, in evaluations and in its metrics."""
+    key = (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
+    assert (reward[key] if key else reward) == 0.0
+    if getattr(args, "log_reward_category", None):
+        assert reward[args.log_reward_category] == "failed"
+
+
+async def test_an_evaluation_may_have_a_reward_key_of_its_own(chatml_tokenizer):
+    """C2."""
+    args = slime_args(eval_reward_key="acc")
+    episode = await play(chatml_tokenizer, [ANSWER])
+    failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, evaluation=True)
+    assert failed.reward == {"acc": 0.0}
+    graded = export(episode, chatml_tokenizer, args=args, evaluation=True)
+    assert await make_reward(lambda args, one: {"acc": True})(args, graded) == {"acc": True}
+    assert export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args).reward == 0.0
+
+
+# --- the filter ---
+
+
+def test_the_filter_leaves_removed_samples_out():
+    """C6: seven right answers and one failure passed slime's own filter, and no advantage was left."""
+    right = [sample(rollout=n, reward=1.0) for n in range(7)]
+    failed = sample(rollout=7, reward=0.0, remove_sample=True)
+    assert not check_reward_nonzero_std(ARGS, [*right, failed])
+    assert not any(grpo_rewards_by_group(ARGS, [*right, failed])[1])
+    assert check_reward_nonzero_std(ARGS, [*right, sample(rollout=8, reward=0.0)])
+    assert not check_reward_nonzero_std(ARGS, [failed]) and not check_reward_nonzero_std(ARGS, right[:1])
+
+
+def test_the_filter_takes_lists_and_counts_a_rollout_once():
+    """C3: slime's filter raised AttributeError with `fan_out`."""
+    one = [sample(rollout=1, reward=1.0), sample(rollout=1, reward=1.0)]
+    keyed = slime_args(reward_key="score")
+    assert not check_reward_nonzero_std(ARGS, [one])
+    assert check_reward_nonzero_std(ARGS, [one, [sample(rollout=2, reward=0.5)]])
+    assert check_reward_nonzero_std(keyed, [sample(rollout=n, reward={"score": float(n)}) for n in range(2)])

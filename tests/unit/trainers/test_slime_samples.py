@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from array import array
 from dataclasses import replace
@@ -107,9 +106,7 @@ async def test_what_did_not_finish_is_never_completed(chatml_tokenizer):
 async def test_a_call_that_is_on_its_way_is_left_out_and_the_sample_unfinished(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     last = episode.trajectory.turns[-1]
-    unfinished = copy.copy(last)
-    unfinished.parent, unfinished.generation, unfinished.index = last, None, 2
-    unfinished.status = type(last.status).ASKED
+    unfinished = replace(last, parent=last, generation=None, index=2, status=type(last.status).ASKED)
     episode.trajectory._turns.append(unfinished)  # as while a request is on its way
     sample = export(episode, chatml_tokenizer, "task_complete")
     assert sample.status.name == "TRUNCATED"

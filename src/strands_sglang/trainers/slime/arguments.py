@@ -65,7 +65,33 @@ def runs_aborted_again(args: Any) -> bool:
     return "fully_async" in str(getattr(args, "rollout_function_path", None))
 
 
-def as_reward(args: Any, value: float) -> Any:
-    """A reward in the form that the arguments want: a number, or a dictionary with `reward_key`."""
-    key = getattr(args, "reward_key", None)
-    return {key: value} if key else value
+GROUP_BASELINES = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+"""Advantage estimators for which slime takes the mean reward of a prompt's samples off."""
+
+
+def normalizes_by_group(args: Any) -> bool:
+    """Whether the rewards of a prompt's samples are taken relative to each other."""
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    return estimator in GROUP_BASELINES and bool(getattr(args, "rewards_normalization", True))
+
+
+def reward_key(args: Any, *, evaluation: bool = False) -> str | None:
+    """The key under which slime reads a sample's reward; None where the reward is a number."""
+    own = getattr(args, "eval_reward_key", None) if evaluation else None
+    return own or getattr(args, "reward_key", None)
+
+
+def as_reward(args: Any, value: float, *, evaluation: bool = False, category: str = "failed") -> Any:
+    """A reward in the form that slime reads: a number, or a dictionary that has every key that slime looks up.
+
+    Args:
+        args: slime's parsed arguments: `reward_key`, `eval_reward_key`, `log_reward_category`.
+        value: The reward.
+        evaluation: Whether the sample is none to train on.
+        category: What `log_reward_category` counts the sample as.
+    """
+    if not reward_key(args, evaluation=evaluation):
+        return value
+    known = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} - {None}
+    logged = getattr(args, "log_reward_category", None)
+    return {**({logged: category} if logged else {}), **dict.fromkeys(known, value)}

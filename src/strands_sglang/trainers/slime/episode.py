@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -158,7 +159,9 @@ class EpisodesModel(SGLangModel):
         return nullcontext(self.trajectory)
 
 
-async def run_elsewhere(settings: Settings, args: Any, model: SGLangModel, sample: Any, part: Part) -> EpisodeEnd:
+async def run_elsewhere(
+    settings: Settings, args: Any, model: SGLangModel, sample: Any, part: Part, evaluation: bool
+) -> EpisodeEnd:
     """Have somebody else run the episode; whatever that raises is an end."""
     assert settings.episode is not None
     try:
@@ -171,7 +174,7 @@ async def run_elsewhere(settings: Settings, args: Any, model: SGLangModel, sampl
         return EpisodeEnd(reason_of(part))
     reward = end.reward
     if reward is not None and not isinstance(reward, Mapping):
-        reward = as_reward(args, reward)
+        reward = as_reward(args, reward, evaluation=evaluation, category="scored")
     return replace(end, reward=reward)
 
 
@@ -203,10 +206,37 @@ def reason_of(part: Part) -> TerminationReason:
     """Why the episode ended."""
     reason = termination_reason(part.end, trajectory=part.trajectory, limiter=part.limiter)
     if reason is TerminationReason.AGENT_ERROR:
-        logger.warning("an agent's own code failed", exc_info=_raised(part.end))
+        level = logging.DEBUG if _is_logged(part.end) else logging.WARNING
+        logger.log(
+            level,
+            "error=<%s> | an agent's own code failed; an error from the same line is logged once",
+            error_text(part.end),
+            exc_info=_raised(part.end),
+        )
     elif isinstance(part.end, Exception):
         logger.info("outcome=<%s>, error=<%s> | an episode ended with an error", reason.value, part.end)
     return reason
+
+
+_logged: set[tuple[str, str, int]] = set()
+"""Where errors of agents came from that were logged: one mistake in the code fails every sample of a run."""
+
+
+def _is_logged(error: Any) -> bool:
+    """Whether an error from the same line was logged before; it is from now on."""
+    frames = traceback.extract_tb(getattr(error, "__traceback__", None), limit=-1)
+    origin = (type(error).__name__, frames[0].filename if frames else "", (frames[0].lineno or 0) if frames else 0)
+    known = origin in _logged
+    _logged.add(origin)
+    return known
+
+
+def error_text(end: Any) -> str:
+    """What failed an episode, as text."""
+    return f"{type(end).__name__}: {end}"[:_MAX_ERROR_CHARS] if isinstance(end, Exception) else ""
+
+
+_MAX_ERROR_CHARS = 1000
 
 
 def _raised(end: Any) -> Exception | None:
@@ -219,7 +249,8 @@ async def own_reward(settings: Settings, part: Part, sample: Any, reason: Termin
         return None
     try:
         reward = settings.reward(part.agent, sample)
-        return await reward if inspect.isawaitable(reward) else reward
+        reward = await reward if inspect.isawaitable(reward) else reward
+        return reward if reward is None or isinstance(reward, Mapping) else float(reward)
     except Exception:
         logger.warning("sample=<%s> | the reward function raised", getattr(sample, "index", None), exc_info=True)
         return float("nan")

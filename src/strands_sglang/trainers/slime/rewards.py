@@ -14,14 +14,13 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from .arguments import as_reward
-from .samples import METADATA_KEY
+from .arguments import as_reward, normalizes_by_group, reward_key
+from .samples import is_evaluation, main_sample
 
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 
-_CENTRED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _SCALED = frozenset({"grpo", "gspo", "cispo"})
 
 
@@ -50,21 +49,24 @@ def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Cal
         except Exception:
             logger.warning("sample=<%s> | the reward function raised", getattr(sample, "index", None), exc_info=True)
             return None
-        if _value(args, reward) is None:
+        if _value(args, reward, evaluation=is_evaluation(sample)) is None:
             logger.warning("reward=<%r> | a reward is no finite number", reward)
             return None
         return reward
+
+    def failed(args: Any, samples: list[Any]) -> Any:
+        return as_reward(args, failure_reward, evaluation=is_evaluation(samples[0]))
 
     async def score_rollout(args: Any, samples: list[Any], **kwargs: Any) -> Any:
         kept = [sample for sample in samples if not sample.remove_sample]
         if not kept:
             known = samples[0].reward
-            return as_reward(args, failure_reward) if known is None else known
-        reward = await score(args, _main(kept), **kwargs)
+            return failed(args, samples) if known is None else known
+        reward = await score(args, main_sample(kept), **kwargs)
         if reward is None:
             for sample in samples:
                 sample.remove_sample = True
-            return as_reward(args, failure_reward)
+            return failed(args, samples)
         return reward
 
     async def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
@@ -105,10 +107,9 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
             logger.warning("reward=<%r> | a sample came without a usable reward and is removed", sample.reward)
             sample.remove_sample = True
     raw = [0.0 if value is None else value for value in values]
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    if estimator not in _CENTRED or not getattr(args, "rewards_normalization", True):
+    if not normalizes_by_group(args):
         return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
-    scaled = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
+    scaled = getattr(args, "advantage_estimator", "grpo") in _SCALED and getattr(args, "grpo_std_normalization", True)
     own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
     trained = {id(sample): 0.0 for sample in samples}
     for group in _by_group(samples).values():
@@ -116,10 +117,31 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
             [sample for sample in rollout if not sample.remove_sample] for rollout in _by_rollout(group).values()
         ]
         rollouts = [rollout for rollout in rollouts if rollout]
-        rewards = [own[id(_main(rollout))] for rollout in rollouts]
+        rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
         for rollout, reward in zip(rollouts, _normalized(rewards, scaled), strict=True):
             trained.update((id(sample), reward) for sample in rollout)
     return raw, [trained[id(sample)] for sample in samples]
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bool:
+    """For `--dynamic-sampling-filter-path`: whether a prompt's rollouts have different rewards.
+
+    Like slime's filter of this name, but removed samples do not count: a group of equal rewards and one failure trains
+    nothing. It also takes the lists that `fan_out` makes.
+
+    Args:
+        args: slime's parsed arguments: `reward_key`.
+        samples: The samples of one prompt; of a fanned-out rollout a list of them.
+        **kwargs: Whatever else slime passes.
+    """
+    flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
+    kept = [sample for sample in flat if not sample.remove_sample]
+    rewards = [_value(args, main_sample(rollout).reward) for rollout in _by_rollout(kept).values()]
+    known = [reward for reward in rewards if reward is not None]
+    return len(known) > 1 and max(known) - min(known) > _SMALLEST_DIFFERENCE
+
+
+_SMALLEST_DIFFERENCE = 1e-6
 
 
 def _normalized(rewards: list[float], scaled: bool) -> list[float]:
@@ -152,16 +174,10 @@ def _by_rollout(samples: Iterable[Any]) -> dict[Any, list[Any]]:
     return rollouts
 
 
-def _main(samples: list[Any]) -> Any:
-    """The sample of a rollout that holds its main conversation."""
-    told = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
-    return next(told, samples[-1])
-
-
-def _value(args: Any, reward: Any) -> float | None:
+def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
     """A reward as a number; None if it is none, or not finite."""
     if isinstance(reward, Mapping):
-        reward = reward.get(getattr(args, "reward_key", None))
+        reward = reward.get(reward_key(args, evaluation=evaluation))
     try:
         value = float(reward)
     except (TypeError, ValueError):

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 from ...client import SGLangClient
 from ...model import SGLangModel
-from ...outcomes import TerminationReason
+from ...outcomes import OUTCOMES, TerminationReason
 from ...shared import get_client_from_slime_args
 from ...tool_limiter import ToolLimiter
 from ...trajectory import Trajectory
-from .arguments import SlimeExportError, context_limit, runs_aborted_again
-from .episode import EpisodesModel, Part, Settings, clean_up, own_reward, reason_of, run, run_elsewhere
+from .arguments import SlimeExportError, context_limit, normalizes_by_group, runs_aborted_again
+from .episode import EpisodesModel, Part, Settings, clean_up, error_text, own_reward, reason_of, run, run_elsewhere
 from .gate import EpisodeGate, GatedClient
 from .partial import Kept, forget, keep, kept_on
 from .prompts import messages_of
-from .samples import to_slime_samples
+from .samples import RolloutSamples, to_slime_samples
 
 Generate = Callable[..., Awaitable[Any]]
 
@@ -72,8 +72,9 @@ def make_generate(
         timeout: Seconds for an episode.
         reward: `reward(agent, sample)`, sync or async, returns the reward while the agent is still there, or None to
             leave it to slime's reward function. Not asked for episodes that have none.
-        fan_out: Whether to return all sequences of an episode, always as a list. Needs `grpo_rewards_by_group` as
-            `--custom-reward-post-process-path`; not with `--partial-rollout` or `--group-rm`.
+        fan_out: Whether to return all sequences of an episode, always as a list. Where slime normalises rewards by
+            group it needs `grpo_rewards_by_group` as `--custom-reward-post-process-path`; not with `--partial-rollout`,
+            `--group-rm` or `--log-passrate`.
         requeue_aborted: Whether samples that the server aborted are run again although slime did not ask for it. By
             default so with slime's fully asynchronous rollout, which does that for single samples, not for lists.
         tool_parser: See `SGLangModel`.
@@ -153,7 +154,7 @@ async def _generate(
 ) -> Any:
     fan_out = settings.fan_out and not evaluation  # an evaluation counts samples, and an episode is one
     if sample.status.name in ("COMPLETED", "TRUNCATED"):
-        return [sample] if fan_out else sample
+        return RolloutSamples([sample]) if fan_out else sample
     if fan_out:
         _check_fan_out(args)
     state = _state_of(settings, args)
@@ -163,7 +164,7 @@ async def _generate(
         # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
         sample.status = type(sample).Status.ABORTED
         sample.reward = None
-        return [sample] if fan_out else sample
+        return RolloutSamples([sample]) if fan_out else sample
     if not getattr(sample, "session_id", None):
         sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
     system, asked = _asked(settings, args, sample)
@@ -171,7 +172,7 @@ async def _generate(
     try:
         model = _model(settings, args, sample, state, sampling_params, part, evaluation)
         if settings.episode is not None:
-            end = await run_elsewhere(settings, args, model, sample, part)
+            end = await run_elsewhere(settings, args, model, sample, part, evaluation)
             reason, reward, told = end.reason, end.reward, end.metadata
         else:
             await run(settings, model, sample, part, system, asked)
@@ -187,7 +188,9 @@ def _check_fan_out(args: Any) -> None:
     for name in ("partial_rollout", "group_rm"):
         if getattr(args, name, False):
             raise SlimeExportError(f"slime's {name} knows no lists of samples: leave it out, or fan_out=True")
-    if getattr(args, "custom_reward_post_process_path", "") is None:
+    if getattr(args, "log_passrate", False):
+        raise SlimeExportError("slime's log_passrate counts samples for episodes: leave it out, or fan_out=True")
+    if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
         raise SlimeExportError(
             "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
             "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
@@ -296,6 +299,7 @@ def _export(
             "tool_iterations": part.limiter.tool_iter_count,
             "tool_calls": part.limiter.tool_call_count,
             "tool_parse_errors": sum(part.trajectory.tool_parse_errors.values()),
+            **({"error": error_text(part.end)} if OUTCOMES[reason].slime_status == "FAILED" and part.end else {}),
             **(told or {}),
         },
     )

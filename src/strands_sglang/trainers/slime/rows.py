@@ -116,9 +116,13 @@ def _clear(mask: list[int], start: int, stop: int) -> None:
     mask[start:stop] = [0] * len(mask[start:stop])
 
 
-def _ended_by_itself(turn: Turn) -> bool:
-    """Whether the server answered in full, so that all that was asked for is there."""
-    return turn.generation is not None and turn.generation.finish_type != "abort"
+def _is_uninterrupted(turn: Turn) -> bool:
+    """Whether one request gave the whole answer, so that all that was asked for is there.
+
+    An answer that was resumed lacks what its aborted part lacks, whatever its last part has.
+    """
+    generation = turn.generation
+    return generation is not None and generation.finish_type != "abort" and not generation.resumed_ids
 
 
 def _mask_unknown(span: Span, mask: list[int], logprobs: list[float | None]) -> list[str]:
@@ -128,7 +132,7 @@ def _mask_unknown(span: Span, mask: list[int], logprobs: list[float | None]) -> 
         SlimeExportError: Logprobs were not asked for.
     """
     generation = span.turn.generation
-    if generation is not None and generation.logprobs is None and _ended_by_itself(span.turn):
+    if generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn):
         raise SlimeExportError(
             f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
             "SGLangModel at its default, True"
@@ -161,12 +165,12 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
             _clear(mask, span.start, span.stop)
             continue
         if arrays is None:
-            if _ended_by_itself(span.turn):
+            if _is_uninterrupted(span.turn):
                 raise SlimeExportError(
                     f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
                     "SGLang, and pass slime's sampling_params (custom_params) on"
                 )
-            problems.append(f"call {span.turn.index} was aborted and has no top-p ids")
+            problems.append(f"call {span.turn.index} was aborted, and a part of it has no top-p ids")
             _clear(mask, span.start, span.stop)
             continue
         kept_ids, starts = torch.tensor(arrays[0]), torch.tensor(arrays[1][: span.stop - span.start + 1])
@@ -239,7 +243,7 @@ def _require_experts(leaf: Turn) -> None:
     Raises:
         SlimeExportError: They were not asked for.
     """
-    if _ended_by_itself(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
+    if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
         raise SlimeExportError(
             f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
             "return_routed_experts=True of SGLangModel, and start the server with --enable-return-routed-experts"

@@ -26,7 +26,7 @@ import copy
 import logging
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from ...sequences import sequence_of
 from ...tokens import TokenManager
 from ...trajectory import Trajectory
 from ...turns import Turn, TurnStatus
-from .arguments import Replay, SlimeExportError, as_reward, context_limit, replay_of
+from .arguments import Replay, SlimeExportError, as_reward, context_limit, replay_of, reward_key
 from .rows import Rows, placeholder_experts, rows_of
 
 __all__ = ["SlimeExportError", "to_slime_samples"]
@@ -48,6 +48,37 @@ METADATA_KEY = "strands_sglang"
 
 _MADE_LATER = ("teacher_log_probs", "mopd_teacher_log_probs", "rollout_top_p_log_probs")
 """Fields that slime fills from a finished sample; those of an earlier run are another response's."""
+
+
+_EVALUATION = "evaluation"
+"""Under `METADATA_KEY`: whether the sample is none to train on, which slime does not tell reward functions."""
+
+
+def is_evaluation(sample: Any) -> bool:
+    """Whether a sample of ours was made for an evaluation."""
+    return bool((sample.metadata or {}).get(METADATA_KEY, {}).get(_EVALUATION))
+
+
+def main_sample(samples: Sequence[Any]) -> Any:
+    """The sample of a rollout that holds its main conversation."""
+    told = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
+    return next(told, samples[-1])
+
+
+class RolloutSamples(list[Any]):
+    """The samples of one rollout, for slime's code that takes every member of a group for a sample.
+
+    Its fully asynchronous rollout sorts groups by the `index` of a member, and its filters read the members' rewards.
+    """
+
+    @property
+    def index(self) -> Any:
+        """The rollout's index, in place of the method of lists."""
+        return main_sample(self).index
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The rollout's reward, which all its samples have."""
+        return main_sample(self).get_reward_value(args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +153,10 @@ def to_slime_samples(
         outcome = TerminationReason(outcome)
     replay = Replay() if evaluation else replay_of(args)
     main, others = _branches(trajectory)
-    verdict = _verdict(trajectory, main, outcome, args, reward, abort_requested, failure_reward)
+    failed = as_reward(args, failure_reward, evaluation=evaluation)
+    verdict = _verdict(trajectory, main, outcome, args, reward, abort_requested, failed, evaluation)
     facts = {
+        **({_EVALUATION: True} if evaluation else {}),
         "outcome": outcome.value if isinstance(outcome, TerminationReason) else None,
         "model_calls": sum(turn.is_answered for turn in trajectory.turns),
         "other_sequences": len(others),
@@ -148,7 +181,7 @@ def to_slime_samples(
             if branch is not main and not any(rows.loss_mask):
                 continue  # a retry took the place of what was cut
             if replay.experts is not None and rows.experts is None:
-                told = _Verdict("FAILED", as_reward(args, failure_reward), True)
+                told = _Verdict("FAILED", copy.deepcopy(failed), True)
         target = sample if branch is main else copy.deepcopy(sample)
         _fill(target, branch, rows, told, tokenizer, args, replay, evaluation)
         target.non_generation_time = float(non_generation_time)
@@ -163,7 +196,7 @@ def to_slime_samples(
     rollout_id = _rollout_id(sample)
     for one in samples:
         one.rollout_id = rollout_id
-    return samples
+    return RolloutSamples(samples)
 
 
 def _check_arguments(trajectory: Any, sample: Any, reward: Any) -> None:
@@ -226,7 +259,8 @@ def _verdict(
     args: Any,
     reward: Any,
     abort_requested: bool,
-    failure_reward: float,
+    failed_reward: Any,
+    evaluation: bool,
 ) -> _Verdict:
     sampled = sum(turn.generation.completion_tokens for turn in trajectory.turns if turn.generation is not None)
     if not isinstance(outcome, Outcome):
@@ -234,8 +268,8 @@ def _verdict(
         wanted = OUTCOMES[outcome]
     else:
         told = wanted = outcome
-    failed = _Verdict("FAILED", as_reward(args, failure_reward), True)
-    truncated = _Verdict("TRUNCATED", as_reward(args, failure_reward), True)
+    failed = _Verdict("FAILED", failed_reward, True)
+    truncated = _Verdict("TRUNCATED", failed_reward, True)
     if wanted.slime_status == "ABORTED" and abort_requested:
         return _Verdict("ABORTED", None, False)  # slime runs it again, also if nothing was sampled
     if main is None or not main.sampled or told.slime_status == "FAILED":
@@ -247,9 +281,9 @@ def _verdict(
     status = told.slime_status
     if status == "COMPLETED" and not _is_finished(trajectory, main.leaf):
         status = "TRUNCATED"
-    if reward is not None and not _is_finite(args, reward):
+    if reward is not None and not _is_finite(args, reward, evaluation):
         logger.warning("reward=<%r> | a reward is no finite number; its sample is removed", reward)
-        return _Verdict(status, as_reward(args, failure_reward), True)
+        return _Verdict(status, failed_reward, True)
     own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
     return _Verdict(status, own, False)
 
@@ -264,10 +298,10 @@ def _is_answer(leaf: Turn) -> bool:
     return leaf.status is not TurnStatus.CUT and not leaf.is_cut_short and not leaf.tool_calls and leaf.is_answered
 
 
-def _is_finite(args: Any, reward: Any) -> bool:
+def _is_finite(args: Any, reward: Any, evaluation: bool) -> bool:
     if not isinstance(reward, Mapping):
         return math.isfinite(float(reward))
-    key = getattr(args, "reward_key", None)
+    key = reward_key(args, evaluation=evaluation)
     values = [reward.get(key)] if key else [value for value in reward.values() if isinstance(value, float)]
     return all(value is not None and _is_number(value) and math.isfinite(float(value)) for value in values)
 
