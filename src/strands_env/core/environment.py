@@ -27,6 +27,7 @@ from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookProvider
 from strands.models.model import Model
 from strands.tools import ToolProvider
+from typing_extensions import override
 
 from strands_sglang import (
     OUTCOMES,
@@ -40,6 +41,7 @@ from strands_sglang import (
 
 from .budgets import BudgetHooks, Budgets, ModelFailures, drive
 from .conversation import Conversation, read_conversation
+from .identity import Identified, describe
 from .metrics import episode_metrics
 from .supervision import Supervisor
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
@@ -51,8 +53,13 @@ ModelFactory = Callable[[], "Model | Awaitable[Model]"]
 
 LONGEST_RETRY_DELAY = 60.0
 
+_MAKE_NO_DIFFERENCE = frozenset(
+    {"reward_fn", "system_prompt", "verbose", "cleanup_timeout", "retries", "retry_on", "retry_delay"}
+)
+"""Arguments that results do not depend on, or that are told apart from the others."""
 
-class Environment:
+
+class Environment(Identified):
     """Tasks for an agent with tools, and a reward for what it makes of them.
 
     Subclasses override `get_tools`, `get_hooks`, `reset`, `cleanup` and `compute_metrics`, all of which may be async.
@@ -146,6 +153,21 @@ class Environment:
         self.retry_on = frozenset(retry_on) - {TerminationReason.CANCELLED}
         self.retry_delay = retry_delay
         self.last_result: StepResult | None = None
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """What results depend on: class, arguments, reward and system prompt; an evaluation keeps it with each result.
+
+        Override it to leave out arguments that make no difference, such as the path of a temporary folder.
+        """
+        told = super().identity()
+        arguments = {name: value for name, value in told["arguments"].items() if name not in _MAKE_NO_DIFFERENCE}
+        return {
+            **told,
+            "arguments": arguments,
+            "reward_fn": describe(self.reward_fn),
+            "system_prompt": self.system_prompt,
+        }
 
     # --- what subclasses override ---
 

@@ -6,6 +6,7 @@ extras are imported when a factory of theirs is made.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -13,10 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from strands.models.model import Model
 
-from strands_sglang import SGLangClient, SGLangModel, get_client, get_tokenizer
+from strands_sglang import SGLangClient, SGLangHTTPError, SGLangModel, get_client, get_tokenizer
+
+from .identity import with_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_NO_SUCH_ENDPOINT = (404, 405, 501)
 
 
 def sglang_model_factory(
@@ -74,7 +80,33 @@ def sglang_model_factory(
         # Models share what is known of a chat template while one of them lives: `kept` does.
         return make()
 
+    # Where the server is makes no difference, which weights it serves does: `served` asks it.
+    with_identity(
+        factory,
+        backend="sglang",
+        model_id=model_id,
+        tokenizer=tokenizer,
+        sampling_params=sampling_params,
+        tool_parser=tool_parser,
+        config=config,
+    )
+    factory.served = functools.partial(served_weights, first.client)  # type: ignore[attr-defined]
     return factory
+
+
+async def served_weights(client: SGLangClient) -> dict[str, str]:
+    """Which weights an SGLang server answers with, as it tells itself; nothing where it does not tell.
+
+    Raises:
+        SGLangClientError: The server gives no answer.
+    """
+    try:
+        told = await client.model_info()
+    except SGLangHTTPError as error:
+        if error.status not in _NO_SUCH_ENDPOINT:
+            raise
+        return {}
+    return {name: told[name] for name in ("model_path", "weight_version") if told.get(name) is not None}
 
 
 def openai_model_factory(
@@ -112,7 +144,9 @@ def openai_model_factory(
         return OpenAIModel(client_args=dict(arguments), model_id=model_id, params=dict(params), **config)
 
     factory()
-    return factory
+    return with_identity(
+        factory, backend="openai", model_id=model_id, base_url=base_url, sampling_params=params, config=config
+    )
 
 
 def bedrock_model_factory(
@@ -152,7 +186,7 @@ def bedrock_model_factory(
         region_name=region_name,
         **cast(Any, {"model_id": model_id, **params, **config}),
     )
-    return lambda: model
+    return with_identity(lambda: model, backend="bedrock", model_id=model_id, sampling_params=params, config=config)
 
 
 def _renamed(params: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from strands.types.content import Message, Messages
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 
+from .identity import Identified
 from .thinking import without_thinking
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class RewardError(RuntimeError):
         self.is_infrastructure = is_infrastructure
 
 
-class RewardFunction(ABC):
+class RewardFunction(Identified, ABC):
     """Judges an episode."""
 
     @abstractmethod

@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strands_sglang import OUTCOMES, TerminationReason, termination_reason
+from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termination_reason
 
+from ..core.identity import describe
 from ..core.types import Action, Observation, StepResult
+from .json_lines import digest
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 from .progress import Progress
 from .records import EvalSample, Prompt, Results, is_error, name_prompts, says_something, with_finite_reward
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from ..core.environment import Environment
 
 logger = logging.getLogger(__name__)
+
+_MOST_CHECKED = 10
+"""Environments that are made to compare them with those of earlier results."""
 
 
 class EvaluationStoppedError(Exception):
@@ -71,8 +76,9 @@ class Evaluator:
             metrics_fns: Each takes all results and returns further metrics.
             output_path: Results file (`*.jsonl`) or folder: results are kept there as they finish, and a later run
                 goes on from them. None keeps them in memory only.
-            config: What the results depend on beside the tasks: model, sampling parameters, prompts. JSON-like. Results
-                of one configuration are never taken for another's, and a file with those of another is refused.
+            config: What the results depend on beside the tasks and the environment, whose class, reward and arguments
+                are kept by themselves. JSON-like. Results of one configuration or environment are never taken for
+                another's, and a file with those of another is refused.
             keep_trajectories: Whether to keep all model calls of each finished sample in a file of its own, beside the
                 results.
             success_threshold: The least reward of a success.
@@ -105,6 +111,8 @@ class Evaluator:
         self.stop_after_failures = stop_after_failures
         self.retry_errors = retry_errors
         self.show_progress = show_progress
+        self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
+        self._identities: dict[str, dict[str, Any]] = {}  # one object for all samples that share it
 
     def load_dataset(self) -> Iterable[Action]:
         """The tasks of the benchmark. Subclasses override it.
@@ -168,12 +176,13 @@ class Evaluator:
             for key, (prompt, index) in keys.items()
             if key not in samples or (self.retry_errors and samples[key].is_errored)
         ]
-        waiting = iter(todo)
+        waiting, again = iter(todo), {key for key, _, _ in todo}
+        kept = {key: sample for key, sample in samples.items() if key not in again}
+        if storage is not None:
+            await self._check_environments(storage, kept, by_id)
         failures_in_a_row = 0
         name = self.benchmark_name or "evaluation"
-        again = {key for key, _, _ in todo}
-        done = [sample for key, sample in samples.items() if key not in again]
-        with Progress(name, len(keys), done, shown=self.show_progress) as progress:
+        with Progress(name, len(keys), list(kept.values()), shown=self.show_progress) as progress:
 
             async def work() -> None:
                 nonlocal failures_in_a_row
@@ -212,7 +221,8 @@ class Evaluator:
             await asyncio.wait({playing})
             raise
         # Cancelled by itself: the environment raised it.
-        result, is_judged = (_failed(asyncio.CancelledError()), True) if playing.cancelled() else playing.result()
+        cancelled = (_failed(asyncio.CancelledError()), True, None)
+        result, is_judged, identity = cancelled if playing.cancelled() else playing.result()
         is_finished = says_something(result)
         observation = result.observation
         kept = result.model_copy(
@@ -233,25 +243,66 @@ class Evaluator:
             seconds=round(time.monotonic() - began, 3),
             is_finished=is_finished,
             is_errored=is_finished and is_error(result, is_judged=is_judged),
+            environment=identity,
         )
         return sample, observation.trajectory if self.keep_trajectories else None
 
-    async def _play(self, action: Action) -> tuple[StepResult, bool]:
-        """Run one episode; return how it ended, and whether its environment judges."""
+    async def _play(self, action: Action) -> tuple[StepResult, bool, dict[str, Any] | None]:
+        """Run one episode; return how it ended, and of its environment whether it judges and what it is."""
         try:
-            made: Any = self.env_factory(action)
-            env: Environment = await made if inspect.isawaitable(made) else made
+            env = await self._make(action)
         except (Exception, SystemExit) as error:
             logger.warning("an environment could not be made", exc_info=True)
             result = _failed(error)
             result.observation.metrics["model_calls"] = 0  # nothing that the policy did
-            return result, True
+            return result, True, None
         is_judged = getattr(env, "reward_fn", None) is not None
+        identity = None if self.output_path is None else await self._identity(env)
         try:
-            return with_finite_reward(await env.step(action)), is_judged
+            return with_finite_reward(await env.step(action)), is_judged, identity
         except (Exception, SystemExit) as error:
             logger.warning("an episode failed", exc_info=True)
-            return _failed(error), is_judged
+            return _failed(error), is_judged, identity
+
+    async def _make(self, action: Action) -> Environment:
+        made: Any = self.env_factory(action)
+        return await made if inspect.isawaitable(made) else made
+
+    async def _identity(self, env: Any) -> dict[str, Any]:
+        """What makes an environment the one that it is, the weights that its server tells of included."""
+        own = getattr(env, "identity", None)
+        identity = own() if callable(own) else describe(env)
+        ask = getattr(getattr(env, "model_factory", None), "served", None)
+        if ask is not None:
+            if ask not in self._served:
+                self._served[ask] = asyncio.ensure_future(_answer_of(ask))  # asked once in a run
+            identity = {**identity, "served": await asyncio.shield(self._served[ask])}
+        return self._identities.setdefault(digest(identity), identity)
+
+    async def _check_environments(
+        self, storage: Storage, kept: Mapping[str, EvalSample], prompts: Mapping[str, Prompt]
+    ) -> None:
+        """Refuse to go on from results of other environments than are made now for the same prompts.
+
+        Of prompts whose environments were alike one is enough.
+        """
+        self._served, self._identities = {}, {}
+        alike = {digest(sample.environment): sample for sample in kept.values() if sample.environment}
+        for sample in list(alike.values())[:_MOST_CHECKED]:
+            try:
+                env = await self._make(prompts[sample.prompt_id].action.model_copy(deep=True))
+            except (Exception, SystemExit):
+                logger.warning("an environment could not be made, so its results are not checked", exc_info=True)
+            else:
+                storage.refuse_other_environment(sample.key, await self._identity(env))
+
+
+async def _answer_of(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
+    try:
+        return await ask()
+    except SGLangClientError as error:
+        logger.warning("error=<%s> | the server does not tell which weights it serves", error)
+        return {}
 
 
 def _failed(error: BaseException) -> StepResult:

@@ -43,6 +43,7 @@ class EvalSample(BaseModel):
         seconds: How long the episode took.
         is_finished: Whether its end says something of the policy; else it is dropped from metrics, and tried again on
             resume.
+        environment: What made its environment the one that it was; None where that is not known, as in old files.
         is_errored: Whether it is finished, ought to have a reward and has none; it counts as a wrong answer.
     """
 
@@ -56,6 +57,7 @@ class EvalSample(BaseModel):
     seconds: float = 0.0
     is_finished: bool = True
     is_errored: bool = False
+    environment: dict[str, Any] | None = Field(default=None, repr=False)
 
     @property
     def aborted(self) -> bool:
@@ -90,6 +92,7 @@ class EvalSample(BaseModel):
             "is_errored": self.is_errored,
             "seconds": self.seconds,
             "final_response": result.observation.final_response,
+            "environment": self.environment,
             "message": self.action.message,
             "task_context": self.action.task_context.model_dump(),
             "observation": observation,
@@ -117,7 +120,8 @@ class EvalSample(BaseModel):
                 sample_index=record["sample_index"],
                 seconds=record["seconds"],
                 is_finished=is_finished,
-                is_errored=bool(record.get("is_errored")),  # this one and the errors of rewards: not in old records
+                is_errored=bool(record.get("is_errored")),  # like the other fields that old records lack
+                environment=record.get("environment"),
                 action=Action(
                     message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
                 ),

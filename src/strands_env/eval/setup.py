@@ -10,9 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from strands_sglang import SGLangHTTPError
-
-from ..core.models import SGLangFactoryConfig, build_model_factory
+from ..core.models import SGLangFactoryConfig, build_model_factory, served_weights
 from ..core.types import Action
 
 ENVIRONMENTS = {
@@ -25,9 +23,6 @@ REWARDS = {
     "math": "strands_env.rewards.MathReward",
     "exact": "strands_env.rewards.ExactMatchReward",
 }
-
-NOT_TOLD = (404, 405, 501)
-"""Statuses of servers that have no endpoint for it."""
 
 OWN_REWARD = "env"
 """The environment brings its own."""
@@ -109,14 +104,8 @@ async def served_model(model: dict[str, Any]) -> dict[str, Any]:
     """
     if model["backend"] != "sglang":
         return {}
-    client = SGLangFactoryConfig.model_validate(model).shared_client()
-    try:
-        told = await client.model_info()
-    except SGLangHTTPError as error:
-        if error.status not in NOT_TOLD:
-            raise
-        return {}
-    return {f"served_{name}": told[name] for name in ("model_path", "weight_version") if told.get(name) is not None}
+    told = await served_weights(SGLangFactoryConfig.model_validate(model).shared_client())
+    return {f"served_{name}": value for name, value in told.items()}
 
 
 def environment_factory(arguments: argparse.Namespace, model: dict[str, Any]) -> Callable[[Action], Awaitable[Any]]:

@@ -7,7 +7,8 @@ For `results.jsonl` these are, in the same folder:
 - `results.trajectories/KEY.safetensors`: all model calls of a finished sample, with `keep_trajectories`;
 - `results.lock`: held by the process that writes.
 
-A file holds the results of one configuration. Another one is refused, and told what differs.
+A file holds the results of one configuration, and each record says what its environment was. Another one is refused,
+and told what differs.
 """
 
 from __future__ import annotations
@@ -137,6 +138,27 @@ class Storage:
         what = "" if known is None else f": {_difference(known, self._run)}"
         raise CheckpointError(f"{self.path} has results of another configuration{what}; name another file for this one")
 
+    def refuse_other_environment(self, key: str, identity: Mapping[str, Any]) -> None:
+        """Make sure that a finished sample is of the environment that would be made for it now.
+
+        Args:
+            key: The sample's.
+            identity: What makes the environment the one that it is now.
+
+        Raises:
+            CheckpointError: It was another one; says what differs.
+        """
+        known, new = _flat(self.finished[key].environment or {}), _flat(decode(encode(identity)))
+        for one, other in ((known, new), (new, known)):
+            if not any(name.startswith("served.") for name in one):  # this server does not tell, or gave no answer
+                for name in [name for name in other if name.startswith("served.")]:
+                    del other[name]
+        if known != new:
+            raise CheckpointError(
+                f"{self.path} has results of another environment: {_differences(known, new)}; name another file for "
+                "this one"
+            )
+
     async def add(self, sample: EvalSample, *, trajectory: Trajectory | None = None) -> None:
         """Put a sample on the disk, a failed one into the failures; done once it is there.
 
@@ -259,8 +281,18 @@ def _encode_run(run: Run) -> bytes:
 def _difference(known: Run, new: Run) -> str:
     if known.benchmark != new.benchmark:
         return f"benchmark was {known.benchmark!r} and is {new.benchmark!r}"
-    names = sorted({*known.config, *new.config}, key=str)
-    differing = [name for name in names if known.config.get(name) != new.config.get(name)]
-    return ", ".join(
-        f"{name} was {known.config.get(name)!r:.200} and is {new.config.get(name)!r:.200}" for name in differing
-    )
+    return _differences(known.config, new.config)
+
+
+def _differences(known: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    names = sorted({*known, *new}, key=str)
+    differing = [name for name in names if known.get(name) != new.get(name)]
+    return ", ".join(f"{name} was {known.get(name)!r:.200} and is {new.get(name)!r:.200}" for name in differing)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        flat.update(_flat(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item})
+    return flat

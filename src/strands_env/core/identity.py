@@ -1,0 +1,183 @@
+"""What makes an environment the one that it is, as plain data: its class and the arguments that it was made with.
+
+An evaluation keeps it with every result, so that results of one environment are never taken for another's. It must be
+the same whenever the same program makes the same environment again: nothing in it depends on memory addresses, or on
+what an object has counted or collected since it was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Set
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEEPEST = 8
+_LONGEST = 1000
+_NAMES = ("system_prompt", "model_id", "base_url", "name_or_path")
+"""Texts among the attributes of any object that tell what it is."""
+
+
+class Identified:
+    """Remembers the arguments that it was made with, whatever its subclasses make of them."""
+
+    _made_with: dict[type, tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a class's `__init__` remember its arguments."""
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(cls, cls.__init__)  # type: ignore[method-assign]
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it the one that it is, JSON-like: its class and its arguments, defaults left out.
+
+        Override it to leave out arguments that results do not depend on, or to add what they do depend on.
+        """
+        if not hasattr(self, "_made_with"):  # a dataclass, say
+            return {**_object(self, 0), "arguments": describe(_fields(self), 1)}
+        return {"class": _name(type(self)), "arguments": _arguments(self._made_with)}
+
+
+def with_identity(function: F, **facts: Any) -> F:
+    """Say what makes a function, such as a factory, the one that it is."""
+    function.identity = describe(facts)  # type: ignore[attr-defined]
+    return function
+
+
+def describe(value: Any, depth: int = 0) -> Any:
+    """A value as plain data that is the same for the same program, in another process, too."""
+    if isinstance(value, enum.Enum):
+        return describe(value.value, depth)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth >= _DEEPEST:
+        return _name(type(value))
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, re.Pattern):
+        return [value.pattern, value.flags]
+    if isinstance(value, Mapping):
+        return {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_LONGEST]}
+    if isinstance(value, list | tuple):
+        return [describe(item, depth + 1) for item in value[:_LONGEST]]
+    if isinstance(value, Set):
+        return sorted((describe(item, depth + 1) for item in value), key=repr)
+    if isinstance(value, Identified):
+        return value.identity()
+    if isinstance(value, type):
+        return _name(value)
+    if isinstance(value, functools.partial):
+        return {"function": describe(value.func, depth + 1), "given": describe([value.args, value.keywords], depth + 1)}
+    if isinstance(value, MethodType):
+        return {"method": value.__func__.__qualname__, "of": describe(value.__self__, depth + 1)}
+    if isinstance(value, FunctionType):
+        return _function(value, depth)
+    if isinstance(value, BaseModel):
+        return {"class": _name(type(value)), **describe(value.model_dump(), depth + 1)}
+    if dataclasses.is_dataclass(value):
+        return {"class": _name(type(value)), **describe(_fields(value), depth + 1)}
+    return _object(value, depth)
+
+
+def _function(function: FunctionType, depth: int) -> Any:
+    told = getattr(function, "identity", None)
+    if told is not None:
+        return told
+    name = f"{function.__module__}.{function.__qualname__}"
+    if "<" not in name:
+        return name
+    # The name of a lambda or of a function within another one says little: its code, and what of its surroundings
+    # does not change while the program runs.
+    described: dict[str, Any] = {"function": name, "code": hashlib.sha256(_code(function.__code__)).hexdigest()[:16]}
+    captured: dict[str, Any] = {}
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(content, str | FunctionType | type | Identified):
+            captured[variable] = describe(content, depth + 1)
+    return {**described, "captured": captured} if captured else described
+
+
+def _code(code: CodeType) -> bytes:
+    """Names and constants rather than instructions, which differ between Python's versions."""
+
+    def constant(value: Any) -> bytes:
+        if isinstance(value, CodeType):
+            return _code(value)
+        return repr(sorted(value, key=repr) if isinstance(value, frozenset) else value).encode()
+
+    names = [name.encode() for name in (*code.co_names, *code.co_varnames)]
+    return b"\0".join([*names, *(constant(value) for value in code.co_consts if value is not None)])
+
+
+def _object(value: Any, depth: int) -> dict[str, Any]:
+    """An object that says nothing itself: its class, and those of its attributes that no episode changes."""
+    described: dict[str, Any] = {"class": _name(type(value))}
+    for name in (*_NAMES, "reward_fn"):
+        content = getattr(value, name, None)
+        if isinstance(content, str) or (name == "reward_fn" and content is not None):
+            described[name] = describe(content, depth + 1)
+    get_config = getattr(value, "get_config", None)  # of Strands' models
+    if callable(get_config) and not inspect.iscoroutinefunction(get_config):
+        described["config"] = describe(get_config(), depth + 1)
+    for name, content in getattr(value, "__dict__", {}).items():
+        if isinstance(content, FunctionType | MethodType | type | Identified) and name not in described:
+            if getattr(content, "__self__", None) is not value:
+                described[name] = describe(content, depth + 1)
+    return described
+
+
+def _arguments(made_with: Mapping[type, tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
+    """What was given, by parameter; what equals the default is left out, as if it had not been given.
+
+    A class that hands on what it does not name itself says nothing of that, for its base does.
+    """
+    given: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    handed_on: dict[str, Any] = {}
+    for cls, (args, kwargs) in made_with.items():
+        signature = inspect.signature(cls)
+        bound = signature.bind(*args, **kwargs).arguments
+        handed_on = {name: value for name, value in handed_on.items() if name not in signature.parameters}
+        for name, parameter in signature.parameters.items():
+            if name in bound and parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                handed_on.update(bound[name])
+            elif name in bound and (parameter.kind is not inspect.Parameter.VAR_POSITIONAL or len(made_with) == 1):
+                given.setdefault(name, bound[name])
+            if parameter.default is not inspect.Parameter.empty:
+                defaults.setdefault(name, describe(parameter.default, 1))
+    described = {name: describe(value, 1) for name, value in {**handed_on, **given}.items()}
+    return {name: value for name, value in described.items() if name not in defaults or value != defaults[name]}
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: getattr(value, field.name, None) for field in fields}
+
+
+def _remembering(cls: type, function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).setdefault("_made_with", {})[cls] = (args, kwargs)
+        function(self, *args, **kwargs)
+
+    return init
