@@ -4,6 +4,9 @@ A model has one trajectory at a time, or one per `with model.episode()`. A call 
 code is inside of (context variables: tasks and threads started with a copied context inherit it), or else to the one in
 which its agent asked before, as Strands keeps it for each agent. Context and agents hold names of episodes, never their
 trajectories: an episode that has ended is found by nobody, takes no call, and is not kept alive.
+
+Where an agent has the model's hooks (`hooks`), the agent itself is known: copies of one agent are told apart, and an
+agent whose first call failed is recognised.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from .trajectory import Trajectory
+from .turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,107 @@ def keep_written_names(model_state: Any, names: Mapping[str, str]) -> None:
         model_state[_NAMES_KEY] = {**written_names(model_state), **names}
 
 
+@dataclass(eq=False)
+class KnownAgent:
+    """What is known of an agent that has the model's hooks.
+
+    Attributes:
+        id: Its id; None before its first call.
+        episode: The episode that it was made in, or asked in last.
+        trajectory: Where its latest call is recorded.
+        calls: Its model calls under way, and those whose answer is not in its history yet.
+    """
+
+    id: str | None = None
+    episode: str | None = None
+    trajectory: ref[Trajectory] | None = None
+    calls: list[ModelCall] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """A model call of an agent's loop, for which middleware may ask the model several times, or not at all.
+
+    Attributes:
+        agent: Whose.
+        invocation_state: What tells its requests from those of others that are made meanwhile.
+        outer: The call during which it is made; None if it is made during none.
+        is_over: Whether Strands has the answer.
+        answers: What was sampled for it, with the trajectories that record it.
+    """
+
+    agent: KnownAgent
+    invocation_state: Any
+    outer: ModelCall | None
+    is_over: bool = False
+    answers: list[tuple[Trajectory, Turn]] = field(default_factory=list)
+
+    def close(self) -> dict[int, tuple[Trajectory, list[Turn]]]:
+        """Forget the call, of which contexts may be left, and return its answers by trajectory."""
+        self.agent.calls.remove(self)
+        turns: dict[int, tuple[Trajectory, list[Turn]]] = {}
+        for trajectory, turn in self.answers:
+            turns.setdefault(id(trajectory), (trajectory, []))[1].append(turn)
+        self.is_over, self.outer, self.invocation_state, self.answers = True, None, None, []
+        return turns
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request to the model comes from.
+
+    Attributes:
+        trajectory: Where it is recorded.
+        agent: The id of the agent that asks; None outside of an agent's loop.
+        call: The agent's model call that it is made for, if the agent has the model's hooks.
+    """
+
+    trajectory: Trajectory
+    agent: str | None
+    call: ModelCall | None
+
+    def note(self, turn: Turn) -> None:
+        """Note an answer that the agent is about to get."""
+        if self.call is not None:
+            self.call.answers.append((self.trajectory, turn))
+
+
+_asking: ContextVar[ModelCall | None] = ContextVar("strands_sglang_asking", default=None)
+"""The model call that the running code is inside of; it may be over."""
+
+_known: WeakKeyDictionary[Any, KnownAgent] = WeakKeyDictionary()
+_holders: WeakValueDictionary[str, KnownAgent] = WeakValueDictionary()
+"""Who has an id, so that copies of an agent get others."""
+
+
+def known_agent(agent: Any) -> KnownAgent:
+    """What is known of an agent.
+
+    Args:
+        agent: A Strands agent.
+    """
+    return _known.setdefault(agent, KnownAgent())
+
+
+def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
+    """Note that an agent's model call begins: what is asked inside is the agent's."""
+    call = ModelCall(agent, invocation_state, _asking.get())
+    agent.calls.append(call)
+    _asking.set(call)
+
+
+def end_call(agent: KnownAgent, invocation_state: Any) -> ModelCall | None:
+    """Note that the latest one of an agent's model calls is over, and return it."""
+    under_way = [call for call in agent.calls if not call.is_over and call.invocation_state is invocation_state]
+    if not under_way:
+        return None
+    call = under_way[-1]
+    if _asking.get() is call:
+        _asking.set(call.outer)
+    call.is_over = True
+    return call
+
+
 def cycle_of(invocation_state: Any) -> str | None:
     """The turn of the agent's loop that a call belongs to, as Strands names it; None where it does not.
 
@@ -69,6 +175,14 @@ def cycle_of(invocation_state: Any) -> str | None:
     """
     cycle = invocation_state.get("event_loop_cycle_id") if isinstance(invocation_state, dict) else None
     return None if cycle is None else str(cycle)
+
+
+def _id_of(agent: KnownAgent, remembered: str | None) -> str:
+    """The id of an agent: the one that Strands remembers, unless a copy of it has that one."""
+    if agent.id is None:
+        agent.id = remembered if remembered is not None and remembered not in _holders else uuid.uuid4().hex
+        _holders[agent.id] = agent
+    return agent.id
 
 
 class Episodes:
@@ -108,32 +222,61 @@ class Episodes:
             # Perhaps in another task than the one that entered it, where nothing has to be undone.
             _entered.set(tuple(other for other in _entered.get() if other != name))
 
-    def of_call(self, model_state: Any) -> tuple[Trajectory, str | None]:
-        """The trajectory that a call belongs to, and the id of the agent that asks; None outside of an agent's loop.
+    def of_call(self, model_state: Any, invocation_state: Any = None) -> Origin:
+        """Where a call comes from.
 
-        Both stay in the agent's `model_state`. Strands hands out a copy of it with each call, and takes it back only if
-        the call succeeds. An agent that asks in another episode than before has another id there: it may be one of
-        several copies.
+        What tells it stays in the agent's `model_state`. Strands hands out a copy of it with each call, and takes it
+        back only if the call succeeds. An agent that asks in another episode than before has another id there: it may
+        be one of several copies.
 
         Args:
             model_state: What Strands passed under that name, a dictionary that may be written to.
+            invocation_state: What Strands passed under that name.
         """
+        call = _asking.get()
+        if call is not None and (call.is_over or call.invocation_state is not invocation_state):
+            call = None  # it is somebody else's, whose code runs inside of it
         state = model_state.get(_STATE_KEY) if isinstance(model_state, dict) else None
-        known: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
+        before: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
         with self._lock:
-            name = self._of_context()
-            if name is None and known["episode"] in self._running:
-                name = known["episode"]
-            if name is None and self._was_inside() and len(self._running) == 1:
-                (name,) = self._running  # its own has ended, and this one has what it works for
+            name = self._find(call.agent.episode if call is not None else before["episode"])
             trajectory = self.outside if name is None else self._running[name]
             if name is None and (self._running or self._was_inside()):
                 self._warn_of_outside()
-        if not isinstance(model_state, dict):
-            return trajectory, None
-        agent = known["agent"] if known["episode"] == name else None
-        model_state[_STATE_KEY] = {"agent": agent or uuid.uuid4().hex, "episode": name}
-        return trajectory, model_state[_STATE_KEY]["agent"]
+            agent = None
+            if call is not None:
+                call.agent.episode, call.agent.trajectory = name, ref(trajectory)
+                agent = _id_of(call.agent, before["agent"])
+            elif isinstance(model_state, dict):
+                agent = before["agent"] if before["episode"] == name else None
+                agent = agent or uuid.uuid4().hex
+        if agent is not None and isinstance(model_state, dict):
+            model_state[_STATE_KEY] = {"agent": agent, "episode": name}
+        return Origin(trajectory, agent, call)
+
+    def adopt(self, agent: KnownAgent) -> None:
+        """Note that an agent is made here."""
+        agent.episode = self._of_context()
+
+    def expect(self, agent: KnownAgent) -> None:
+        """Note that an agent is about to ask, so that what is asked on its behalf before is known for a helper's."""
+        with self._lock:
+            name = self._find(agent.episode)
+            trajectory = self.outside if name is None else self._running[name]
+        trajectory.expect_agent()
+
+    def _find(self, asked_before: str | None) -> str | None:
+        """The running episode that the running code belongs to; None if none does.
+
+        Args:
+            asked_before: The episode in which the agent asked before.
+        """
+        name = self._of_context()
+        if name is None and asked_before in self._running:
+            name = asked_before
+        if name is None and self._was_inside() and len(self._running) == 1:
+            (name,) = self._running  # its own has ended, and this one has what it works for
+        return name
 
     def _of_context(self) -> str | None:
         """The innermost running episode that the running code is inside of."""

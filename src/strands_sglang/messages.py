@@ -346,7 +346,7 @@ def _user_messages(
             result = block["toolResult"]
             use_id = result["toolUseId"]
             position = order.get(use_id)
-            notice = result_notice(use_id) if _is_unknown_tool(result) else None
+            notice = result_notice(use_id) if is_unknown_tool(result) else None
             if notice is not None:
                 content: Content = notice
             else:
@@ -364,7 +364,7 @@ def _user_messages(
     return chats
 
 
-def _is_unknown_tool(result: ToolResult) -> bool:
+def is_unknown_tool(result: ToolResult) -> bool:
     """Whether a result is Strands' own answer to a call of a tool that it does not have."""
     texts = [block.get("text") or "" for block in result["content"]]
     return len(texts) == 1 and texts[0].startswith(_UNKNOWN_TOOL)

@@ -29,6 +29,7 @@ from .chat_template import ChatTemplate, Prompt, get_chat_template
 from .client import SGLangClient
 from .episodes import Episodes, cycle_of, keep_written_names, written_names
 from .exceptions import SGLangCancelledError
+from .hooks import RecordingHooks
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, is_tool_name, system_text
 from .request import check_config, check_keys
@@ -219,6 +220,16 @@ class SGLangModel(Model):
         return AuxiliaryModel(self)
 
     @property
+    def hooks(self) -> RecordingHooks:
+        """Hooks by which Strands tells what becomes of an answer: `Agent(model=model, hooks=[model.hooks])`.
+
+        Without them that is inferred from the agent's later calls and its messages, which cannot tell everything; see
+        docs/histories.md. With them, a tool call that did not parse also has the provider's error text as its result in
+        the agent's history.
+        """
+        return RecordingHooks(self, self._episodes)
+
+    @property
     def trajectory(self) -> Trajectory:
         """All calls of the episode that the running code belongs to."""
         return self._episodes.current
@@ -311,7 +322,8 @@ class SGLangModel(Model):
         conversation = self._fingerprint(messages, tool_specs, system)
         # Kept: a reset while the request is on its way must not split the call.
         state = kwargs.get("model_state")
-        trajectory, agent = self._episodes.of_call(state)
+        origin = self._episodes.of_call(state, kwargs.get("invocation_state"))
+        trajectory = origin.trajectory
 
         def grammar(prompt: Prompt, sampling_params: Mapping[str, Any]) -> Mapping[str, Any] | None:
             choice = cast(Any, tool_choice)
@@ -327,7 +339,7 @@ class SGLangModel(Model):
                 tool_specs,
                 system,
                 grammar=grammar,
-                agent=agent,
+                agent=origin.agent,
                 cycle=cycle_of(kwargs.get("invocation_state")),
                 auxiliary=auxiliary,
                 names=written_names(state),
@@ -339,6 +351,7 @@ class SGLangModel(Model):
             yield {"messageStop": {"stopReason": "cancelled"}}
             return
         parsed, blocks = caller.record(trajectory, turn, generation, tool_specs)
+        origin.note(turn)
         keep_written_names(state, {call.id: call.name for call in parsed.tool_calls if not is_tool_name(call.name)})
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
@@ -369,7 +382,7 @@ class SGLangModel(Model):
         """
         schema = json.dumps(output_model.model_json_schema())
         conversation = self._fingerprint(prompt, None, system_prompt)
-        trajectory, _ = self._episodes.of_call(None)
+        trajectory = self._episodes.of_call(None).trajectory
         caller = self._caller()
         turn, generation = await caller.generate(
             trajectory,

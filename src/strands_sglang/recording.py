@@ -66,6 +66,7 @@ class Recording:
         self._agents: set[str] = set()  # who has asked
         self._helpers: set[str] = set()  # and who has asked as an auxiliary
         self._lock = threading.RLock()
+        self._expects_agent = False
         self._calls = 0
         self._warned_of_several = False
         self._warned_of_rewriting = False
@@ -148,7 +149,7 @@ class Recording:
                 constrained=constrained,
                 agent=agent,
                 cycle=cycle,
-                is_auxiliary=agent is None and bool(self._agents) if auxiliary is None else auxiliary,
+                is_auxiliary=agent is None and self._has_agents() if auxiliary is None else auxiliary,
                 parent_kept=place.kept,
                 images=images,
                 resumes=None if resumed is None else resumed.resumes,
@@ -159,10 +160,20 @@ class Recording:
             if agent is not None and auxiliary:
                 self._helpers.add(agent)
             elif agent is not None:
-                if not self._agents:
+                if not self._has_agents():
                     self._tell_of_earlier(self._turns[:-1])
                 self._agents.add(agent)
             return turn
+
+    def _has_agents(self) -> bool:
+        return bool(self._agents) or self._expects_agent
+
+    def expect_agent(self) -> None:
+        """Note that an agent is about to ask: a call from outside its loop is auxiliary from here on."""
+        with self._lock:
+            if not self._has_agents():
+                self._tell_of_earlier(self._turns)
+            self._expects_agent = True
 
     def _tell_of_earlier(self, turns: Sequence[Turn]) -> None:
         """Say that calls before the first agent's count as a rollout's own: what is recorded stays what it is."""
@@ -298,6 +309,29 @@ class Recording:
         parent = turn.parent
         if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
             parent.status = TurnStatus.COMMITTED
+
+    def put_in_history(self, turns: Sequence[Turn], message: Message, *, position: int) -> None:
+        """Settle which of the answers to one model call an agent took, from the message that came into its history.
+
+        Args:
+            turns: The turns with these answers.
+            message: The message.
+            position: Of the message in the agent's history.
+        """
+        with self._lock:
+            self._tell_rewritten(self._answered.judge_by_message(turns, message, position))
+
+    def throw_away(self, turns: Iterable[Turn], why: str) -> None:
+        """Record that no answer to a model call came into the agent's history.
+
+        Args:
+            turns: The turns with these answers.
+            why: For people.
+        """
+        with self._lock:
+            for turn in turns:
+                if turn.status is TurnStatus.ANSWERED:
+                    turn.status, turn.note = TurnStatus.DISCARDED, why
 
     def settle(self, messages: Messages) -> None:
         """Fix the status of what no later call can tell, from the messages that an agent ended with.

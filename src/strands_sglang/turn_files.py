@@ -33,6 +33,7 @@ VERSION = "1"
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
     *("ends_in_reasoning", "has_reasoning", "sampling_params", "tool_calls", "roles", "note"),
+    "was_added",
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -178,7 +179,11 @@ class _Reader:
     def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
         parent = None if described["parent"] is None else turns[described["parent"]]
         turn = Turn(
-            **{name: described[name] for name in _TURN_FIELDS if name not in ("tool_calls", "roles")},
+            **{
+                name: described[name]
+                for name in _TURN_FIELDS
+                if name in described and name not in ("tool_calls", "roles")
+            },
             roles=tuple(described["roles"]),
             tool_calls=tuple(described["tool_calls"]),
             parent=parent,

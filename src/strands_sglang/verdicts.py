@@ -1,18 +1,19 @@
 """What became of an agent's answers: built on, kept in another form, or thrown away.
 
-Nobody tells the model. The agent's later calls show it, and at the end its messages: by what stands behind a question
-that was answered. The rules:
+Where an agent has the model's hooks (`hooks`), Strands tells which message comes into its history for an answer, and
+what is left to find out is whether that message was edited later. Elsewhere the agent's later calls show it, and at the
+end its messages: by what stands behind a question that was answered. The rules:
 
 - Attempts at one question in one turn of the agent's loop are rivals (a hook retried, middleware took the best of
   several): one stands, the others were thrown away. Attempts in other turns of its loop are not judged by it: the agent
   began anew, or a copy of it was asked.
 - An answer is kept in another form where one of its tool calls stands, or where it has none its texts, with more or
   less beside them (a hook took the reasoning out): what was sampled was used, and is trained.
-- An answer whose text was replaced was thrown away, also where a guardrail replaced its question with it. (A summary of
-  a history of one exchange looks the same; to train what a guardrail stopped would be the greater harm.)
+- An answer whose text was replaced was thrown away.
 - An answer in whose place a user's message stands was thrown away if that came in the same turn of the loop (a guide).
   Else the agent went back to the question, as between attempts at a goal, and the answer is an attempt like the others.
 - An answer that was cut at `max_new_tokens` is rewritten by Strands, and not thrown away.
+- An answer whose question is gone from the history (shortened, summed up, redacted) is not judged; its note says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ from .turns import Turn, TurnStatus
 
 _OPEN = TurnStatus.ANSWERED
 
+UNKNOWN = (
+    "whether the agent kept it is not known: what it asked later does not hold the question; model.hooks would tell"
+)
+"""The note of an answer that nothing tells what became of it. It is trained: it was sampled, and given to the agent."""
+
 
 class AnsweredTurns:
     """The answered turns of a trajectory, by what they answered. The trajectory locks."""
@@ -36,14 +42,12 @@ class AnsweredTurns:
         self._by_answer: dict[bytes, list[Turn]] = {}
         self._by_question: dict[tuple[str, bytes], list[Turn]] = {}
         self._latest: dict[str, Turn] = {}
-        self._digests: set[bytes] = set()
 
     def add(self, turn: Turn) -> None:
         """Take in a turn whose answer is recorded; one without an answer is left out."""
         if turn.answer_key is None or turn.answer_digest is None:
             return
         self._by_answer.setdefault(turn.answer_key, []).append(turn)
-        self._digests.add(turn.answer_digest)
         if turn.agent is not None:
             self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
             self._latest[turn.agent] = turn
@@ -56,6 +60,35 @@ class AnsweredTurns:
     def knows(self, agent: str | None) -> bool:
         """Whether an agent was answered, so that Strands remembers its id."""
         return agent in self._latest
+
+    # --- by the message that came into the history ---
+
+    def judge_by_message(self, turns: Sequence[Turn], message: Message, position: int) -> list[Turn]:
+        """Settle which of the answers to one model call an agent took, where its hooks tell.
+
+        Args:
+            turns: The turns with these answers, in their order.
+            message: The message that came into the history in their place.
+            position: Of the message in it.
+
+        Returns:
+            The turns in whose place stands an answer that nobody sampled.
+        """
+        behind = _Behind((message_digest(message),), [message], position)
+        turns = [turn for turn in turns if turn.status is _OPEN]
+        fits = (
+            [turn for turn in turns if turn.answer_digest in behind.digests],
+            [turn for turn in turns if _is_kept_in_another_form(turn, behind)],
+            [turn for turn in turns if turn.is_cut_short],
+        )
+        standing = next((group[-1] for group in fits if group), None)
+        rewritten = []
+        for turn in turns:
+            if turn is standing:
+                turn.was_added = True
+            else:
+                rewritten += _judge(turn, behind, taken=standing is not None, kept=_OPEN)
+        return rewritten
 
     # --- by a later call ---
 
@@ -93,10 +126,9 @@ class AnsweredTurns:
                 is_guide = turn.cycle == cycle
                 rewritten += _judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
         latest = self._latest.get(agent)
-        if latest is not None and latest.status is _OPEN and latest is not extended:
-            replaced = _behind_replaced_question(latest, conversation.digests, new_messages)
-            if replaced is not None and replaced.digests[0] not in self._digests:
-                rewritten += _discard_with_question(latest, replaced)
+        if latest is not None and latest is not extended and latest.key not in conversation.chain:
+            if latest.answer_digest not in conversation.digests:
+                _say_unknown(latest)
         return rewritten
 
     # --- by the messages at the end ---
@@ -126,8 +158,10 @@ class AnsweredTurns:
         if len(agents) > 1:  # several have asked the same, and nothing tells them apart
             for turn in kept:
                 turn.status = TurnStatus.FINAL if turn.status is _OPEN else turn.status
+            for turn in last:
+                _say_unknown(turn)
             return []
-        rewritten = self._judge_replaced_question(messages, digests, {known for _, known in asked})
+        rewritten = []
         rivals: dict[bytes, list[tuple[Turn, int]]] = {}
         for turn, known in asked:
             if turn.agent in agents:
@@ -145,28 +179,6 @@ class AnsweredTurns:
                     behind = _Behind(digests[known:], messages, known)
                     rewritten += _judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
         return rewritten
-
-    def _judge_replaced_question(
-        self, messages: Messages, digests: tuple[bytes, ...], questions: set[int]
-    ) -> list[Turn]:
-        """Find the answer that a guardrail replaced together with its question: nothing but their places tells.
-
-        Args:
-            messages: The agent's messages.
-            digests: Of them.
-            questions: The lengths in messages of the recorded questions that stand at their beginning.
-        """
-        found = []
-        for turn in self._latest.values():
-            if turn.status is _OPEN and not turn.is_auxiliary:
-                behind = _behind_replaced_question(turn, digests, messages)
-                if behind is None or len(behind.digests) > 1 or behind.digests[0] in self._digests:
-                    continue
-                if behind.position not in questions:
-                    found.append((turn, behind))
-        longest = max((behind.position for _, behind in found), default=0)
-        found = [(turn, behind) for turn, behind in found if behind.position == longest]
-        return _discard_with_question(*found[0]) if len(found) == 1 else []
 
 
 def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
@@ -238,6 +250,8 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_gui
         return []
     if first is not None and first["role"] == "user" and not (taken or is_guide):
         return []
+    if turn.was_added and (taken or first is None or first["role"] != "assistant"):
+        return []  # it has come into the history, and the agent went back behind it
     turn.status = TurnStatus.DISCARDED
     if not behind.digests:
         ends = kept is TurnStatus.FINAL
@@ -274,23 +288,7 @@ def _that_stands(turns: Sequence[Turn]) -> Turn | None:
     return next((group[-1] for group in (committed, open_ones, turns) if group), None)
 
 
-def _behind_replaced_question(turn: Turn, digests: tuple[bytes, ...], messages: Messages) -> _Behind | None:
-    """What stands behind the last message of a turn's question, if that message alone is another one now."""
-    asked = turn.asked()
-    last = len(asked) - 1
-    if len(digests) <= len(asked) or turn.roles[-1:] != ("user",) or digests[:last] != asked[:-1]:
-        return None
-    behind = _Behind(digests[last + 1 :], messages, last + 1)
-    at = len(messages) - len(digests) + last
-    if digests[last] == asked[-1] or at < 0 or messages[at]["role"] != "user":
-        return None
-    return behind if behind.first is not None and behind.first["role"] == "assistant" else None
-
-
-def _discard_with_question(turn: Turn, behind: _Behind) -> list[Turn]:
-    """Mark an answer whose question was replaced, if it is not kept; return it if it is not."""
-    if turn.is_cut_short or turn.answer_digest in behind.digests or _is_kept_in_another_form(turn, behind):
-        return []
-    turn.status = TurnStatus.DISCARDED
-    turn.note = f"messages {behind.position - 1} (user) and {behind.position} (assistant) stand in place of both"
-    return [turn]
+def _say_unknown(turn: Turn) -> None:
+    """Note of an answer that nothing tells what became of it."""
+    if turn.status is _OPEN and not turn.was_added and not turn.note:
+        turn.note = UNKNOWN

@@ -57,8 +57,20 @@ def raise_once(agent: Agent, event_type: type[Any]) -> None:
     agent.add_hook(raise_at_first, event_type)
 
 
+def _hooks_of(model: Any) -> list[Any]:
+    """The hooks of a model, of the one behind a view, and of those behind a router."""
+    models = [getattr(one, "model", one) for one in getattr(model, "models", [model])]
+    return [one.hooks for one in models if isinstance(one, SGLangModel)]
+
+
+LISTENING = False
+"""Whether agents get their model's hooks; a fixture sets it."""
+
+
 def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any) -> Agent:
     """An agent without printing, without history management and without hidden retries."""
+    if LISTENING:
+        kwargs["hooks"] = [*kwargs.get("hooks", ()), *_hooks_of(model)]
     defaults: dict[str, Any] = {
         "system_prompt": "Be brief.",
         "callback_handler": None,

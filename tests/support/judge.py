@@ -72,7 +72,10 @@ class Judge:
         server: The server.
         model: The model.
         handed: The calls in the order in which they came.
+        told: Whether agents have the model's hooks.
     """
+
+    told = False
 
     def __init__(self, server: ScriptedSGLang, model: SGLangModel) -> None:
         self.server = server

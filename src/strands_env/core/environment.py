@@ -268,6 +268,8 @@ class Environment(Identified):
         with _trajectory_of(model) as episode.trajectory:
             tools = list(await _settled(self.get_tools()))
             hooks = [episode.limiter, BudgetHooks(self.budgets), episode.failures, *await _settled(self.get_hooks())]
+            if isinstance(model, SGLangModel):
+                hooks.append(model.hooks)  # the record knows what becomes of each answer
             system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
             episode.has_providers = any(isinstance(tool, ToolProvider) for tool in tools)
 

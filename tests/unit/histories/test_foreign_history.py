@@ -152,7 +152,7 @@ async def test_branches_from_one_snapshot_that_ask_the_same_keep_all_their_answe
     for branch in branches:
         judge.model.trajectory.settle(branch.messages)
     judge.check()
-    assert len({turn.agent for turn in judge.model.trajectory.turns}) == 1
+    assert len({turn.agent for turn in judge.model.trajectory.turns}) == (4 if judge.told else 1)
     assert statuses(judge.model.trajectory).count("final") == 3
 
 
@@ -363,13 +363,15 @@ async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_
     await agent.invoke_async("Question-1?")
     assert ("SECRET" in judge.server.requests[1].text) == ("redactUserContentMessage" not in redaction)
     assert ("Answer-0" in judge.server.requests[1].text) == ("redactAssistantContentMessage" not in redaction)
-    judge.check(discarded=discarded)
+    is_known = judge.told or len(redaction) < 2
+    judge.check(discarded=discarded if is_known else [])
+    assert ("is not known" in judge.model.trajectory.turns[0].note) != is_known
     assert all(text not in judge.trained_text() for text in redaction.values())
 
 
 # Row 24
 @pytest.mark.parametrize("before", [0, 1])
-async def test_settling_discards_an_answer_that_a_guardrail_redacted_with_its_question_last(judged, before):
+async def test_an_answer_that_a_guardrail_redacted_with_its_question_last_is_discarded_where_hooks_tell(judged, before):
     judge = judged(numbered, model_class=Guarded)
     agent = make_agent(judge.model)
     other = make_agent(judge.model, system_prompt="Another agent.")
@@ -380,9 +382,9 @@ async def test_settling_discards_an_answer_that_a_guardrail_redacted_with_its_qu
     await agent.invoke_async("SECRET QUESTION?")
     judge.model.trajectory.settle(other.messages)
     judge.model.trajectory.settle(agent.messages)
-    judge.check(discarded=[before + 1])
-    assert statuses(judge.model.trajectory) == ["final", *["committed"] * before, "discarded"]
-    assert "(assistant) stand in place of both" in judge.model.trajectory.turns[-1].note
+    judge.check(discarded=[before + 1] if judge.told else [])
+    last = "discarded" if judge.told else "answered"
+    assert statuses(judge.model.trajectory) == ["final", *["committed"] * before, last]
 
 
 # Row 24

@@ -184,5 +184,5 @@ async def test_an_answer_that_middleware_rewrites_is_recorded_and_its_new_form_i
     await agent.invoke_async("Question-1?")
     assert "REDACTED" in judge.server.requests[1].text
     assert "Answer-0" not in judge.server.requests[1].text
-    judge.check(discarded=[0])
+    judge.check(discarded=[0, 1] if judge.told else [0])  # nothing but hooks knows of the last one
     assert "REDACTED" not in judge.trained_text()

@@ -129,6 +129,7 @@ async def run(settings: Settings, model: SGLangModel, sample: Any, part: Part, s
     try:
         part.agent = agent = await _agent(settings, model, sample)
         agent.hooks.add_hook(part.limiter)
+        agent.hooks.add_hook(model.hooks)  # the record knows what becomes of each answer
         if system is not None:
             own = agent.system_prompt
             agent.system_prompt = f"{own}\n\n{system}" if own else system
