@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .exceptions import SGLangDecodingError
+from .sampling_masks import SamplingMask, read_sampling_logprobs, read_sampling_mask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +67,9 @@ class Generation:
             them and the call went on (see `strands_sglang.resumption`).
         routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
             `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
+        sampling_mask: The ids that each token was sampled from, T rows; None if it was not asked for, or not returned.
+        sampling_logprobs: The logprobs of the sampled tokens among those ids alone, shape (T,), NaN where unknown;
+            None as `sampling_mask`.
         latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
         meta_info: The server's whole `meta_info` without its per-token lists.
     """
@@ -84,6 +88,8 @@ class Generation:
     request_id: str = ""
     resumed_ids: tuple[str, ...] = ()
     routed_experts: str | None = None
+    sampling_mask: SamplingMask | None = None
+    sampling_logprobs: array[float] | None = None
     latency_s: float = 0.0
     meta_info: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -135,6 +141,7 @@ _ID_BYTES = 4
 _FINISH_TYPES = frozenset({"stop", "length", "abort"})
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
+    | {"output_token_sampling_mask", "output_token_sampling_logprobs"}
 )
 
 
@@ -187,6 +194,8 @@ def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: C
         prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
         request_id=str(meta.get("id", "")),
         routed_experts=meta.get("routed_experts"),
+        sampling_mask=read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
+        sampling_logprobs=read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
         latency_s=float(meta.get("e2e_latency") or 0.0),
         meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
     )

@@ -32,7 +32,7 @@ from .exceptions import SGLangCancelledError
 from .hooks import RecordingHooks
 from .images import ImageProcessor
 from .messages import Conversation, fingerprint, is_tool_name, system_text
-from .request import check_config, check_keys
+from .request import check_keys, checked_config
 from .shared import get_client
 from .tokens import TokenManager
 from .tool_choice import UNCONSTRAINED, can_force, force_call
@@ -88,6 +88,10 @@ class SGLangModel(Model):
                 where the server's context is full, which always holds.
             routing_key: Sends all calls to the same server; by default one key per root conversation of an episode,
                 so that what is said next finds its prefix in that server's cache.
+            request_fields: Further top-level fields of SGLang's `/generate`, sent with every request and recorded on
+                its turn: `lora_path`, `priority`, `return_sampling_mask`, ... (`strands_sglang.request_fields` lists
+                them). Names and types are checked.
+            unchecked_request_fields: The same without the check, for fields that only a newer server knows.
         """
 
         model_id: str | None
@@ -105,6 +109,8 @@ class SGLangModel(Model):
         context_window_limit: int | None
         max_context_tokens: int | None
         routing_key: str | None
+        request_fields: dict[str, Any] | None
+        unchecked_request_fields: dict[str, Any] | None
 
     def __init__(
         self,
@@ -175,8 +181,7 @@ class SGLangModel(Model):
             if changed.get("sampling_params") is not None:
                 raise ValueError("pass sampling_params= only; params= is its earlier spelling")
             changed["sampling_params"] = earlier
-        check_config(changed)
-        config = {**self.config, **changed}
+        config = checked_config({**self.config, **changed})
         arguments = dict(config.get("chat_template_kwargs") or {})
         if config.get("enable_thinking") is not None:
             arguments["enable_thinking"] = config["enable_thinking"]

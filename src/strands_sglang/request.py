@@ -11,6 +11,8 @@ from strands.types.exceptions import ContextWindowOverflowException
 
 from .exceptions import SGLangDecodingError
 from .generation import Generation
+from .json_values import plain
+from .request_fields import REQUEST_FIELDS, check_sampling_mask, checked_fields
 from .settings import checked_routing_key
 
 RENDERING_ARGUMENTS = frozenset(
@@ -30,11 +32,13 @@ class RequestPlan:
     Attributes:
         sampling_params: SGLang's sampling parameters.
         fields: Further top-level keys of `/generate`.
+        given_fields: Those of them that the user has given.
         clamped: Whether the context, not the caller, decided `max_new_tokens`.
     """
 
     sampling_params: dict[str, Any]
     fields: dict[str, Any]
+    given_fields: dict[str, Any]
     clamped: bool
 
 
@@ -49,6 +53,7 @@ def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
         return
     close = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
     meant = [f"{key!r} may be meant as {names[0]!r}" for key, names in close.items() if names]
+    meant += [f"{key!r} goes into request_fields" for key in unknown if key in REQUEST_FIELDS]
     hint = f" ({'; '.join(meant)})" if meant else ""
     raise ValueError(
         f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. What "
@@ -56,15 +61,26 @@ def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
     )
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse configuration values that could only fail at the first call.
+def checked_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without values that could only fail later: at the first call, or when the episode is saved.
 
     Raises:
         ValueError: Names the key, what it holds and what it takes.
     """
-    params = config.get("sampling_params")
-    if params is not None and not isinstance(params, Mapping):
-        raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
+    checked = dict(config)
+    given = config.get("sampling_params")
+    if given is not None:
+        if not isinstance(given, Mapping):
+            raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {given!r}")
+        misplaced = sorted(set(given) & set(REQUEST_FIELDS))
+        if misplaced:
+            raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
+        checked["sampling_params"] = plain(given, "sampling_params")
+    params = checked.get("sampling_params")
+    for option in ("request_fields", "unchecked_request_fields"):
+        if config.get(option) is not None:
+            checked[option] = plain(config[option], option)
+    check_sampling_mask(sent_fields(checked), params or {})
     for name, choices in _CHOICES.items():
         if config.get(name) not in (None, *choices):
             raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {config[name]!r}")
@@ -85,6 +101,16 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
     if least is not None and most is not None and least > most:
         raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
+    return checked
+
+
+def sent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that the user adds to every request.
+
+    Raises:
+        ValueError: One of them is not known, or wrong.
+    """
+    return checked_fields(config.get("request_fields"), config.get("unchecked_request_fields"))
 
 
 def _is_whole(number: Any, *, at_least: int) -> bool:
@@ -136,14 +162,15 @@ def plan_request(
     limits = [limit for limit in (asked, room) if limit is not None]
     if limits:
         sampling_params["max_new_tokens"] = min(limits)
-    fields: dict[str, Any] = {"return_logprob": wants_logprobs(config)}
+    given_fields = sent_fields(config)
+    fields: dict[str, Any] = {**given_fields, "return_logprob": wants_logprobs(config)}
     if config.get("return_prompt_logprobs"):
         # The first entry that the server returns is always null, so ask from one token earlier.
         fields["logprob_start_len"] = max(known_tokens - 1, 0)
     if config.get("return_routed_experts"):
         fields["return_routed_experts"] = True
     clamped = room is not None and (asked is None or asked > room)
-    return RequestPlan(sampling_params, fields, clamped)
+    return RequestPlan(sampling_params, fields, given_fields, clamped)
 
 
 def check_answer(
@@ -178,6 +205,12 @@ def check_answer(
         )
     if config.get("return_routed_experts") and not (aborted and generation.routed_experts is None):
         _check_routed_experts(generation, parent)
+    asked_for_mask = sent_fields(config).get("return_sampling_mask")
+    if asked_for_mask and generation.output_ids and generation.sampling_mask is None and not aborted:
+        raise SGLangDecodingError(
+            "sampling masks were asked for and not returned: the server is older than they are, or a router drops "
+            "`return_sampling_mask`"
+        )
     returned = len(generation.prompt_logprobs)
     if config.get("return_prompt_logprobs") and returned < new_tokens and not aborted:
         raise SGLangDecodingError(

@@ -3,12 +3,14 @@
 A weight update or a pause aborts what runs on the server; the aborted request comes back with what it had sampled. With
 `on_abort="resume"` the call goes on from there: the next request's prompt is the call's prompt and all that was sampled
 so far, and it may sample what is left of the same token budget. The parts are joined into one `Generation`, in which
-every token keeps the logprob, the version of the weights and the routed experts that it was sampled with.
+every token keeps the logprob, the version of the weights, the routed experts and the sampling mask that it was sampled
+with.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +18,8 @@ from typing import Any
 
 from .exceptions import SGLangDecodingError
 from .generation import Generation, VersionSpan, check_routed_rows
-from .top_p import is_top_p_key, joined_top_p
+from .sampling_masks import SamplingMask, joined_mask
+from .top_p import kept_ids, without_kept_ids
 
 _BUDGETS = ("max_new_tokens", "min_new_tokens")
 _SERVERS_BUDGET = 128
@@ -105,14 +108,28 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
         resumed_ids=tuple(rid for part in parts for rid in (*part.resumed_ids, part.request_id))[:-1],
         routed_experts=_joined_experts(parts),
+        sampling_mask=joined_mask((_kept_ids_or_none(part), part.completion_tokens) for part in parts),
+        sampling_logprobs=_joined_sampling_logprobs(parts),
         latency_s=sum(part.latency_s for part in parts),
-        meta_info={
-            **{key: value for key, value in last.meta_info.items() if not is_top_p_key(key)},
-            **joined_top_p(parts),
-        },
+        meta_info=without_kept_ids(last.meta_info),
     )
     check_routed_rows(joined)
     return joined
+
+
+def _kept_ids_or_none(part: Generation) -> SamplingMask | None:
+    try:
+        return kept_ids(part)
+    except ValueError:
+        return None
+
+
+def _joined_sampling_logprobs(parts: Sequence[Generation]) -> array[float] | None:
+    if all(part.sampling_logprobs is None for part in parts):
+        return None
+    unknown = [array("d", [math.nan]) * part.completion_tokens for part in parts]
+    told = [part.sampling_logprobs for part in parts]
+    return _joined("d", [empty if one is None else one for one, empty in zip(told, unknown, strict=True)])
 
 
 def _joined(kind: str, arrays: Sequence[array[Any]]) -> array[Any]:

@@ -90,4 +90,8 @@ def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
             finish_reason=generation.finish_type,
             weight_version=generation.weight_version,
             weight_versions=clip_spans(generation.weight_versions, start, stop),
+            sampling_mask=None if generation.sampling_mask is None else generation.sampling_mask.part(start, stop),
+            sampling_logprobs=None
+            if generation.sampling_logprobs is None
+            else generation.sampling_logprobs[start:stop],
         )

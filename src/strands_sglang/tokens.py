@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, overload
 
 from .generation import VersionSpan
 from .images import ImageInputs, multimodal_train_inputs
+from .sampling_masks import SamplingMask, joined_mask
 
 _MISSING = math.nan  # how "no logprob" is stored in an array of floats
 
@@ -50,11 +51,12 @@ class Segment(Sequence[Token]):
         weight_version: Version of the weights at the end of the request, as the server named it; None if unknown.
         weight_versions: Which weights sampled which of the tokens, as `(version, start, end)` with positions in the
             segment; more than one where the weights were updated while the request ran.
+        sampling_mask: The ids that each token was sampled from; None where the server was not asked for them.
     """
 
     __slots__ = (
-        *("_logprobs", "_token_ids", "finish_reason", "is_response", "loss_mask"),
-        *("weight_version", "weight_versions"),
+        *("_logprobs", "_sampling_logprobs", "_token_ids", "finish_reason", "is_response", "loss_mask"),
+        *("sampling_mask", "weight_version", "weight_versions"),
     )
 
     def __init__(
@@ -67,6 +69,8 @@ class Segment(Sequence[Token]):
         finish_reason: str | None = None,
         weight_version: str | None = None,
         weight_versions: Iterable[VersionSpan] | None = None,
+        sampling_mask: SamplingMask | None = None,
+        sampling_logprobs: Iterable[float] | None = None,
     ) -> None:
         """Copy the tokens.
 
@@ -78,9 +82,11 @@ class Segment(Sequence[Token]):
             finish_reason: Why sampling ended.
             weight_version: Version of the weights that sampled the tokens.
             weight_versions: The same by spans of tokens; by default one span of `weight_version`.
+            sampling_mask: The ids that each token was sampled from, T rows.
+            sampling_logprobs: The logprobs of the tokens among those ids, shape (T,), NaN where unknown.
 
         Raises:
-            ValueError: `logprobs` has another length than `token_ids`, or a prompt is to be trained on.
+            ValueError: `logprobs` and the like have another length than `token_ids`, or a prompt is to be trained on.
             TypeError: A token id is not an int.
             OverflowError: A token id does not fit into 32 bits.
         """
@@ -103,6 +109,11 @@ class Segment(Sequence[Token]):
         if weight_versions is None:
             weight_versions = () if weight_version is None else (VersionSpan(weight_version, 0, len(self)),)
         self.weight_versions = tuple(weight_versions)
+        self.sampling_mask = sampling_mask
+        self._sampling_logprobs = None if sampling_logprobs is None else array("d", sampling_logprobs)
+        for beside in (sampling_mask, self._sampling_logprobs):
+            if beside is not None and len(beside) != len(self._token_ids):
+                raise ValueError(f"{len(self._token_ids)} token ids came with {len(beside)} sampling masks or logprobs")
 
     @property
     def token_ids(self) -> list[int]:
@@ -115,6 +126,13 @@ class Segment(Sequence[Token]):
         if self._logprobs is None:
             return [None] * len(self._token_ids)
         return [None if math.isnan(logprob) else logprob for logprob in self._logprobs]
+
+    @property
+    def sampling_logprobs(self) -> list[float | None]:
+        """The logprobs of the tokens among the ids of their sampling masks, shape (T,); None where unknown."""
+        if self._sampling_logprobs is None:
+            return [None] * len(self._token_ids)
+        return [None if math.isnan(logprob) else logprob for logprob in self._sampling_logprobs]
 
     @property
     def policy_versions(self) -> list[str | None]:
@@ -265,6 +283,22 @@ class TokenManager:
         None for tokens that nobody sampled, and where the server does not tell.
         """
         return list(chain.from_iterable(segment.policy_versions for segment in self._segments))
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The ids that each token was sampled from, T rows; a row is empty where nothing was sampled.
+
+        None if the server was never asked for them, by `request_fields={"return_sampling_mask": True}`.
+        """
+        return joined_mask((segment.sampling_mask, len(segment)) for segment in self._segments)
+
+    @property
+    def sampling_logprobs(self) -> list[float | None]:
+        """The logprobs among the ids of `sampling_mask` alone, shape (T,); None where unknown.
+
+        They are those of the distribution that was sampled from; `logprobs` are over the whole vocabulary.
+        """
+        return list(chain.from_iterable(segment.sampling_logprobs for segment in self._segments))
 
     @property
     def multimodal_train_inputs(self) -> dict[str, Any] | None:

@@ -93,6 +93,7 @@ class TurnRequests:
             self.config, len(self.input_ids), self.known, context_length=server.context_length, grammar=self.grammar
         )
         self.turn.sampling_params, self.turn.clamped = plan.sampling_params, plan.clamped
+        self.turn.request_fields = plan.given_fields
         if self.turn.resumes is not None:
             self.parts.append(self.turn.resumes)
             if self._has_no_budget_left(plan):

@@ -57,6 +57,7 @@ class Turn:
         cycle: The turn of the agent's loop that it asked in, as Strands names it; retries have the same.
         is_auxiliary: Whether the call is none of a rollout's own: a summary, a judge, structured output outside a loop.
         sampling_params: As they were sent.
+        request_fields: The further fields of the request that the user had given, as they were sent.
         status: How far it has come.
         generation: The server's answer, None until it came.
         clamped: Whether `max_new_tokens` was lowered to what the context still had room for.
@@ -91,6 +92,7 @@ class Turn:
     cycle: str | None = None
     is_auxiliary: bool = False
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    request_fields: Mapping[str, Any] = field(default_factory=dict)
     status: TurnStatus = TurnStatus.ASKED
     generation: Generation | None = None
     clamped: bool = False

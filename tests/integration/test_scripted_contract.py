@@ -136,6 +136,45 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "routed experts of a dense model": {"return_routed_experts": True},
     "a start of routed experts that nobody asked for": {"routed_experts_start_len": 6},
     "an unknown key": {"bogus": 1},
+    "fields that say whose a request is": {
+        "session_id": "s",
+        "conversation_id": "c",
+        "routing_key": "k",
+        "custom_labels": {"a": "b"},
+        "routed_dp_rank": 0,
+        "priority": 3,
+    },
+    "fields that change nothing here": {
+        "cache_salt": "salt",
+        "no_logs": True,
+        "log_metrics": False,
+        "require_reasoning": False,
+        "return_entropy": True,
+        "external_trace_header": {},
+        "lora_path": None,
+        "max_thinking_tokens": None,
+    },
+    "sampling masks": {"return_sampling_mask": True, "sampling_params": {"top_k": 5}},
+    "sampling masks and logprobs under top-p": {
+        "return_sampling_mask": True,
+        "return_logprob": True,
+        "sampling_params": {"top_k": 20, "top_p": 0.5},
+    },
+    "sampling masks at temperature 0": {"return_sampling_mask": True, "sampling_params": {"temperature": 0.0}},
+    "sampling masks of top-k 1": {
+        "return_sampling_mask": True,
+        "sampling_logprobs_mode": "selected",
+        "sampling_params": {"top_k": 1},
+    },
+    "logprobs of all ids of the sampling masks": {
+        "return_sampling_mask": True,
+        "sampling_logprobs_mode": "support",
+        "sampling_params": {"top_k": 3},
+    },
+    "sampling masks of a stop": {
+        "return_sampling_mask": True,
+        "sampling_params": {"logit_bias": {EOS: 100.0}, "ignore_eos": False, "top_k": 3},
+    },
     "null parameters": {"sampling_params": {"temperature": None, "stop": None}},
     "stop at the eos token": {
         "sampling_params": {"logit_bias": {EOS: 100.0}, "ignore_eos": False},
@@ -182,6 +221,15 @@ async def test_a_generation_has_the_same_shape(pair: Pair, name: str):
     if "input_token_logprobs" in real["meta_info"]:
         entries = [[entry[1] for entry in r["meta_info"]["input_token_logprobs"]] for r in (real, scripted)]
         assert entries[0] == entries[1]
+    masks, scripted_masks = (r["meta_info"].get("output_token_sampling_mask") for r in (real, scripted))
+    if masks is not None:
+        for response in (real, scripted):
+            rows = response["meta_info"]["output_token_sampling_mask"]
+            assert all(i in row for i, row in zip(response["output_ids"], rows, strict=True))
+            assert response["meta_info"]["output_token_sampling_mask_length"] == len(rows)
+            assert len(response["meta_info"]["output_token_sampling_logprobs"]) == len(rows)
+        if "top_p" not in body["sampling_params"]:
+            assert list(map(len, masks)) == list(map(len, scripted_masks))
     if name in FORCED:
         assert (scripted["text"], scripted["output_ids"]) == (real["text"], real["output_ids"])
         assert scripted["meta_info"]["finish_reason"] == real["meta_info"]["finish_reason"]
@@ -254,6 +302,53 @@ REFUSALS: dict[str, dict[str, Any]] = {
         "routed_experts_start_len": -1,
     },
     "hidden states": {"input_ids": PROMPT, "return_hidden_states": True},
+    "a LoRA adapter": {"input_ids": PROMPT, "lora_path": "adapter"},
+    "a thinking budget": {"input_ids": PROMPT, "max_thinking_tokens": 5},
+    "a thinking budget below zero": {"input_ids": PROMPT, "max_thinking_tokens": -1},
+    "a thinking budget that is a flag": {"input_ids": PROMPT, "max_thinking_tokens": True},
+    "a thinking budget and an unknown sampling key": {
+        "input_ids": PROMPT,
+        "max_thinking_tokens": 5,
+        "sampling_params": {"bogus": 1},
+    },
+    "a rank that is not there": {"input_ids": PROMPT, "routed_dp_rank": 1, "lora_path": "adapter"},
+    "a rank by its older name": {"input_ids": PROMPT, "data_parallel_rank": 1},
+    "a LoRA adapter and too many tokens": {
+        "input_ids": PROMPT,
+        "lora_path": "adapter",
+        "sampling_params": {"max_new_tokens": 10**6},
+    },
+    "a logit processor": {"input_ids": PROMPT, "custom_logit_processor": "x", "sampling_params": {"top_p": 2}},
+    "a logit processor and hidden states": {
+        "input_ids": PROMPT,
+        "custom_logit_processor": "x",
+        "return_hidden_states": True,
+    },
+    "a boolean as a priority": {"input_ids": PROMPT, "priority": True},
+    "a number for require_reasoning": {"input_ids": PROMPT, "require_reasoning": 1},
+    "sampling masks of everything": {"input_ids": PROMPT, "return_sampling_mask": True},
+    "sampling masks of top-p alone": {
+        "input_ids": PROMPT,
+        "return_sampling_mask": True,
+        "sampling_params": {"top_p": 0.5},
+    },
+    "sampling masks of too many": {
+        "input_ids": PROMPT,
+        "return_sampling_mask": True,
+        "sampling_params": {"top_k": 5000},
+    },
+    "sampling masks and a wrong value": {
+        "input_ids": PROMPT,
+        "return_sampling_mask": True,
+        "sampling_params": {"top_p": 2},
+    },
+    "a number for return_sampling_mask": {"input_ids": PROMPT, "return_sampling_mask": 1},
+    "a mode of sampling logprobs alone": {"input_ids": PROMPT, "sampling_logprobs_mode": "selected"},
+    "a mode and a wrong value": {
+        "input_ids": PROMPT,
+        "sampling_logprobs_mode": "selected",
+        "sampling_params": {"top_p": 2},
+    },
 }
 
 
@@ -294,6 +389,23 @@ async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair: P
         {"input_ids": PROMPT, "routed_experts_start_len": "x"},
         {"input_ids": PROMPT, "routed_experts_start_len": None},
         {"text": 5},
+        {"input_ids": PROMPT, "lora_path": 5},
+        {"input_ids": PROMPT, "custom_logit_processor": 5},
+        {"input_ids": PROMPT, "extra_key": 5},
+        {"input_ids": PROMPT, "cache_salt": True},
+        {"input_ids": PROMPT, "session_id": 5},
+        {"input_ids": PROMPT, "conversation_id": 5},
+        {"input_ids": PROMPT, "priority": "x"},
+        {"input_ids": PROMPT, "priority": 1.5},
+        {"input_ids": PROMPT, "max_thinking_tokens": [1]},
+        {"input_ids": PROMPT, "routed_dp_rank": "x"},
+        {"input_ids": PROMPT, "return_entropy": "x"},
+        {"input_ids": PROMPT, "no_logs": None},
+        {"input_ids": PROMPT, "require_reasoning": None},
+        {"input_ids": PROMPT, "return_sampling_mask": "x"},
+        {"input_ids": PROMPT, "sampling_logprobs_mode": "other"},
+        {"input_ids": PROMPT, "custom_labels": {"a": 5}},
+        {"input_ids": PROMPT, "kv_hints": 5},
     ],
 )
 async def test_a_wrong_type_gives_the_same_shape(pair: Pair, body: dict[str, Any]):

@@ -1,4 +1,5 @@
 import base64
+import math
 import struct
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from strands_sglang import SGLangDecodingError
 from strands_sglang.generation import read_generation
 from strands_sglang.resumption import join_parts, sampling_params_of_the_rest
-from strands_sglang.top_p import top_p_arrays
+from strands_sglang.top_p import kept_ids
 
 WIDTH = 2
 PROMPT = 3
@@ -116,10 +117,52 @@ def top_p(*counts):
 
 def test_the_ids_that_top_p_kept_are_joined():
     first, second = part([11, 12], **top_p(2, 1)), part([13, 2], before=2, finish="stop", **top_p(1, 3))
-    ids, starts = top_p_arrays(join_parts([first, queued(), second]))
-    assert (ids.tolist(), starts.tolist()) == ([0, 1, 2, 0, 1, 2, 3], [0, 2, 3, 4, 7])
+    mask = kept_ids(join_parts([first, queued(), second]))
+    assert list(mask.rows()) == [[0, 1], [2], [0], [1, 2, 3]]
 
 
-def test_without_those_of_one_part_there_are_none():
+def test_tokens_of_a_part_that_told_none_have_none():
     joined = join_parts([part([11, 12]), part([13, 2], before=2, finish="stop", **top_p(1, 3))])
-    assert top_p_arrays(joined) is None
+    assert list(kept_ids(joined).rows()) == [[], [], [0], [1, 2, 3]]
+    assert kept_ids(join_parts([part([11, 12]), part([13, 2], before=2, finish="stop")])) is None
+
+
+def sampled_from(*rows):
+    """What stock SGLang tells of tokens that were sampled from these ids."""
+    return {
+        "output_token_sampling_mask": list(rows),
+        "output_token_sampling_logprobs": [-float(len(row)) for row in rows],
+        "output_token_sampling_mask_length": len(rows),
+    }
+
+
+def test_sampling_masks_and_their_logprobs_are_joined_token_by_token():
+    """Item 6: what an aborted part lacks is unknown for its tokens, and the others keep theirs."""
+    parts = [
+        part([11, 12], **sampled_from([11, 5], [12])),
+        queued(),
+        part([7], before=2),
+        part([13, 2], before=3, finish="stop", **sampled_from([13], [9, 2, 3])),
+    ]
+    joined = join_parts(parts)
+    assert list(joined.sampling_mask.rows()) == [[11, 5], [12], [], [13], [9, 2, 3]]
+    assert joined.sampling_logprobs[:2].tolist() == [-2.0, -1.0] and math.isnan(joined.sampling_logprobs[2])
+    assert joined.sampling_logprobs[3:].tolist() == [-1.0, -3.0]
+    again = join_parts([parts[0], join_parts(parts[1:])])
+    assert (again.sampling_mask, len(again.sampling_logprobs)) == (joined.sampling_mask, 5)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"output_token_sampling_mask": [[11]]}, "2 token ids with 1 sampling masks"),
+        ({"output_token_sampling_mask": [[11], [3]]}, "token 1 lacks 12"),
+        ({"output_token_sampling_mask": [[11], None]}, "complete"),
+        ({"output_token_sampling_mask": [[11], [12, "x"]]}, "complete"),
+        ({"output_token_sampling_logprobs": [0.0]}, "2 token ids with 1 sampling logprobs"),
+        ({"output_token_sampling_logprobs": [[0.0], [0.0]]}, "not a number"),
+    ],
+)
+def test_sampling_masks_that_are_not_those_of_the_tokens_are_refused(told, message):
+    with pytest.raises(SGLangDecodingError, match=message):
+        part([11, 12], **told)

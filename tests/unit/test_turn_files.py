@@ -4,6 +4,7 @@ import json
 import math
 import os
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from strands_sglang.content import Picture
 from strands_sglang.generation import Generation
 from strands_sglang.images import ImageInputs
 from strands_sglang.messages import fingerprint
+from strands_sglang.sampling_masks import SamplingMask
 from strands_sglang.turn_files import TrajectoryFileError
 from support.agents import call, make_agent, make_tools
 
@@ -96,13 +98,13 @@ async def test_a_loaded_trajectory_is_extended_like_the_one_that_was_saved(rollo
 async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
     recorded.save(tmp_path / "t.safetensors")
     tensors = load_file(tmp_path / "t.safetensors")
-    with safe_open(tmp_path / "t.safetensors", framework="numpy") as file:
-        turns = json.loads(file.metadata()["trajectory"])["turns"]
+    turns = json.loads(tensors["trajectory"].tobytes())["turns"]
     assert {name: str(tensor.dtype) for name, tensor in tensors.items()} == {
         "prompt_ids": "int32",
         "output_ids": "int32",
         "logprobs": "float64",
         "prompt_logprobs": "float64",
+        "trajectory": "uint8",
     }
     sampled = [turn["answer"]["sampled_tokens"] for turn in turns if turn["answer"]]
     assert tensors["output_ids"].tolist() == [i for turn in recorded.turns for i in turn.output_ids]
@@ -120,11 +122,40 @@ async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
     assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
 
 
+async def test_what_a_server_tells_may_have_any_size(recorded):
+    """A15 (p14): what is not tokens was in the header, which safetensors limits to 100 MB."""
+    generation = recorded.turns[0].generation
+    large = {**generation.meta_info, "told": "x" * 101_000_000}
+    recorded.turns[0].generation = replace(generation, meta_info=large)
+    loaded = Trajectory.from_bytes(recorded.to_bytes())
+    assert len(loaded.turns[0].generation.meta_info["told"]) == 101_000_000
+
+
+async def test_sampling_masks_come_back_token_by_token(recorded, tmp_path):
+    first, _, third, *_ = recorded.turns
+    for turn in (first, third):
+        rows = [[token_id, *range(token_id % 4)] for token_id in turn.output_ids]
+        mask = SamplingMask(array("i", sum(rows, [])), array("i", map(len, rows)))
+        logprobs = array("d", [-0.5] * len(rows))
+        turn.generation = replace(turn.generation, sampling_mask=mask, sampling_logprobs=logprobs)
+    recorded.save(tmp_path / "t")
+    loaded = Trajectory.load(tmp_path / "t")
+    for ours, theirs in zip(loaded.turns, recorded.turns, strict=True):
+        if theirs.generation is not None:
+            assert ours.generation.sampling_mask == theirs.generation.sampling_mask
+            assert ours.generation.sampling_logprobs == theirs.generation.sampling_logprobs
+    tensors = load_file(tmp_path / "t")
+    assert len(tensors["sampling_mask.lengths"]) == len(first.output_ids) + len(third.output_ids)
+    assert str(tensors["sampling_mask.ids"].dtype) == "int32"
+
+
 def test_images_come_back_bit_by_bit(tmp_path):
     torch = pytest.importorskip("torch")
     pixels = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()  # not contiguous
     pictures = (Picture(b"\x00first", "png", "messages[0]"), Picture(b"second", "jpeg", "messages[2]"))
-    images = ImageInputs(pictures, array("i", [5, 6]), {"pixel_values": pixels, "grid": torch.tensor([[1, 2, 3]])})
+    halves = torch.tensor([[0.5, -1.25]], dtype=torch.bfloat16)  # a type that numpy lacks
+    tensors = {"pixel_values": pixels, "grid": torch.tensor([[1, 2, 3]]), "halves": halves}
+    images = ImageInputs(pictures, array("i", [5, 6]), tensors)
     messages = [{"role": "user", "content": [{"text": "What is that?"}]}]
     recorded = Trajectory()
     asked = fingerprint({}, messages)

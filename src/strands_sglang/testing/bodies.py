@@ -6,7 +6,9 @@ launch arguments; here are those that say something about the model and its limi
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from datetime import datetime, timezone
 from typing import Any
 
@@ -60,6 +62,7 @@ def generation(
     weight_version: str,
     latency_s: float,
     routed_experts: str | None = None,
+    sampling_masks: list[list[int]] | None = None,
 ) -> dict[str, Any]:
     """Body of a `/generate` response."""
     length = len(sampled.output_ids)
@@ -76,6 +79,16 @@ def generation(
             [logprob, token_id, None] for logprob, token_id in zip(sampled.logprobs, sampled.output_ids, strict=True)
         ]
         meta["output_token_logprobs_length"] = length
+    if sampling_masks is not None:
+        # Every id as likely as the others.
+        logprobs = [array("f", [-math.log(len(mask))])[0] for mask in sampling_masks]
+        meta["output_token_sampling_mask"] = sampling_masks
+        meta["output_token_sampling_logprobs"] = (
+            [[logprob] * len(mask) for logprob, mask in zip(logprobs, sampling_masks, strict=True)]
+            if request.support_logprobs
+            else logprobs
+        )
+        meta["output_token_sampling_mask_length"] = length
     meta |= {
         "reasoning_tokens": 0,
         "completion_tokens": length,

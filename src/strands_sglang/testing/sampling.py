@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ..encoder import get_encoder
@@ -60,7 +61,9 @@ class Sampled:
 class Sampler:
     """Turns answers into sampled tokens for one served model."""
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Collection[int], logprob: LogprobFunction) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_token_ids: Collection[int], logprob: LogprobFunction, vocab_size: int
+    ) -> None:
         """Keep the tokenizer, the model's stop tokens (the first is the one that answers end with) and the logprobs.
 
         Raises:
@@ -71,6 +74,7 @@ class Sampler:
         self.tokenizer = get_encoder(tokenizer).tokenizer
         self._stop_ids = tuple(stop_token_ids)
         self._logprob = logprob
+        self._vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""
@@ -110,6 +114,19 @@ class Sampler:
             text=self._text(output_ids, finish_reason, request.sampling_params),
             finish_reason=finish_reason,
         )
+
+    def sampling_masks(self, sampled: Sampled, request: CheckedRequest) -> list[list[int]]:
+        """The ids that each token was sampled from: itself first, and pseudo-random others, as many as top-k keeps."""
+        params = request.sampling_params
+        top_k = 1 if params.get("temperature") == 0 else min(params.get("top_k") or 1, self._vocab_size)
+        truncated = (params.get("top_p") or 1.0) < 1.0 or (params.get("min_p") or 0.0) > 0.0
+        masks = []
+        for place, token_id in enumerate(sampled.output_ids, len(request.input_ids)):
+            bits = mixed_bits(place, token_id)
+            count = 1 + bits % top_k if truncated else top_k
+            others = ((token_id + 1 + bits + i) % self._vocab_size for i in range(self._vocab_size))
+            masks.append([token_id, *islice((other for other in others if other != token_id), count - 1)])
+        return masks
 
     def prompt_logprobs(self, request: CheckedRequest) -> list[list[float | int | None]]:
         """Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob."""

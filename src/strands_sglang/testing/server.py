@@ -122,7 +122,7 @@ class ScriptedSGLang:
         self.aborted: list[str] = []
         self._experts = experts
         self._script = Script(answers)
-        self._sampler = Sampler(tokenizer, stop_token_ids, logprob)
+        self._sampler = Sampler(tokenizer, stop_token_ids, logprob, self.vocab_size)
         self._cache = PrefixCache()
         self._flights: dict[str, Flight] = {}
         self._lock = threading.Lock()
@@ -254,6 +254,7 @@ class ScriptedSGLang:
             weight_version=flight.weight_version if flight.aborted else self.weight_version,
             latency_s=time.perf_counter() - started,
             routed_experts=routed_experts,
+            sampling_masks=self._sampler.sampling_masks(sampled, checked) if checked.return_sampling_mask else None,
         )
         return self._close(request, flight, _json(response))
 

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from ..exceptions import PortableError
+from .further_fields import feature_not_launched, field_violation, impossible_mask, mistyped_field, unusable_field
 from .sampling_params import check_sampling_types, check_sampling_values, wrong_type
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -91,6 +92,8 @@ class CheckedRequest:
         return_prompt_token_ids: Whether the response repeats the prompt.
         return_routed_experts: Whether the response tells the experts of each token.
         routed_experts_start_len: First token whose experts it tells.
+        return_sampling_mask: Whether the response tells the ids that each token was sampled from.
+        support_logprobs: Whether it tells the logprobs of all those ids, and not only of the sampled one.
         cache_key: Requests with different keys share no cached prefix.
     """
 
@@ -103,6 +106,8 @@ class CheckedRequest:
     return_prompt_token_ids: bool
     return_routed_experts: bool
     routed_experts_start_len: int
+    return_sampling_mask: bool
+    support_logprobs: bool
     cache_key: tuple[object, object]
 
 
@@ -145,6 +150,9 @@ def check_generate(
     if wrong is not None:
         raise contract_violation(wrong)
     _check_imitated(body, params, is_batch=list in id_kinds)
+    wrong = feature_not_launched(body)
+    if wrong is not None:
+        raise refusal(wrong)
     input_ids = _read_input(body, vocab_size, encode)
     max_new_tokens = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     _check_context(len(input_ids), params.get("max_new_tokens"), context_length)
@@ -153,7 +161,11 @@ def check_generate(
             "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
             "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
         )
-    wrong = check_sampling_values(params, vocab_size)
+    wrong = unusable_field(body)
+    if wrong is None:
+        wrong = check_sampling_values(params, vocab_size)
+    if wrong is None:
+        wrong = impossible_mask(body, params)
     if wrong is not None:
         raise refusal(wrong)
     if len(input_ids) > context_length - INPUT_RESERVE:
@@ -172,6 +184,8 @@ def check_generate(
         return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
         return_routed_experts=bool(body.get("return_routed_experts")),
         routed_experts_start_len=_read_routed_experts_start(body, len(input_ids)),
+        return_sampling_mask=bool(body.get("return_sampling_mask")),
+        support_logprobs=body.get("sampling_logprobs_mode") == "support",
         cache_key=(body.get("extra_key"), body.get("cache_salt")),
     )
 
@@ -199,6 +213,7 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
     for key, kind, name in (("return_routed_experts", bool, "boolean"), ("routed_experts_start_len", int, "integer")):
         if key in body and not isinstance(body[key], kind):
             raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", body[key])
+    _check_field_types(body)
     flag = body.get("return_logprob")
     if isinstance(flag, str) and flag.lower() not in ("true", "false"):
         raise validation_error(("body", "return_logprob"), "bool_parsing", "Input should be a valid boolean", flag)
@@ -207,6 +222,15 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
     if bool in id_kinds:
         raise contract_violation(wrong_type(next(item for item in ids or () if isinstance(item, bool)), "a sequence"))
     return id_kinds
+
+
+def _check_field_types(body: dict[str, Any]) -> None:
+    for key, value in body.items():
+        if (wrong := mistyped_field(key, value)) is not None:
+            raise validation_error(("body", key), *wrong, value)
+    for key, value in body.items():
+        if (violation := field_violation(key, value)) is not None:
+            raise contract_violation(violation)
 
 
 def _check_imitated(body: dict[str, Any], params: dict[str, Any], *, is_batch: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from strands_sglang.sampling_masks import joined_mask
 from strands_sglang.testing import ScriptedAnswer
 from strands_sglang.trainers.slime import SlimeExportError, to_slime_samples
 from support.slime_checker import check_against_server, check_rollouts
@@ -126,6 +128,34 @@ async def test_top_p_ids_are_those_of_the_trained_tokens(chatml_tokenizer, monke
         assert ids[offsets[number] : offsets[number + 1]] == ([token, *range(token % 3)] if mask else [])
     branches = export(await forked(chatml_tokenizer, sampling_params=TOP_P), chatml_tokenizer, args=args, fan_out=True)
     assert len(branches) == 2
+
+
+STOCK = {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"top_p": 0.9, "top_k": 7}}
+
+
+@pytest.mark.parametrize("answers", [[CALL, CALL, ANSWER], [CALL, CUT, ANSWER]], ids=["whole", "resumed"])
+async def test_sampling_masks_of_the_stock_server_are_replayed(answers, chatml_tokenizer):
+    """Item 6: slime's top-p replay without slime's SGLang."""
+    episode = await play(chatml_tokenizer, answers, on_abort="resume", **STOCK)
+    sample = export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
+    offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
+    told = [
+        row for response in episode.server.responses for row in response.body["meta_info"]["output_token_sampling_mask"]
+    ]
+    rows = [ids[start:stop] for start, stop in pairwise(offsets)]
+    assert [row for row, mask in zip(rows, sample.loss_mask, strict=True) if mask] == told
+    assert not any(row for row, mask in zip(rows, sample.loss_mask, strict=True) if not mask)
+
+
+async def test_tokens_of_an_aborted_part_without_top_p_ids_are_masked_and_the_others_trained(chatml_tokenizer):
+    episode = await play(chatml_tokenizer, [CUT, ANSWER], on_abort="resume", **STOCK)
+    (turn,) = episode.trajectory.turns
+    cut = len(episode.server.responses[0].body["output_ids"])
+    mask = turn.generation.sampling_mask
+    unknown = joined_mask([(None, cut), (mask.part(cut, len(mask)), len(mask) - cut)])
+    turn.generation = replace(turn.generation, sampling_mask=unknown)
+    sample = export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
+    assert sample.loss_mask == [0] * cut + [1] * (len(mask) - cut)
 
 
 @pytest.mark.parametrize("end", ENDS)

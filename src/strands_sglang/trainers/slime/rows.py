@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...exceptions import SGLangDecodingError
 from ...generation import Generation
 from ...tokens import TokenManager
-from ...top_p import top_p_arrays
+from ...top_p import kept_ids
 from ...turns import Turn, TurnStatus
 from .arguments import Replay, SlimeExportError
 
@@ -159,24 +159,29 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
         if not any(mask[span.start : span.stop]) or span.turn.generation is None:
             continue
         try:
-            arrays = top_p_arrays(span.turn.generation)
+            kept = kept_ids(span.turn.generation)
         except ValueError as error:
             problems.append(f"call {span.turn.index}: {error}")
             _clear(mask, span.start, span.stop)
             continue
-        if arrays is None:
+        if kept is None:
             if _is_uninterrupted(span.turn):
                 raise SlimeExportError(
                     f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
-                    "SGLang, and pass slime's sampling_params (custom_params) on"
+                    "SGLang, and pass slime's sampling_params (custom_params) on; or have any SGLang tell sampling "
+                    "masks, by request_fields={'return_sampling_mask': True} of SGLangModel and a finite top_k"
                 )
             problems.append(f"call {span.turn.index} was aborted, and a part of it has no top-p ids")
             _clear(mask, span.start, span.stop)
             continue
-        kept_ids, starts = torch.tensor(arrays[0]), torch.tensor(arrays[1][: span.stop - span.start + 1])
-        widths = starts.diff()
+        told = kept.part(0, span.stop - span.start)
+        widths = torch.tensor(told.lengths, dtype=torch.int32)
         trained = torch.tensor(mask[span.start : span.stop], dtype=torch.bool)
-        ids.append(kept_ids[: int(starts[-1])][trained.repeat_interleave(widths)])
+        if unknown := int((trained & (widths == 0)).sum()):  # of a part that the server aborted
+            problems.append(f"{unknown} tokens of call {span.turn.index} have no top-p ids")
+            trained &= widths > 0
+            mask[span.start : span.stop] = trained.int().tolist()
+        ids.append(torch.tensor(told.token_ids, dtype=torch.int32)[trained.repeat_interleave(widths)])
         offsets[span.start - start + 1 : span.stop - start + 1] = widths * trained
     return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
 

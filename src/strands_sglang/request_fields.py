@@ -1,0 +1,151 @@
+"""The top-level fields of SGLang's `/generate` that a user may set, and those that he may not.
+
+Promise: a field that is misspelt, of the wrong type, or one on which exact recording depends, is an error when the
+model is configured. A field that a newer server knows goes through `unchecked_request_fields`.
+
+Source: SGLang 0.5.23 (`GenerateReqInput`). The server itself ignores a field that it does not know.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from .json_values import plain
+
+_TEXT, _FLAG, _WHOLE, _OBJECT, _LABELS = "a string", "True or False", "a whole number", "a dict", "a dict of strings"
+
+REQUEST_FIELDS: Mapping[str, str] = {
+    "lora_path": _TEXT,  # the name under which an adapter was loaded
+    "priority": _WHOLE,  # of a server with --enable-priority-scheduling
+    "custom_logit_processor": _TEXT,  # of a server with --enable-custom-logit-processor
+    "max_thinking_tokens": _WHOLE,  # of a server with --enable-strict-thinking
+    "require_reasoning": _FLAG,
+    "return_entropy": _FLAG,
+    "return_sampling_mask": _FLAG,
+    "sampling_logprobs_mode": _TEXT,
+    "extra_key": _TEXT,  # each separates the prefix cache
+    "cache_salt": _TEXT,
+    "session_id": _TEXT,  # says which requests belong together, and changes no prompt
+    "conversation_id": _TEXT,
+    "custom_labels": _LABELS,
+    "routed_dp_rank": _WHOLE,
+    "data_parallel_rank": _WHOLE,  # the same to older servers
+    "log_metrics": _FLAG,
+    "no_logs": _FLAG,
+    "external_trace_header": _OBJECT,
+    "kv_hints": _OBJECT,
+}
+"""The fields that `request_fields` takes, and what each holds."""
+
+_REFUSED: Mapping[str, str] = {
+    "the model makes the prompt": "input_ids text input_embeds positional_embed_overrides",
+    "the server would put other tokens before the prompt": "session_params",
+    "it is an option of its own": "sampling_params routing_key return_logprob",
+    "SGLangModel(return_prompt_logprobs=True) sets it for each call": "logprob_start_len",
+    "SGLangModel(return_routed_experts=True) sets it": "return_routed_experts routed_experts_start_len",
+    "answers are never streamed: they are recorded whole": "stream",
+    "every attempt has an id of its own": "rid",
+    "the prompt's tokens are recorded as they were sent": "return_prompt_token_ids",
+    "what it returns is not recorded; ask with SGLangClient.generate": "top_logprobs_num token_ids_logprob "
+    "return_text_in_logprobs return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs "
+    "return_flat_raw_top_logprobs_b64 return_hidden_states return_indexer_topk return_bytes "
+    "multi_item_delimiter_indices token_indices_to_pool",
+    "the model sends the images of messages itself; pass processor= to SGLangModel": "image_data video_data audio_data "
+    "modalities mm_hashes mm_content_hashes use_audio_in_video video_config",
+    "it changes how the server tokenises images, and the processor of SGLangModel would not know": "max_dynamic_patch "
+    "min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch images_config mm_processor_kwargs",
+    "routers of disaggregated servers set it": "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key "
+    "decode_tp_size disagg_prefill_dp_rank",
+    "it is a sampling parameter, too: put it into sampling_params": "watermark",
+    "it is the server's own": "lora_id http_worker_ipc received_time background need_wait_for_mm_inputs "
+    "num_items_assigned encoder_urls",
+    "it is an argument of SGLangClient.generate": "vocab_size cancel_signal on_partial deadline",
+}
+REFUSED_FIELDS: Mapping[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+"""The fields that no option takes, and why."""
+
+
+def checked_fields(fields: Any, unchecked: Any) -> dict[str, Any]:
+    """The fields that every request of a model carries, as they are sent.
+
+    Args:
+        fields: `request_fields` of the configuration; None entries are left out.
+        unchecked: `unchecked_request_fields` of the configuration.
+
+    Raises:
+        ValueError: A name is not known, refused or given twice, or a value is of the wrong type; names it.
+    """
+    sent: dict[str, Any] = {}
+    for option, given in (("request_fields", fields), ("unchecked_request_fields", unchecked)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{option} must be a dict of top-level fields of SGLang's /generate, not {given!r}")
+        for name, value in (given or {}).items():
+            where = f"{option}[{name!r}]"
+            if not isinstance(name, str):
+                raise ValueError(f"{option} has the key {name!r}, and the names of fields are strings")
+            if name in REFUSED_FIELDS:
+                raise ValueError(f"{where} cannot be set: {REFUSED_FIELDS[name]}")
+            if name in sent:
+                raise ValueError(f"{where} is among request_fields, too")
+            if option == "request_fields":
+                _check_name(name)
+            value = plain(value, where)
+            if value is not None:
+                if option == "request_fields":
+                    _check_value(name, value, where)
+                sent[name] = value
+    if "sampling_logprobs_mode" in sent and not sent.get("return_sampling_mask"):
+        raise ValueError("request_fields['sampling_logprobs_mode'] needs request_fields['return_sampling_mask'] = True")
+    return sent
+
+
+def check_sampling_mask(fields: Mapping[str, Any], sampling_params: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters with which the server cannot tell sampling masks.
+
+    Args:
+        fields: As `checked_fields` gives them.
+        sampling_params: The sampling parameters of the configuration.
+
+    Raises:
+        ValueError: Masks are asked for, and neither is `top_k` finite nor the temperature 0.
+    """
+    top_k = sampling_params.get("top_k")
+    if fields.get("return_sampling_mask") and (top_k is None or top_k < 1) and sampling_params.get("temperature") != 0:
+        raise ValueError(
+            f"return_sampling_mask needs a finite top_k (1 to 4096, or what --sampling-mask-max-tokens of the server "
+            f"says), and sampling_params have top_k={top_k}: set one far above what top_p keeps to sample nearly as "
+            "without"
+        )
+
+
+def _check_name(name: str) -> None:
+    if name in REQUEST_FIELDS:
+        return
+    close = difflib.get_close_matches(name, REQUEST_FIELDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
+    raise ValueError(
+        f"request_fields[{name!r}] is no field of /generate that this library knows; {hint} What only a newer server "
+        "knows goes into unchecked_request_fields; sampling parameters go into sampling_params"
+    )
+
+
+def _check_value(name: str, value: Any, where: str) -> None:
+    kind = REQUEST_FIELDS[name]
+    fits = {
+        _TEXT: isinstance(value, str),
+        _FLAG: isinstance(value, bool),
+        _WHOLE: isinstance(value, int) and not isinstance(value, bool),
+        _OBJECT: isinstance(value, dict),
+        _LABELS: isinstance(value, dict) and all(isinstance(label, str) for label in value.values()),
+    }
+    if not fits[kind]:
+        raise ValueError(f"{where} must be {kind}, not {value!r}")
+    if name in ("max_thinking_tokens", "routed_dp_rank", "data_parallel_rank") and value < 0:
+        raise ValueError(f"{where} must be at least 0, not {value}")
+    if name == "sampling_logprobs_mode" and value != "selected":
+        raise ValueError(
+            f"{where} must be 'selected', not {value!r}: what 'support' adds follows from the logits, and is not "
+            "recorded"
+        )

@@ -1,0 +1,235 @@
+"""A16, item 6: further fields of SGLang's `/generate`, checked before anything runs, and recorded as they were sent."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from strands_env.core.models import sglang_model_factory
+from strands_sglang import SGLangDecodingError, SGLangModel, Trajectory
+from strands_sglang.request_fields import REFUSED_FIELDS, REQUEST_FIELDS
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, bodies
+from support.agents import call, make_agent, make_tools
+
+ACCEPTED = {
+    "priority": np.int64(3),
+    "extra_key": "v7",
+    "cache_salt": "salt",
+    "session_id": "rollout-1",
+    "custom_labels": {"team": "a"},
+    "return_entropy": True,
+    "routed_dp_rank": 0,
+    "lora_path": None,
+}
+SENT = {name: value for name, value in ACCEPTED.items() if value is not None}
+
+
+def fields_of(request):
+    return {name: request.body[name] for name in request.body.keys() & {*REQUEST_FIELDS, "newer"}}
+
+
+async def test_fields_are_sent_with_every_request_and_recorded_on_its_turn(rollout, tmp_path):
+    server, model = rollout(
+        [call(expression="2 * 3"), "6", '{"n": 1}', "helped"],
+        request_fields=ACCEPTED,
+        unchecked_request_fields={"newer": (1, np.float32(0.5))},
+    )
+
+    class Number(BaseModel):
+        n: int
+
+    await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
+    async for _ in model.structured_output(Number, [{"role": "user", "content": [{"text": "one"}]}]):
+        pass
+    await make_agent(model.auxiliary).invoke_async("help")
+    expected = {**SENT, "newer": [1, 0.5]}
+    assert [fields_of(request) for request in server.requests] == [expected] * 4
+    assert [turn.request_fields for turn in model.trajectory.turns] == [expected] * 4
+    assert type(model.trajectory.turns[0].request_fields["priority"]) is int
+    model.trajectory.save(tmp_path / "t")
+    assert [turn.request_fields for turn in Trajectory.load(tmp_path / "t").turns] == [expected] * 4
+
+
+async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
+    server, model = rollout(["One.", "Two.", "Three."], request_fields={"extra_key": "v1"})
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    model.update_config(request_fields={"extra_key": "v2", "priority": 1})
+    await agent.invoke_async("b")
+    model.update_config(request_fields=None)
+    await agent.invoke_async("c")
+    sent = [{"extra_key": "v1"}, {"extra_key": "v2", "priority": 1}, {}]
+    assert [turn.request_fields for turn in model.trajectory.turns] == sent
+    assert [fields_of(request) for request in server.requests] == sent
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"request_fields": {"lorapath": "a"}}, "request_fields.'lorapath'. .*did you mean 'lora_path'.*unchecked_re"),
+        ({"request_fields": {"zzz": 1}}, "known are lora_path, priority"),
+        ({"request_fields": {"temperature": 1}}, "sampling parameters go into sampling_params"),
+        ({"request_fields": ["lora_path"]}, "request_fields must be a dict"),
+        ({"request_fields": {"lora_path": ["a", "b"]}}, "'lora_path'. must be a string, not .'a', 'b'."),
+        ({"request_fields": {"priority": "high"}}, "'priority'. must be a whole number"),
+        ({"request_fields": {"priority": True}}, "must be a whole number, not True"),
+        ({"request_fields": {"priority": 1.5}}, "must be a whole number, not 1.5"),
+        ({"request_fields": {"max_thinking_tokens": -1}}, "must be at least 0, not -1"),
+        ({"request_fields": {"return_entropy": 1}}, "must be True or False"),
+        ({"request_fields": {"custom_labels": {"a": 1}}}, "must be a dict of strings"),
+        ({"request_fields": {"kv_hints": "x"}}, "must be a dict"),
+        ({"request_fields": {"extra_key": object()}}, "which JSON cannot hold"),
+        ({"unchecked_request_fields": {"newer": {1, 2}}}, "unchecked_request_fields.'newer'. is .*JSON cannot hold"),
+        ({"unchecked_request_fields": {"newer": math.nan}}, "finite"),
+        ({"unchecked_request_fields": {"stream": True}}, "recorded whole"),
+        ({"unchecked_request_fields": {"deadline": 3}}, "argument of SGLangClient.generate"),
+        ({"unchecked_request_fields": "newer"}, "must be a dict"),
+        ({"request_fields": {"priority": 1}, "unchecked_request_fields": {"priority": 1}}, "among request_fields, too"),
+        ({"sampling_params": {"lora_path": "a"}}, "lora_path.* put them into request_fields"),
+        ({"request_fields": {"sampling_logprobs_mode": "selected"}}, "needs .*return_sampling_mask"),
+        (
+            {"request_fields": {"sampling_logprobs_mode": "support", "return_sampling_mask": True}},
+            "must be 'selected', not 'support'",
+        ),
+        ({"request_fields": {"return_sampling_mask": True}}, "finite top_k .*top_k=None"),
+        (
+            {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"top_p": 0.9, "top_k": -1}},
+            "finite top_k .*top_k=-1",
+        ),
+    ],
+)
+def test_a_wrong_field_is_an_error_before_anything_runs(config, message, chatml_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://nowhere", **config)
+    with pytest.raises(ValueError, match=message):
+        sglang_model_factory(tokenizer=chatml_tokenizer, base_url="http://nowhere", **config)
+
+
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+@pytest.mark.parametrize("option", ["request_fields", "unchecked_request_fields"])
+def test_a_field_that_recording_depends_on_is_refused_with_the_reason(option, name, chatml_tokenizer):
+    with pytest.raises(ValueError, match=f"{option}.'{name}'. cannot be set: .*") as refused:
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://nowhere", **{option: {name: 1}})
+    assert REFUSED_FIELDS[name] in str(refused.value)
+
+
+def test_a_wrong_update_leaves_the_configuration_as_it_was(rollout):
+    _, model = rollout([], request_fields={"return_sampling_mask": True}, sampling_params={"top_k": 5})
+    before = dict(model.get_config())
+    with pytest.raises(ValueError, match="finite top_k"):
+        model.update_config(sampling_params={"temperature": 1.0})
+    assert model.get_config() == before
+
+
+async def test_values_of_numpy_in_sampling_parameters_are_sent_and_saved_as_numbers(rollout):
+    """A15 (p29): such an episode could not be saved."""
+    given = {"temperature": np.float32(0.5), "max_new_tokens": np.int64(5), "logit_bias": {np.int64(3): np.float32(1)}}
+    server, model = rollout(["ok"], sampling_params=given)
+    await make_agent(model).invoke_async("go")
+    expected = {"temperature": 0.5, "max_new_tokens": 5, "logit_bias": {"3": 1.0}}
+    (turn,) = Trajectory.from_bytes(model.trajectory.to_bytes()).turns
+    assert turn.sampling_params == model.trajectory.turns[0].sampling_params == expected
+    assert server.requests[0].sampling_params == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, {1}, 1j, object()])
+def test_sampling_parameters_that_could_not_be_saved_are_refused_before_anything_runs(value, chatml_tokenizer):
+    with pytest.raises(ValueError, match=r"sampling_params\['custom_params'\]\['x'\]"):
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://x", sampling_params={"custom_params": {"x": value}})
+
+
+# --- sampling masks ---
+
+MASKS = {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"top_k": 5, "top_p": 0.9}}
+
+
+def told(server, key):
+    return [row for response in server.responses for row in response.body["meta_info"][key]]
+
+
+async def test_sampling_masks_stand_at_the_tokens_that_were_sampled_from_them(rollout):
+    server, model = rollout([call(expression="2 * 3"), "Six."], **MASKS)
+    await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
+    assert told(server, "output_token_sampling_mask") == [
+        row for turn in model.trajectory.turns for row in turn.generation.sampling_mask.rows()
+    ]
+    (sequence,) = model.trajectory.sequences()
+    rows, logprobs = list(sequence.sampling_mask.rows()), sequence.sampling_logprobs
+    assert len(rows) == len(logprobs) == len(sequence)
+    assert [row for row, mask in zip(rows, sequence.loss_mask, strict=True) if mask] == told(
+        server, "output_token_sampling_mask"
+    )
+    assert [logprob for logprob in logprobs if logprob is not None] == told(server, "output_token_sampling_logprobs")
+    for token, row, logprob in zip(sequence.tokens, rows, logprobs, strict=True):
+        assert (token.token_id in row) is (logprob is not None) is token.loss_mask
+    assert all("output_token_sampling_mask" not in turn.generation.meta_info for turn in model.trajectory.turns)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1}, {"top_k": np.int32(7), "top_p": 0.5}])
+async def test_greedy_sampling_has_masks_too(params, rollout):
+    _, model = rollout(["Six."], **{**MASKS, "sampling_params": params})
+    await make_agent(model).invoke_async("go")
+    mask = model.trajectory.turns[0].generation.sampling_mask
+    assert len(mask) == len(model.trajectory.turns[0].output_ids)
+    assert max(mask.lengths) <= params.get("top_k", 1)
+
+
+async def test_a_cut_answer_that_goes_on_keeps_its_masks(rollout):
+    parts = [ScriptedAnswer("The answer ", finish_reason="abort"), ScriptedAnswer("", finish_reason="abort"), "is 4."]
+    server, model = rollout(parts, on_abort="resume", **MASKS)
+    model.client.max_retries = 3
+    await make_agent(model).invoke_async("2+2?")
+    (turn,) = Trajectory.from_bytes(model.trajectory.to_bytes()).turns
+    assert list(turn.generation.sampling_mask.rows()) == told(server, "output_token_sampling_mask")
+    assert turn.generation.sampling_logprobs.tolist() == told(server, "output_token_sampling_logprobs")
+
+
+async def test_a_sequence_that_forks_before_an_odd_stop_has_the_masks_of_its_own_tokens(chatml_tokenizer):
+    stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
+    answers = [ScriptedAnswer("One.", stop_token_id=stops[1]), "Two."]
+    server = ScriptedSGLang(chatml_tokenizer, answers, stop_token_ids=stops)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), **MASKS)
+    agent = make_agent(model)
+    for question in "ab":
+        await agent.invoke_async(question)
+    first, second = model.trajectory.sequences()
+    ids = [len(sequence) for sequence in (first, second)]
+    assert [len(sequence.sampling_mask) for sequence in (first, second)] == ids
+    for sequence in (first, second):
+        for token, row in zip(sequence.tokens, sequence.sampling_mask.rows(), strict=True):
+            assert token.token_id in row or (not row and not token.loss_mask)
+
+
+async def test_a_server_that_does_not_tell_masks_is_an_error(rollout, monkeypatch):
+    body_of = bodies.generation
+    monkeypatch.setattr(
+        bodies, "generation", lambda *args, **kwargs: body_of(*args, **{**kwargs, "sampling_masks": None})
+    )
+    _, model = rollout(["ok"], **MASKS)
+    with pytest.raises(SGLangDecodingError, match="masks were asked for and not returned.*older"):
+        await make_agent(model).invoke_async("go")
+    assert not any(model.token_manager.loss_mask)
+
+
+async def test_without_masks_a_sequence_has_none(rollout):
+    _, model = rollout(["ok"])
+    await make_agent(model).invoke_async("go")
+    sequence = model.token_manager
+    assert sequence.sampling_mask is None
+    assert sequence.sampling_logprobs == [None] * len(sequence)
+
+
+def test_every_known_field_is_imitated_or_refused_by_the_scripted_server(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
+    wrong = {"a string": 5, "True or False": "x", "a whole number": "x"}
+    for name, kind in REQUEST_FIELDS.items():
+        body = {"input_ids": [5], name: wrong.get(kind, 5)}
+        answer = server.handle("POST", "/generate", {"content-type": "application/json"}, json.dumps(body).encode())
+        try:
+            answer.send(None)
+        except StopIteration as ended:
+            assert ended.value.status == 400, name
