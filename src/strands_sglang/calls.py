@@ -24,7 +24,7 @@ from .exceptions import SGLangAbortedError, SGLangCancelledError
 from .generation import Generation
 from .images import ImageInputs, ImageProcessor, require_image_understanding
 from .messages import Conversation
-from .prompts import next_prompt
+from .prompts import counted_prompt, next_prompt
 from .tool_choice import GRAMMAR_PARAMETERS
 from .tool_parsers import ParsedTurn, ToolParser
 from .trajectory import Trajectory
@@ -154,6 +154,45 @@ class Caller:
             trajectory.cut(turn, generation, abort)
             raise abort
         return turn, generation
+
+    async def count(
+        self,
+        trajectory: Trajectory,
+        conversation: Conversation,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None,
+        system: str | None,
+        *,
+        is_part: bool,
+    ) -> int:
+        """How many tokens messages have in front of the model; see `counted_prompt`.
+
+        Args:
+            trajectory: What is recorded; it is read only.
+            conversation: The messages, as fingerprints.
+            messages: They.
+            tool_specs: Their tools.
+            system: Their system prompt.
+            is_part: Whether others may stand before them.
+
+        Raises:
+            Exception: There is no such prompt.
+        """
+        known, prompt = counted_prompt(
+            self.template,
+            trajectory,
+            conversation,
+            messages,
+            tool_specs,
+            system,
+            is_part=is_part,
+            keep_history=self.config.get("history_policy") != "template",
+            images=self.images,
+        )
+        if prompt is None or not prompt.pictures or self.images is None:
+            return known + (0 if prompt is None else len(prompt.token_ids))
+        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
+        return known + len(expanded)
 
     def record(
         self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None

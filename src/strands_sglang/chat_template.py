@@ -108,6 +108,7 @@ class ChatTemplate:
             "template arguments": prefix_arguments(self._renderer),
         }
         self._rewrites: dict[tuple[bool, bool], bool] = {}
+        self._counted = _CountedTexts()
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self.self_check()
 
@@ -162,12 +163,13 @@ class ChatTemplate:
 
     # --- prompts ---
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Tools) -> Prompt:
+    def opening(self, messages: Sequence[ChatMessage], tools: Tools, *, ahead: bool = False) -> Prompt:
         """The prompt that opens a sequence: the whole conversation, rendered.
 
         Args:
             messages: Chat messages, the system message first if there is one.
             tools: Tools in OpenAI form.
+            ahead: Whether the tokens are counted only, and the call that sends them comes next.
 
         Raises:
             ChatTemplateError: The template refused the conversation, or would leave something out of it.
@@ -175,7 +177,7 @@ class ChatTemplate:
         self._check_is_shown(messages)
         messages = self._renderer.forms.with_own_ids(messages)
         text = self.render(messages, tools, add_generation_prompt=True)
-        return Prompt(self.encode(text), text, pictures=tuple(pictures_of(messages)))
+        return Prompt(self._encode(text, ahead), text, pictures=tuple(pictures_of(messages)))
 
     def continuation(
         self,
@@ -188,6 +190,7 @@ class ChatTemplate:
         has_system: bool = True,
         had_tool_results: bool = False,
         ends_in_reasoning: bool = False,
+        ahead: bool = False,
     ) -> Prompt:
         """The prompt tokens that follow a sampled turn.
 
@@ -204,6 +207,7 @@ class ChatTemplate:
             has_system: Whether the conversation begins with a system message.
             had_tool_results: Whether the conversation before the turn holds tool results.
             ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed.
+            ahead: As for `opening`.
 
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be told.
@@ -237,7 +241,7 @@ class ChatTemplate:
             after_tool_step=needs_tool_step and had_tool_results,
         )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
-        token_ids = self.encode(after.end + after.following)
+        token_ids = self._encode(after.end + after.following, ahead)
         if not token_ids or token_ids[0] != end_id:
             raise UnprovenContinuationError(
                 f"{after.end!r} does not stay one token in front of {after.following[:40]!r}"
@@ -253,6 +257,12 @@ class ChatTemplate:
             return Prompt(token_ids, text, len(output_ids) - 1, note, pictures)
         missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
         return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures)
+
+    def _encode(self, text: str, ahead: bool) -> list[int]:
+        token_ids = self._counted.take(text) or self.encode(text)
+        if ahead:
+            self._counted.put(text, token_ids)
+        return token_ids
 
     def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
         """Refuse what the template would leave out without a word."""
@@ -322,6 +332,38 @@ class ChatTemplate:
             self.family = None  # its template on another vocabulary
         stop = derived_stop(self._renderer)
         return () if stop is None else (stop,)
+
+
+class _CountedTexts:
+    """The ids of long texts that were counted, until the call takes them that sends them: each is encoded once."""
+
+    SHORTEST = 1000  # characters; for less it is not worth it
+    MOST = 16_000_000  # characters together; what was counted for nothing has to go
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._ids: dict[str, list[int]] = {}
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def put(self, text: str, token_ids: list[int]) -> None:
+        """Keep the ids of a text."""
+        with self._lock:
+            if self.SHORTEST <= len(text) <= self.MOST and text not in self._ids:
+                self._ids[text] = token_ids
+                self._characters += len(text)
+            while self._characters > self.MOST:
+                oldest = next(iter(self._ids))
+                self._characters -= len(oldest)
+                del self._ids[oldest]
+
+    def take(self, text: str) -> list[int] | None:
+        """The ids of a text, which are forgotten here; None if they are not kept."""
+        with self._lock:
+            token_ids = self._ids.pop(text, None)
+            if token_ids is not None:
+                self._characters -= len(text)
+            return token_ids
 
 
 _Key = tuple[str, str, "str | None"]

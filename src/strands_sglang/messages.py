@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -96,13 +96,17 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages) -> Conversation:
         messages: Strands messages.
     """
     part_digests = {name: _digest(_dump(value)) for name, value in parts.items()}
-    link = _digest(b"".join(part_digests.values()))
-    digests, chain = [], [link]
-    for message in messages:
-        digests.append(message_digest(message))
-        link = next_link(link, digests[-1])
-        chain.append(link)
-    return Conversation(part_digests, tuple(digests), tuple(chain), tuple(message["role"] for message in messages))
+    digests = tuple(map(message_digest, messages))
+    roles = tuple(message["role"] for message in messages)
+    return Conversation(part_digests, digests, chain_of(part_digests, digests), roles)
+
+
+def chain_of(parts: Mapping[str, bytes], digests: Iterable[bytes]) -> tuple[bytes, ...]:
+    """The `chain` of a conversation, from its other digests."""
+    chain = [_digest(b"".join(parts.values()))]
+    for digest in digests:
+        chain.append(next_link(chain[-1], digest))
+    return tuple(chain)
 
 
 def message_digest(message: Message) -> bytes:
@@ -201,6 +205,10 @@ def _dump_other(value: Any) -> str:
     return repr(value)
 
 
+NO_SYSTEM_PROMPT = _digest(_dump(None))
+"""The digest of a system prompt that is not there."""
+
+
 # --- into chat-template messages ---
 
 
@@ -262,6 +270,19 @@ def to_chat_messages(
         else:
             chat.extend(_user_messages(message, where, calls, result_notice, images))
     return chat
+
+
+def plain_texts(value: Any) -> Iterator[str]:
+    """The texts in content blocks, whatever else is in them."""
+    if isinstance(value, str):
+        yield encodable(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in ("toolUseId", "status", "format", "signature"):
+                yield from plain_texts(inner)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        for inner in value:
+            yield from plain_texts(inner)
 
 
 def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:

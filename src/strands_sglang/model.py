@@ -8,6 +8,7 @@ messages; the exact tokens stay in the trajectory.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -31,8 +32,9 @@ from .episodes import Episodes, cycle_of, keep_written_names, written_names
 from .exceptions import SGLangCancelledError
 from .hooks import RecordingHooks
 from .images import ImageProcessor
-from .messages import Conversation, fingerprint, is_tool_name, system_text
+from .messages import Conversation, fingerprint, is_tool_name, plain_texts, system_text
 from .request import check_keys, checked_config
+from .server_check import check_server, known_facts
 from .shared import get_client
 from .tokens import TokenManager
 from .tool_choice import UNCONSTRAINED, can_force, force_call
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 
 DEFAULT_TOOL_PARSER = "hermes"
+
+_LONGEST_LOOK_S = 1.0
 
 
 class SGLangModel(Model):
@@ -262,6 +266,61 @@ class SGLangModel(Model):
     def rollout(self) -> TokenManager:
         """The same as `token_manager`."""
         return self.token_manager
+
+    # --- what Strands' context managers ask ---
+
+    @property
+    @override
+    def context_window_limit(self) -> int | None:
+        """Context length in tokens: what is configured, or what the server said; None before it was asked."""
+        own = self.config.get("context_window_limit")
+        if own is not None:
+            return cast(int, own)
+        facts = known_facts(self.client, self.chat_template)
+        limits = (self.config.get("max_context_tokens"), None if facts is None else facts.context_length)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @override
+    async def count_tokens(
+        self,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None = None,
+        system_prompt: str | None = None,
+        system_prompt_content: list[SystemContentBlock] | None = None,
+    ) -> int:
+        """Count the tokens that messages have in front of the model: those recorded, and exactly those to be added.
+
+        Strands counts before every call, as a rule only the messages behind the last answer; without `tool_specs` and a
+        system prompt, messages are taken for such a part unless they begin a recorded conversation. Nothing is
+        recorded. What no prompt can be made of is counted as plain text. The first time, the server is asked for its
+        context length.
+
+        Args:
+            messages: A conversation, or messages that follow an answer.
+            tool_specs: The tools of a whole conversation.
+            system_prompt: Its system prompt.
+            system_prompt_content: The same as content blocks, used if `system_prompt` is None.
+        """
+        await self._look_at_server()
+        system = system_text(system_prompt, cast(Any, system_prompt_content))
+        is_part = tool_specs is None and system is None
+        try:
+            conversation = self._fingerprint(messages, tool_specs, system)
+            return await self._caller().count(
+                self.trajectory, conversation, messages, tool_specs, system, is_part=is_part
+            )
+        except Exception as error:
+            logger.debug("error=<%s> | counting plain text", error)
+            texts = [system or "", *(text for message in messages for text in plain_texts(message["content"]))]
+            return sum(len(self.chat_template.encode(text)) for text in texts)
+
+    async def _look_at_server(self) -> None:
+        """Ask the server for its context length, if it was not asked yet; the call itself waits for it as it has to."""
+        if known_facts(self.client, self.chat_template) is None:
+            try:
+                await asyncio.wait_for(check_server(self.client, self.chat_template), _LONGEST_LOOK_S)
+            except Exception as error:
+                logger.debug("error=<%s> | counting before the server has said its context length", error)
 
     # --- calls ---
 

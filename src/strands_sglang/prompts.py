@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from strands.types.content import Messages
 from strands.types.tools import ToolSpec
 
 from .chat_template import ChatTemplate, Prompt, UnprovenContinuationError
 from .images import ImageProcessor
-from .messages import ChatMessage, pictures_of, to_chat_messages, to_chat_tools
+from .messages import (
+    NO_SYSTEM_PROMPT,
+    ChatMessage,
+    Conversation,
+    pictures_of,
+    to_chat_messages,
+    to_chat_tools,
+)
 from .recording import Place
 from .trajectory import Trajectory
 from .turns import Turn
@@ -52,44 +60,22 @@ def next_prompt(
         UnsupportedContentError: A message holds content that cannot be rendered.
         ChatTemplateError: The template refuses the whole conversation.
     """
+    source = _Source(template, trajectory, keep_history, images, names or {})
     tools = to_chat_tools(tool_specs)
-    names = names or {}
-
-    def call_id(tool_use_id: str, name: str, number: int) -> str:
-        return trajectory.call_id(tool_use_id) or template.call_id(tool_use_id, name, number)
-
-    def sampled_name(tool_use_id: str) -> str | None:
-        return trajectory.sampled_name(tool_use_id) or names.get(tool_use_id)
-
     turn = place.turn
     if turn is not None:
         known = len(messages) - len(place.new_messages)
         # One walk over what is known: which kinds of blocks it holds.
         blocks = Counter(kind for message in messages[:known] for block in message["content"] for kind in block)
-        new = to_chat_messages(
-            place.new_messages,
-            known_calls=turn.tool_calls,
-            result_notice=trajectory.result_notice,
-            call_id=call_id,
-            sampled_name=sampled_name,
-            calls_before=blocks["toolUse"],
-            first=known,
-            images=images is not None,
-        )
         try:
-            if images is not None and images.numbered and pictures_of(new):
-                raise UnprovenContinuationError("the chat template numbers the images of a conversation")
-            if not keep_history:
-                _refuse_rewritten_history(template, turn, new)
-            prompt = template.continuation(
-                turn.output_ids,
-                turn.generation.stop_token_id if turn.generation is not None else None,
-                turn.tool_calls,
-                new,
+            prompt = source.continuation(
+                turn,
+                place.new_messages,
                 tools,
                 has_system=system is not None,
+                calls_before=blocks["toolUse"],
                 had_tool_results=blocks["toolResult"] > 0,
-                ends_in_reasoning=turn.ends_in_reasoning,
+                first=known,
             )
         except UnprovenContinuationError as error:
             place = Place(None, messages, f"opens a sequence: {error}")
@@ -97,17 +83,148 @@ def next_prompt(
             if prompt.kept is not None:
                 place = replace(place, kept=prompt.kept, reason=f"forks inside call {turn.index}: {prompt.note}")
             return place, prompt
+    return place, source.opening(messages, tools, system)
 
-    chat = to_chat_messages(
-        messages,
-        result_notice=trajectory.result_notice,
-        call_id=call_id,
-        sampled_name=sampled_name,
-        images=images is not None,
-    )
-    if system is not None:
-        chat.insert(0, {"role": "system", "content": system})
-    return place, template.opening(chat, tools)
+
+def counted_prompt(
+    template: ChatTemplate,
+    trajectory: Trajectory,
+    conversation: Conversation,
+    messages: Messages,
+    tool_specs: list[ToolSpec] | None,
+    system: str | None,
+    *,
+    is_part: bool,
+    keep_history: bool = True,
+    images: ImageProcessor | None = None,
+) -> tuple[int, Prompt | None]:
+    """How many tokens some messages have in front of the model: what is recorded of them, and the prompt that is not.
+
+    Nothing is recorded. The messages may be a part of a conversation, those behind an answer, as Strands counts them.
+
+    Args:
+        template: Renders and encodes.
+        trajectory: What is recorded.
+        conversation: The messages as fingerprints.
+        messages: The messages.
+        tool_specs: Their tools.
+        system: Their system prompt.
+        is_part: Whether a system prompt, tools and messages may stand before these.
+        keep_history: As for `next_prompt`.
+        images: Likewise.
+
+    Raises:
+        UnsupportedContentError: A message holds content that cannot be rendered.
+        ChatTemplateError: The template refuses the messages.
+        UnprovenContinuationError: The messages are a part, and what follows their turn cannot be told.
+    """
+    tools = to_chat_tools(tool_specs)
+    found = trajectory.recorded(conversation, whatever_before=is_part)
+    # Behind an answer that is not among the messages, only what they add can be told.
+    source = _Source(template, trajectory, keep_history or found is None, images, {}, ahead=True)
+    counted = 0
+    if found is not None:
+        turn, known = found
+        counted = len(turn.token_ids())
+        if known == len(messages):
+            return counted, None
+    elif is_part and not any(message["role"] == "assistant" for message in messages):
+        blocks = [block for message in messages for block in message["content"]]
+        answered = {block["toolResult"]["toolUseId"] for block in blocks if "toolResult" in block}
+        latest, known = trajectory.latest_answered(answered), 0
+        if latest is None:
+            return 0, source.opening(messages, tools, system)
+        turn = latest
+    else:
+        return 0, source.opening(messages, tools, system)
+    try:
+        prompt = source.continuation(
+            turn,
+            messages[known:],
+            tools,
+            has_system=turn.parts.get("system prompt") != NO_SYSTEM_PROMPT,
+            calls_before=turn.calls_before + len(turn.tool_calls),
+            had_tool_results=turn.calls_before > 0,
+            first=known,
+        )
+    except UnprovenContinuationError:
+        if found is None:
+            raise
+        return 0, source.opening(messages, tools, system)
+    return counted - (0 if prompt.kept is None else len(turn.output_ids) - prompt.kept), prompt
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Makes prompts of Strands messages.
+
+    Attributes:
+        template: Renders and encodes.
+        trajectory: Knows what became of tool calls.
+        keep_history: As for `next_prompt`.
+        images: Likewise.
+        names: Likewise.
+        ahead: Whether a call with the same text is to follow.
+    """
+
+    template: ChatTemplate
+    trajectory: Trajectory
+    keep_history: bool
+    images: ImageProcessor | None
+    names: Mapping[str, str]
+    ahead: bool = False
+
+    def continuation(
+        self,
+        turn: Turn,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None,
+        *,
+        has_system: bool,
+        calls_before: int,
+        had_tool_results: bool,
+        first: int,
+    ) -> Prompt:
+        """The prompt that follows a turn. Behind `messages[:first]` come the messages."""
+        new = self._chat(messages, known_calls=turn.tool_calls, calls_before=calls_before, first=first)
+        if self.images is not None and self.images.numbered and pictures_of(new):
+            raise UnprovenContinuationError("the chat template numbers the images of a conversation")
+        if not self.keep_history:
+            _refuse_rewritten_history(self.template, turn, new)
+        return self.template.continuation(
+            turn.output_ids,
+            turn.generation.stop_token_id if turn.generation is not None else None,
+            turn.tool_calls,
+            new,
+            tools,
+            has_system=has_system,
+            had_tool_results=had_tool_results,
+            ends_in_reasoning=turn.ends_in_reasoning,
+            ahead=self.ahead,
+        )
+
+    def opening(self, messages: Messages, tools: list[dict[str, Any]] | None, system: str | None) -> Prompt:
+        """The prompt of a whole conversation."""
+        chat = self._chat(messages)
+        if system is not None:
+            chat.insert(0, {"role": "system", "content": system})
+        return self.template.opening(chat, tools, ahead=self.ahead)
+
+    def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
+        return to_chat_messages(
+            messages,
+            result_notice=self.trajectory.result_notice,
+            call_id=self._call_id,
+            sampled_name=self._sampled_name,
+            images=self.images is not None,
+            **context,
+        )
+
+    def _call_id(self, tool_use_id: str, name: str, number: int) -> str:
+        return self.trajectory.call_id(tool_use_id) or self.template.call_id(tool_use_id, name, number)
+
+    def _sampled_name(self, tool_use_id: str) -> str | None:
+        return self.trajectory.sampled_name(tool_use_id) or self.names.get(tool_use_id)
 
 
 def _refuse_rewritten_history(template: ChatTemplate, turn: Turn, new: list[ChatMessage]) -> None:

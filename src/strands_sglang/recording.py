@@ -11,7 +11,7 @@ import logging
 import threading
 import uuid
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ from strands.types.content import Message, Messages
 from .explanations import why_here, why_new
 from .generation import Generation
 from .images import ImageInputs
-from .messages import Conversation, block_digests, message_digest, next_link
+from .messages import Conversation, block_digests, chain_of, message_digest, next_link
 from .turns import Turn, TurnStatus
 from .verdicts import AnsweredTurns
 
@@ -84,10 +84,10 @@ class Recording:
             if retried is not None and retried.waits_to_go_on:
                 known = len(messages) - len(retried.digests)
                 return Place(retried.parent, messages[known:], retried.reason)
-            for known in range(len(messages), 0, -1):
-                turn = self._answered.find(conversation.chain[known], agent)
-                if turn is not None:
-                    return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
+            found = self.recorded(conversation, agent=agent)
+            if found is not None:
+                turn, known = found
+                return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
             return Place(None, messages, why_new(self._turns, conversation, messages))
 
     def ask(
@@ -347,6 +347,37 @@ class Recording:
             self._tell_rewritten(self._answered.judge_by_messages(self._turns, messages))
 
     # --- what calls ask of it ---
+
+    def recorded(
+        self, conversation: Conversation, *, agent: str | None = None, whatever_before: bool = False
+    ) -> tuple[Turn, int] | None:
+        """The deepest turn whose conversation and answer are an exact prefix of some messages, and how many that are.
+
+        Args:
+            conversation: The messages, and what stands before them.
+            agent: Whose turn is preferred.
+            whatever_before: Whether what stands before them (system prompt, tools) is not known, and may be any.
+        """
+        with self._lock:
+            chains = [conversation.chain]
+            if whatever_before:
+                before = {tuple(turn.parts.values()): turn.parts for turn in self._turns}
+                chains += [chain_of(parts, conversation.digests) for parts in before.values()]
+            for known in range(len(conversation.digests), 0, -1):
+                for chain in chains:
+                    turn = self._answered.find(chain[known], agent)
+                    if turn is not None:
+                        return turn, known
+            return None
+
+    def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:
+        """The latest turn with an answer, one that made some tool calls if ids of such are given."""
+        with self._lock:
+            for turn in reversed(self._turns):
+                calls = {call["toolUseId"] for call in turn.tool_calls}
+                if turn.answer_key is not None and calls.issuperset(tool_use_ids):
+                    return turn
+            return None
 
     def routing_key(self, turn: Turn) -> str:
         """What keeps the calls of one root conversation, its forks and retries included, on one server.
