@@ -16,13 +16,13 @@ def read(page: str) -> str:
     Args:
         page: Its name.
     """
-    half = "Long is the text of this page. " * 450
+    half = "The calculator results of this assistant. " * 330  # more than four characters a token, as Strands assumes
     return f"{page} begins. {half} Halfway through {page}. {half} {page} ends."
 
 
 # Row 4
 async def test_a_result_that_is_shortened_before_it_is_seen_is_a_plain_continuation(judged):
-    judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], context_window_limit=200000)
+    judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], context_window_limit=30000)
     agent = make_agent(judge.model, [read], conversation_manager=None, context_manager="auto")
     await agent.invoke_async("Read two pages.")
     assert "Page-1 begins." in judge.server.requests[-1].text

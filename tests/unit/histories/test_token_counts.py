@@ -106,7 +106,7 @@ async def test_a_recorded_conversation_is_counted_as_recorded(judged):
             ],
             id="a result without a call",
         ),
-        pytest.param([{"role": "user", "content": [{"video": {"format": "mp4", "source": {"bytes": b"x"}}}]}], id="video"),
+        pytest.param([{"role": "user", "content": [{"video": {"source": {"bytes": b"x"}}}]}], id="video"),
         pytest.param([{"role": "user", "content": [{"text": "\ud800 word"}]}], id="half a character"),
     ],
 )
@@ -149,7 +149,8 @@ async def test_the_context_window_limit_is_what_was_configured_or_what_the_serve
 
 async def test_proactive_compression_goes_by_the_server_s_context(judged):
     """A5"""
-    judge = judged(lambda request: "word " * 100, server={"context_length": 1500}, sampling_params={"max_new_tokens": 400})
+    limits = {"max_new_tokens": 400}
+    judge = judged(lambda request: "word " * 100, server={"context_length": 1500}, sampling_params=limits)
     manager = SlidingWindowConversationManager(window_size=1000, proactive_compression={"compression_threshold": 0.5})
     agent = make_agent(judge.model, conversation_manager=manager)
     projected = watch(agent)
