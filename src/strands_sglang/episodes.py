@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+from strands.types.content import Message
+
 from .trajectory import Trajectory
 from .turns import Turn
 
@@ -74,7 +76,7 @@ class KnownAgent:
         id: Its id; None before its first call.
         episode: The episode that it was made in, or asked in last.
         trajectory: Where its latest call is recorded.
-        calls: Its model calls under way, and those whose answer is not in its history yet.
+        calls: Its model calls under way, and the latest one, until it is known what became of its answer.
     """
 
     id: str | None = None
@@ -93,6 +95,8 @@ class ModelCall:
         outer: The call during which it is made; None if it is made during none.
         is_over: Whether Strands has the answer.
         answers: What was sampled for it, with the trajectories that record it.
+        message: What came into the agent's history for it; None if nothing has yet.
+        position: Of that message.
     """
 
     agent: KnownAgent
@@ -100,6 +104,8 @@ class ModelCall:
     outer: ModelCall | None
     is_over: bool = False
     answers: list[tuple[Trajectory, Turn]] = field(default_factory=list)
+    message: Message | None = None
+    position: int = 0
 
     def close(self) -> dict[int, tuple[Trajectory, list[Turn]]]:
         """Forget the call, of which contexts may be left, and return its answers by trajectory."""
@@ -107,7 +113,8 @@ class ModelCall:
         turns: dict[int, tuple[Trajectory, list[Turn]]] = {}
         for trajectory, turn in self.answers:
             turns.setdefault(id(trajectory), (trajectory, []))[1].append(turn)
-        self.is_over, self.outer, self.invocation_state, self.answers = True, None, None, []
+        self.is_over, self.answers = True, []
+        self.outer = self.invocation_state = self.message = None
         return turns
 
 

@@ -8,7 +8,6 @@ what the model reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from strands.hooks import (
@@ -22,7 +21,6 @@ from strands.hooks import (
     HookRegistry,
     MessageAddedEvent,
 )
-from strands.types.content import Message
 
 from .episodes import Episodes, ModelCall, begin_call, end_call, known_agent
 from .messages import is_unknown_tool, message_digest
@@ -58,8 +56,10 @@ class RecordingHooks(HookProvider):
         agent = known_agent(event.agent)
         if event.agent.model is self._model:
             self._episodes.expect(agent)
-        for call in [call for call in agent.calls if call.is_over]:
-            _throw_away(call, "the agent asked again without it")
+        for call in list(agent.calls):
+            is_of_this = call.invocation_state is event.invocation_state
+            if call.is_over and (is_of_this or call.message is not None):
+                _settle(call, "the agent asked again without it")
         begin_call(agent, event.invocation_state)
 
     def _answered(self, event: AfterModelCallEvent) -> None:
@@ -67,22 +67,20 @@ class RecordingHooks(HookProvider):
         if call is None:
             return
         if event.exception is not None:
-            _throw_away(call, f"the call failed behind it: {type(event.exception).__name__}")
+            _settle(call, f"the call failed behind it: {type(event.exception).__name__}")
         elif event.retry:
-            _throw_away(call, "a hook had the call repeated")
+            _settle(call, "a hook had the call repeated")
 
     def _added(self, event: MessageAddedEvent) -> None:
         agent, message = known_agent(event.agent), event.message
         if message["role"] != "assistant":
             return
-        waiting = [call for call in agent.calls if call.is_over]
-        if not waiting:
-            return
-        digest = message_digest(message)
-        fitting = [call for call in waiting if any(turn.answer_digest == digest for _, turn in call.answers)]
-        call = (fitting or waiting)[0]
-        for trajectory, turns in call.close().values():
-            trajectory.put_in_history(turns, message, position=_position(event.agent.messages, message))
+        waiting = [call for call in agent.calls if call.is_over and call.message is None]
+        if waiting:
+            digest = message_digest(message)
+            fitting = [call for call in waiting if any(turn.answer_digest == digest for _, turn in call.answers)]
+            call = (fitting or waiting)[0]
+            call.message, call.position = message, len(event.agent.messages) - 1
 
     def _ran_tool(self, event: AfterToolCallEvent) -> None:
         trajectory = known_agent(event.agent).trajectory
@@ -95,13 +93,19 @@ class RecordingHooks(HookProvider):
     def _ended(self, event: AfterInvocationEvent) -> None:
         for call in list(known_agent(event.agent).calls):
             if call.invocation_state is event.invocation_state:
-                _throw_away(call, "the agent's invocation ended without it")
+                _settle(call, "the agent's invocation ended without it")
 
 
-def _throw_away(call: ModelCall, why: str) -> None:
+def _settle(call: ModelCall, why_not: str) -> None:
+    """Record what became of a call's answers, after the hooks that may have edited the message.
+
+    Args:
+        call: The call.
+        why_not: Why none of them came into the history, where none did.
+    """
+    message = call.message
     for trajectory, turns in call.close().values():
-        trajectory.throw_away(turns, why)
-
-
-def _position(messages: Sequence[Message], message: Message) -> int:
-    return next((i for i in range(len(messages) - 1, -1, -1) if messages[i] is message), len(messages))
+        if message is None:
+            trajectory.throw_away(turns, why_not)
+        else:
+            trajectory.put_in_history(turns, message, position=call.position)

@@ -86,6 +86,8 @@ class AnsweredTurns:
         for turn in turns:
             if turn is standing:
                 turn.was_added = True
+                if turn.answer_digest not in behind.digests and not turn.is_cut_short:
+                    _note_form(turn, behind)
             else:
                 rewritten += _judge(turn, behind, taken=standing is not None, kept=_OPEN)
         return rewritten
@@ -240,9 +242,7 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_gui
         return []
     if not taken and _is_kept_in_another_form(turn, behind):
         turn.status = kept
-        if first is not None and first["role"] == "assistant":
-            difference = block_difference(turn.answer_blocks, first)
-            turn.note = f"kept in another form: message {behind.position} (assistant) holds {difference}"
+        _note_form(turn, behind)
         return []
     if turn.is_cut_short:
         if kept is TurnStatus.FINAL:
@@ -265,6 +265,14 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_gui
         turn.note = f"message {behind.position} (assistant) stands in its place, with {difference}"
         return [turn]
     return []
+
+
+def _note_form(turn: Turn, behind: _Behind) -> None:
+    """Note what the agent made of an answer that it kept."""
+    first = behind.first
+    if first is not None and first["role"] == "assistant":
+        difference = block_difference(turn.answer_blocks, first)
+        turn.note = f"kept in another form: message {behind.position} (assistant) holds {difference}"
 
 
 def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:

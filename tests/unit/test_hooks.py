@@ -269,17 +269,24 @@ async def test_environments_know_what_became_of_an_answer(rollout):
     assert "{not json}" in str(result.observation.messages[2])
 
 
-def test_the_hooks_see_what_is_added_before_other_hooks_edit_it(rollout):
+@pytest.mark.parametrize("summed_up", [True, False])
+@pytest.mark.parametrize("text", ["REDACTED", "Answer-0. (checked)"])
+async def test_what_another_hook_makes_of_an_answer_in_the_history_is_known(rollout, text, summed_up):
     _, model = rollout(numbered)
     agent = listened(model)
 
-    def tidy(event: MessageAddedEvent):
-        if event.message["role"] == "assistant":
-            event.message["content"].append({"text": "(checked)"})
+    def edit(event: MessageAddedEvent):
+        if event.message["role"] == "assistant" and len(event.agent.messages) == 2:
+            event.message["content"][:] = [{"text": word} for word in text.split(" ")]
 
-    agent.add_hook(tidy, MessageAddedEvent)
-    agent("Question-0?")
-    assert model.trajectory.turns[0].was_added
-    agent("Question-1?")
-    assert statuses(model.trajectory) == ["committed", "answered"]
-    assert model.trajectory.turns[0].note.startswith("kept in another form")
+    agent.add_hook(edit, MessageAddedEvent)
+    await agent.invoke_async("Question-0?")
+    if summed_up:
+        agent.messages[:] = [{"role": "user", "content": [{"text": "What was said so far."}]}]
+    await agent.invoke_async("Question-1?")
+    turn = model.trajectory.turns[0]
+    if text == "REDACTED":
+        assert (turn.status.value, turn.was_added) == ("discarded", False)
+    else:
+        assert turn.was_added
+        assert turn.note.startswith("kept in another form")
