@@ -50,7 +50,9 @@ class RewardThread(threading.Thread):
     def run(self):
         while not self.stop.wait(0.0005):
             with contextlib.suppress(RuntimeError):  # "Already borrowed": two users of one tokenizer, here itself
-                self.tokenizer(["a text to be scored " * 9, "short"], truncation=True, max_length=16, padding="max_length")
+                self.tokenizer(
+                    ["a text to be scored " * 9, "short"], truncation=True, max_length=16, padding="max_length"
+                )
                 self.scored += 1
 
 
@@ -64,8 +66,9 @@ class Episodes:
     async def play(self, number):
         rng = random.Random(f"{SEED}:{number}")
         with self.model.episode() as trajectory:
-            solvers = [make_agent(self.model, [calculator]) for _ in range(2)]
-            critic = make_agent(self.model, system_prompt="You judge.")
+            hooks = [self.model.hooks] if number % 2 else []  # what Strands says of answers, and what digests tell
+            solvers = [make_agent(self.model, [calculator], hooks=hooks) for _ in range(2)]
+            critic = make_agent(self.model, system_prompt="You judge.", hooks=hooks)
             # Both ask the same: nothing but the agents tells their conversations apart.
             await asyncio.gather(*(self.ask(trajectory, solver, f"Question {number}", rng) for solver in solvers))
             await self.ask(trajectory, critic, f"Is {number} right?", rng)
