@@ -1,8 +1,8 @@
 """2,000 episodes that mix what corrupts recordings elsewhere, judged by the server's log in another process.
 
-A thread truncates and pads with the tokenizer that the model uses. Each episode has three agents on one model object, two
-of which ask the same. Servers abort, tasks and agents are cancelled, and cut calls are resumed. What is judged has
-crossed to a second process and back.
+A thread truncates and pads with the model's own tokenizer. Each episode has three agents on one model object, two of
+which ask the same. Servers abort, tasks and agents are cancelled, and cut calls are resumed. What is judged has crossed
+to a second process and back.
 """
 
 from __future__ import annotations
