@@ -2,21 +2,23 @@
 
 Exit codes: 0 it did what was asked, and every sample of an evaluation is finished; 1 samples were dropped, or it could
 not go on; 2 the command line or something named on it is wrong; 130 it was stopped with Ctrl-C or SIGTERM, what is
-finished is kept. Whatever is wrong is one line on standard error. One function per subcommand, each importing what it
-needs.
+finished is kept; 141 nobody reads its output any more. Whatever is wrong is one line on standard error. One function
+per subcommand, each importing what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from .core.types import Action
@@ -24,8 +26,14 @@ if TYPE_CHECKING:
 FAILED = 1
 WRONG_USAGE = 2
 STOPPED = 130
+NO_READER = 141
+"""What a shell tells of a command that was ended by SIGPIPE."""
 
 BACKENDS = ("sglang", "openai", "bedrock")
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; its argument is the reason."""
 
 
 class UsageError(Exception):
@@ -39,12 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; those of the process if None.
     """
     parser, commands = build_parsers()
-    arguments = parser.parse_args(argv)
     try:
+        try:
+            arguments = parser.parse_args(argv)
+        finally:
+            say()  # what the parser printed, such as its help
         if getattr(arguments, "config", None) is not None:
             take_config_file(commands["eval"], arguments.config)
             arguments = parser.parse_args(argv)
         code: int = arguments.run(arguments)
+    except OutputError as error:
+        return give_up_output(error.args[0])
     except UsageError as error:
         tell(f"strands-env: {error}")
         return WRONG_USAGE
@@ -207,11 +220,11 @@ def list_names(arguments: argparse.Namespace) -> int:
 
     rows = [["benchmark", "tasks", "from"]]
     rows += [[one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values()]
-    print(*table_lines(rows, texts=True), sep="\n")
+    told = table_lines(rows, texts=True)
     for title, names in (("environment", ENVIRONMENTS), ("reward", REWARDS)):
         rows = [[title, "is"], *([name, path] for name, path in names.items())]
-        print("", *table_lines(rows, texts=True), sep="\n")
-    print("", f"backends: {', '.join(BACKENDS)}", sep="\n")
+        told += ["", *table_lines(rows, texts=True)]
+    say(*told, "", f"backends: {', '.join(BACKENDS)}")
     return 0
 
 
@@ -271,9 +284,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
         tell(f"strands-env: stopped; what is finished is kept in {arguments.output}, the same command goes on with it")
         return STOPPED
     if arguments.json:
-        print(json.dumps(metrics, indent=2))
+        say(json.dumps(metrics, indent=2))
     else:
-        print(*metric_lines(metrics), *end_lines(results), sep="\n")
+        say(*metric_lines(metrics), *end_lines(results))
     return FAILED if metrics["dropped_samples"] else 0
 
 
@@ -290,10 +303,10 @@ def report_metrics(arguments: argparse.Namespace) -> int:
         results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
     )
     if arguments.json:
-        print(json.dumps(metrics, indent=2))
+        say(json.dumps(metrics, indent=2))
     else:
         title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-        print(title, *metric_lines(metrics), *end_lines(results), sep="\n")
+        say(title, *metric_lines(metrics), *end_lines(results))
     return 0
 
 
@@ -310,9 +323,9 @@ def compare_results(arguments: argparse.Namespace) -> int:
     except (CheckpointError, ValueError) as error:
         raise UsageError(one_line(error)) from error
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(comparison), indent=2))
+        say(json.dumps(dataclasses.asdict(comparison), indent=2))
     else:
-        print(*comparison_lines(comparison), sep="\n")
+        say(*comparison_lines(comparison))
     return 0
 
 
@@ -360,9 +373,42 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def say(*lines: str) -> None:
+    """Print lines of the command's result, and whatever is still to be printed.
+
+    Raises:
+        OutputError: Nobody reads them, or they cannot be written.
+    """
+    try:
+        if lines:
+            print(*lines, sep="\n")
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(error) from error
+
+
+def give_up_output(error: OSError) -> int:
+    """Say what is wrong with standard output, if it is not that its reader has enough; return the exit code."""
+    discard(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    tell(f"strands-env: standard output: {error.strerror or error}")
+    return FAILED
+
+
 def tell(line: str) -> None:
-    """Print a line for the person at the terminal, apart from the command's result."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO | None) -> None:
+    """Have what a broken stream still holds go nowhere, for the interpreter writes it when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -1,27 +1,35 @@
 """The command `strands-sglang`.
 
 Exit codes: 0 it did what was asked, being stopped with Ctrl-C or SIGTERM included; 1 it failed, or `check` found
-something unproven; 2 the command line or something named on it is wrong; 3 this machine cannot do it. One function per
-subcommand, each importing what it needs.
+something unproven; 2 the command line or something named on it is wrong; 3 this machine cannot do it; 141 nobody reads
+its output any more. One function per subcommand, each importing what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 FAILED = 1
 WRONG_USAGE = 2
 UNSUPPORTED = 3
+NO_READER = 141
+"""What a shell tells of a command that was ended by SIGPIPE."""
 
 DEFAULT_PORT = 30000
 """SGLang's own."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; its argument is the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
-    arguments = build_parser().parse_args(argv)
-    code: int = arguments.run(arguments)
+    try:
+        try:
+            arguments = build_parser().parse_args(argv)
+        finally:
+            say()  # what the parser printed, such as its help
+        code: int = arguments.run(arguments)
+    except OutputError as error:
+        return give_up_output(error.args[0])
     return code
 
 
@@ -100,7 +114,9 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         tokenizer = get_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:
-        tell(f"{arguments.model}: no tokenizer could be loaded from there: {error}")
+        told = str(error)
+        where = "" if told.startswith(f"{arguments.model}: ") else f"{arguments.model}: no tokenizer could be loaded: "
+        tell(where + told)
         return WRONG_USAGE
     try:
         template = None if arguments.chat_template is None else arguments.chat_template.read_text(encoding="utf-8")
@@ -122,9 +138,9 @@ def check(arguments: argparse.Namespace) -> int:
         tell(f"{arguments.model}: {error}")
         return WRONG_USAGE
     if arguments.json:
-        print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2))
+        say(json.dumps(report.as_dict(), ensure_ascii=False, indent=2))
     else:
-        print(*report_lines(report), sep="\n")
+        say(*report_lines(report))
     return 0 if report.is_proven else FAILED
 
 
@@ -144,10 +160,10 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         from . import local
     except ModuleNotFoundError as error:
-        print(f"{error}: install the extra, pip install -e '.[local]' in a clone of this project", file=sys.stderr)
+        tell(f"{error}: install the extra, pip install -e '.[local]' in a clone of this project")
         return FAILED
     if arguments.model is not None and not (arguments.model / "config.json").is_file():
-        print(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json", file=sys.stderr)
+        tell(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json")
         return WRONG_USAGE
 
     # SIGINT too: a shell starts background commands with it ignored.
@@ -160,7 +176,7 @@ def serve(arguments: argparse.Namespace) -> int:
             python, model, host=arguments.host, port=arguments.port or None, progress=tell
         ) as server:
             tell("Ctrl-C stops it")
-            print(server.base_url, flush=True)
+            say(server.base_url)
             code = server.wait()
             tell(f"the SGLang server ended by itself with exit code {code}; its log: {server.log_path}")
             return FAILED
@@ -180,9 +196,42 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def say(*lines: str) -> None:
+    """Print lines of the command's result, and whatever is still to be printed.
+
+    Raises:
+        OutputError: Nobody reads them, or they cannot be written.
+    """
+    try:
+        if lines:
+            print(*lines, sep="\n")
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(error) from error
+
+
+def give_up_output(error: OSError) -> int:
+    """Say what is wrong with standard output, if it is not that its reader has enough; return the exit code."""
+    discard(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    tell(f"strands-sglang: standard output: {error.strerror or error}")
+    return FAILED
+
+
 def tell(line: str) -> None:
-    """Print a line for the person at the terminal, apart from the command's result."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO | None) -> None:
+    """Have what a broken stream still holds go nowhere, for the interpreter writes it when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ Promise: the same arguments give the same object, from any thread; what failed i
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from os import PathLike, fspath
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+HUB_ANSWERS_WITHIN_S = 4.0
+"""How long the Hub is waited for before a model that is not on this machine counts as one that cannot be had."""
 
 _CLIENT_SIGNATURE = inspect.signature(SGLangClient)
 
@@ -105,13 +110,51 @@ def get_tokenizer(
         **kwargs: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError: There is no such model.
+        OSError: There is no such folder or model, or the Hub cannot be reached and the model is not on this machine.
         ValueError: transformers cannot load its tokenizer (e.g. it needs `trust_remote_code=True`).
     """
+    name = fspath(path)
 
     def load() -> PreTrainedTokenizerBase:
+        if not os.path.isdir(name):
+            _refuse_unreachable(name)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(fspath(path), trust_remote_code=trust_remote_code, **kwargs)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
 
-    return _tokenizers.get({"path": fspath(path), "trust_remote_code": trust_remote_code, **kwargs}, load)
+    return _tokenizers.get({"path": name, "trust_remote_code": trust_remote_code, **kwargs}, load)
+
+
+def _refuse_unreachable(name: str) -> None:
+    """Say at once what transformers takes minutes for, or calls a bad name.
+
+    Raises:
+        OSError: It is a path that does not exist, or a name that is not in the cache while the Hub cannot be reached.
+    """
+    if os.path.exists(name):
+        raise NotADirectoryError(f"{name}: no folder of a model but a file")
+    if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/"):
+        raise FileNotFoundError(f"{name}: no such folder")
+    from huggingface_hub import constants
+
+    is_cached = os.path.isdir(os.path.join(constants.HF_HUB_CACHE, "models--" + name.replace("/", "--")))
+    if not is_cached and not constants.HF_HUB_OFFLINE and not _can_be_reached(constants.ENDPOINT):
+        raise ConnectionError(
+            f"{name}: no such folder, not in the cache of the Hub's models, and {constants.ENDPOINT} cannot be reached"
+        )
+
+
+def _can_be_reached(address: str) -> bool:
+    """Whether a server answers anything at all, within seconds: name resolution, too, may hang."""
+    import httpx
+
+    answers: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            answers.append(httpx.head(address, timeout=HUB_ANSWERS_WITHIN_S).status_code)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_ANSWERS_WITHIN_S)
+    return bool(answers)

@@ -108,3 +108,31 @@ def test_help_names_the_subcommands(capsys):
         cli.main(["--help"])
     assert caught.value.code == 0
     assert "serve" in capsys.readouterr().out
+
+
+TOKENIZER = Path(__file__).parent.parent / "fixtures" / "0.5.0" / "tokenizer"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("arguments", [["check", TOKENIZER], ["--help"]])
+def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_without_a_traceback(arguments):
+    """Row D6: `| head`, and a full disk."""
+    command = [sys.executable, "-m", "strands_sglang.cli", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        said = "strands-sglang: standard output: No space left on device\n"
+        assert (ended.returncode, ended.stderr) == (1, said)
+        assert subprocess.run(command, stdout=full, stderr=full, env=environment).returncode == 1
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./missing"])
+def test_a_model_folder_that_does_not_exist_is_called_that(model, capsys):
+    """Row D6."""
+    assert cli.main(["check", model]) == 2
+    assert capsys.readouterr().err == f"{model}: no such folder\n"

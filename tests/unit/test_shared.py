@@ -63,10 +63,42 @@ def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path: Path, loads: list[
 
 
 def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path: Path, loads: list[Any]) -> None:
+    (tmp_path / "broken").mkdir()
     for _ in range(2):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             get_tokenizer(tmp_path / "broken")
     assert len(loads) == 2
+
+
+@pytest.mark.parametrize("path", ["{tmp}/missing", "./missing", "~/no-such-model", "a/b/c", "missing/"])
+def test_a_path_that_does_not_exist_is_called_that(tmp_path: Path, loads: list[Any], path: str) -> None:
+    """Row D6."""
+    path = path.format(tmp=tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^{path}: no such folder$"):
+        get_tokenizer(path)
+    (tmp_path / "file.json").touch()
+    with pytest.raises(NotADirectoryError, match="no folder of a model but a file"):
+        get_tokenizer(tmp_path / "file.json")
+    assert not loads
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(
+    tmp_path: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    """Row D6."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    if is_cached:
+        (tmp_path / "models--foo--bar").mkdir()
+        get_tokenizer("foo/bar")
+    else:
+        with pytest.raises(ConnectionError, match="foo/bar: .*http://127.0.0.1:9 cannot be reached"):
+            get_tokenizer("foo/bar")
+    assert bool(loads) is is_cached
 
 
 def test_clients_with_the_same_headers_are_one() -> None:

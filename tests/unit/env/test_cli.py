@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -275,3 +276,34 @@ def test_names_are_listed(capsys):
     assert run(["list"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("aime-2024", "gsm8k", "calculator", "math", "bedrock"))
+
+
+FINISHED = Path(__file__).parent.parent.parent / "fixtures" / "0.5.0" / "command" / "out"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("arguments", [["list"], ["compare", FINISHED, FINISHED], ["--help"]])
+def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_without_a_traceback(arguments):
+    """Row D6: `| head`, and a full disk."""
+    command = [sys.executable, "-m", "strands_env.cli", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        said = "strands-env: standard output: No space left on device\n"
+        assert (ended.returncode, ended.stderr) == (1, said)
+
+
+def test_an_evaluation_whose_output_nobody_reads_is_kept(command, tmp_path):
+    """Row D6."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "strands_env.cli", *map(str, command), "--limit", "1"]
+    ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+    assert len(lines(tmp_path / "out" / "results.jsonl")) == SAMPLES
