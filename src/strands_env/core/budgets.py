@@ -7,6 +7,9 @@ added in between. Every budget ends the loop where the history is whole: behind 
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
+import inspect
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -19,7 +22,12 @@ from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent, Messa
 from strands.types.tools import AgentTool, ToolSpec, ToolUse
 from typing_extensions import override
 
+from ..utils.threads import as_failure, in_thread
+
 logger = logging.getLogger(__name__)
+
+OUT_OF_TIME = "Error: the tool did not finish within"
+"""How the result of a call that took too long begins."""
 
 TURNS_AT_ONCE = 16
 """Turns of one invocation of an agent: far below Python's recursion limit, and most episodes are one invocation."""
@@ -127,10 +135,10 @@ class BudgetHooks(HookProvider):
         limit = self._excess.get(event.tool_use["toolUseId"])
         if limit is not None:
             event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
-        elif self._budgets.tool_timeout is not None and event.selected_tool is not None:
-            event.selected_tool = TimedTool(event.selected_tool, self._budgets.tool_timeout)
-        elif event.selected_tool is not None and event.selected_tool.tool_name == event.tool_use["name"]:
-            event.selected_tool = ContainedTool(event.selected_tool)  # a renamed call is still to find its tool
+        elif event.selected_tool is not None:
+            is_named = event.selected_tool.tool_name == event.tool_use["name"]  # a renamed call is still to find it
+            if is_named or self._budgets.tool_timeout is not None:
+                event.selected_tool = ContainedTool(event.selected_tool, self._budgets.tool_timeout)
 
 
 class ModelFailures(HookProvider):
@@ -153,15 +161,19 @@ class ModelFailures(HookProvider):
 
 
 class ContainedTool(AgentTool):
-    """A tool that cannot end this process: a `SystemExit` of it is an error that the model gets to see.
+    """A tool that harms nothing but its own call.
 
-    A tool that evaluates what a model wrote raises one when that says `exit()`, and asyncio ends its loop for it.
+    What would end this process, its event loop or the agent's task (`SystemExit`, `KeyboardInterrupt`,
+    `CancelledError`) is an error that the model gets to see; a tool that evaluates what a model wrote raises one when
+    that says `exit()`. Functions that block have a thread of their own each. A call may end after some seconds, with
+    an error; its thread goes on by itself, and its result is dropped.
     """
 
-    def __init__(self, tool: AgentTool) -> None:
-        """Contain a tool."""
+    def __init__(self, tool: AgentTool, seconds: float | None = None) -> None:
+        """Contain a tool, whose calls may take so long."""
         super().__init__()
-        self._tool = tool
+        self._tool = _in_own_threads(tool)
+        self._seconds = seconds
 
     @property
     @override
@@ -185,50 +197,33 @@ class ContainedTool(AgentTool):
     async def stream(
         self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """The tool's events."""
-        try:
-            async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
-                yield event
-        except SystemExit as error:
-            raise RuntimeError(f"the tool asked for the process to exit ({error.code!r})") from error
-
-
-class TimedTool(ContainedTool):
-    """A tool whose calls end after some seconds with an error that the model gets to see.
-
-    A tool that runs in a thread goes on in it; its result is dropped.
-    """
-
-    def __init__(self, tool: AgentTool, seconds: float) -> None:
-        """Watch over a tool."""
-        super().__init__(tool)
-        self._seconds = seconds
-
-    @override
-    async def stream(
-        self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
         """The tool's events; an error result when the time is up."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         end = object()
-        contained = super().stream
+        is_stopped = False
 
         async def pump() -> None:
-            # In a task of its own throughout: a generator's context must not change from event to event.
+            # In a task of its own throughout: a generator's context must not change from event to event, and a
+            # cancellation that comes from in here is the tool's.
             try:
-                async for event in contained(tool_use, invocation_state, **kwargs):
+                async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
                     events.put_nowait(event)
+            except BaseException as error:
+                if is_stopped:
+                    raise
+                raise as_failure(error) from None
             finally:
                 events.put_nowait(end)
 
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._seconds
+        until = None if self._seconds is None else loop.time() + self._seconds
         pumping = loop.create_task(pump())
         pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever is still there
         try:
             while True:
                 try:
-                    event = await asyncio.wait_for(events.get(), max(until - loop.time(), 0.0))
+                    left = None if until is None else max(until - loop.time(), 0.0)
+                    event = await asyncio.wait_for(events.get(), left)
                 except asyncio.TimeoutError:
                     if not pumping.done():
                         yield self._out_of_time(tool_use)
@@ -237,12 +232,15 @@ class TimedTool(ContainedTool):
                 if event is end:
                     break
                 yield event
-            await pumping  # an error of the tool's own, timeouts included
+            await asyncio.wait({pumping})
+            pumping.result()  # an error of the tool's own, timeouts included
         except asyncio.CancelledError:
+            is_stopped = True
             pumping.cancel()
             await asyncio.wait({pumping})  # what the tool does at its end is done before the environment's cleanup
             raise
         finally:
+            is_stopped = True
             pumping.cancel()
 
     def _out_of_time(self, tool_use: ToolUse) -> dict[str, Any]:
@@ -250,5 +248,19 @@ class TimedTool(ContainedTool):
         return {
             "toolUseId": tool_use["toolUseId"],
             "status": "error",
-            "content": [{"text": f"Error: the tool did not finish within {self._seconds:g} seconds."}],
+            "content": [{"text": f"{OUT_OF_TIME} {self._seconds:g} seconds."}],
         }
+
+
+def _in_own_threads(tool: AgentTool) -> AgentTool:
+    """A tool of Strands' that runs a function in the event loop's shared threads, with a thread for each call."""
+    function = getattr(tool, "_tool_func", None)
+    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return tool
+
+    async def threaded(*args: Any, **kwargs: Any) -> Any:
+        return await in_thread(function, *args, **kwargs)
+
+    own = copy.copy(tool)
+    own._tool_func = functools.wraps(function)(threaded)  # type: ignore[attr-defined]
+    return own

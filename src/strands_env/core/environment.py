@@ -39,11 +39,12 @@ from strands_sglang import (
     termination_reason,
 )
 
+from ..utils.threads import as_failure, called, in_thread
 from .budgets import BudgetHooks, Budgets, ModelFailures, drive
 from .conversation import Conversation, read_conversation
 from .identity import Identified, describe
 from .metrics import episode_metrics
-from .supervision import Supervisor
+from .supervision import INSIST_AFTER, Supervisor
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ _MAKE_NO_DIFFERENCE = frozenset(
 class Environment(Identified):
     """Tasks for an agent with tools, and a reward for what it makes of them.
 
-    Subclasses override `get_tools`, `get_hooks`, `reset`, `cleanup` and `compute_metrics`, all of which may be async.
+    Subclasses override `get_tools`, `get_hooks`, `reset`, `cleanup` and `compute_metrics`, all of which may be async;
+    of those that are not, the last three run in a thread of their own, as a reward function does.
     Steps may run at once if what the subclass keeps on itself allows it; else make one environment per step.
 
     Attributes:
@@ -111,8 +113,8 @@ class Environment(Identified):
             max_total_tokens: Tokens of prompts and answers, summed over the agent's calls, likewise.
             episode_timeout: Seconds from `reset` to the agent's end.
             tool_timeout: Seconds for one tool call; it ends with an error that the model sees, and the episode goes on.
-            reward_timeout: Seconds for the reward function, and for `compute_metrics` if it is async; after that there
-                is none, and `error` says so.
+            reward_timeout: Seconds for the reward function, and for `compute_metrics`; after that there is none, and
+                `error` says so.
             cleanup_timeout: Seconds for `cleanup`.
             retries: How often an episode that failed is begun anew, with `cleanup` and `reset` in between.
             retry_on: The ends that count as failed.
@@ -174,7 +176,7 @@ class Environment(Identified):
     def get_tools(self) -> Sequence[Any] | Awaitable[Sequence[Any]]:
         """The agent's tools; asked for after `reset`. Best made once: decorating one takes milliseconds.
 
-        Tools that are no coroutines run in the event loop's default threads, which all episodes share.
+        Functions that are no coroutines run in a thread of their own for each call.
         """
         return []
 
@@ -221,10 +223,9 @@ class Environment(Identified):
         attempts = 0
         while True:
             attempts += 1
-            result = await self._attempt(action, conversation, supervisor)
-            result.observation.metrics["attempts"] = attempts
-            self.last_result = result
-            if result.termination_reason not in self.retry_on or attempts > self.retries or supervisor.is_cancelled:
+            result = await self._attempt(action, conversation, supervisor, attempts)
+            is_over = supervisor.is_cancelled or supervisor.is_abandoned
+            if result.termination_reason not in self.retry_on or attempts > self.retries or is_over:
                 return result
             delay = min(self.retry_delay * 2 ** (attempts - 1), LONGEST_RETRY_DELAY) * random.uniform(0.5, 1.0)
             logger.warning(
@@ -240,27 +241,35 @@ class Environment(Identified):
                 result.termination_reason = TerminationReason.CANCELLED
                 return result
 
-    async def _attempt(self, action: Action, conversation: Conversation, supervisor: Supervisor) -> StepResult:
+    async def _attempt(
+        self, action: Action, conversation: Conversation, supervisor: Supervisor, attempts: int
+    ) -> StepResult:
         episode = _Episode(conversation, self._limiter())
+        result: StepResult | None = None
         try:
             try:
                 playing = self._play(episode)
                 end: Any = await supervisor.within(self.episode_timeout, playing, what="the episode")
-            except (Exception, asyncio.CancelledError, SystemExit) as error:
-                end = error
+            except BaseException as error:
+                end = _caught(error, supervisor)
             result = await self._result(episode, end, supervisor)
             with _trajectory_of(episode.model):  # of a judge that asks the same model
                 await self._add_reward(action, result, supervisor)
+            result.observation.metrics["attempts"] = attempts
+            self.last_result = result
             return result
         finally:
             try:
                 giving_back = self._clean_up(episode)
-                await supervisor.within(self.cleanup_timeout, giving_back, what="cleanup", uninterrupted=True)
-            except (Exception, asyncio.CancelledError):
+                await supervisor.within(
+                    self.cleanup_timeout, giving_back, what="cleanup", uninterrupted=True, outcome=result
+                )
+            except BaseException as error:
+                _caught(error, supervisor)
                 logger.warning("an environment could not be cleaned up", exc_info=True)
 
     async def _play(self, episode: _Episode) -> Any:
-        await _settled(self.reset())
+        await called(self.reset, grace=INSIST_AFTER)  # what it has begun is there for `cleanup`
         model: Any = await _settled(self.model_factory())
         if model is None:
             raise TypeError("the model factory made no model; Strands would take one of its own")
@@ -286,7 +295,7 @@ class Environment(Identified):
                 )
 
             # Tool providers connect while the agent is made, which takes as long as it takes.
-            episode.agent = await asyncio.to_thread(make_agent) if episode.has_providers else make_agent()
+            episode.agent = await in_thread(make_agent) if episode.has_providers else make_agent()
             return await drive(episode.agent, [episode.conversation.asked], self.budgets)
 
     async def _result(self, episode: _Episode, end: Any, supervisor: Supervisor) -> StepResult:
@@ -309,15 +318,15 @@ class Environment(Identified):
         own = messages[len(episode.conversation.before) + 1 :]
         observation.metrics = episode_metrics(episode.agent, own, episode.trajectory, time.monotonic() - episode.began)
         try:
-            added: Any = {} if supervisor.is_cancelled else self.compute_metrics(observation)
-            if inspect.isawaitable(added):
-                added = await supervisor.within(self.reward_timeout, _settled(added), what="compute_metrics")
+            computing = called(self.compute_metrics, observation)
+            added = await supervisor.within(self.reward_timeout, computing, what="compute_metrics")
             observation.metrics.update(added)
-        except asyncio.CancelledError:
-            result.termination_reason = TerminationReason.CANCELLED
-        except Exception as error:
-            logger.warning("the environment's metrics could not be computed", exc_info=True)
-            result.error = result.error or f"compute_metrics: {_told(error)}"
+        except BaseException as error:
+            if isinstance(_caught(error, supervisor), asyncio.CancelledError):
+                result.termination_reason = TerminationReason.CANCELLED
+            else:
+                logger.warning("the environment's metrics could not be computed", exc_info=True)
+                result.error = result.error or f"compute_metrics: {_told(error)}"
         return result
 
     async def _add_reward(self, action: Action, result: StepResult, supervisor: Supervisor) -> None:
@@ -331,8 +340,8 @@ class Environment(Identified):
         try:
             computing = self._reward(self.reward_fn, action, result)
             result.reward = await supervisor.within(self.reward_timeout, computing, what="the reward function")
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            if supervisor.is_cancelled:
+        except BaseException as error:
+            if isinstance(_caught(error, supervisor), asyncio.CancelledError):
                 result.termination_reason = TerminationReason.CANCELLED
             else:
                 logger.warning("the reward function failed", exc_info=True)
@@ -342,7 +351,7 @@ class Environment(Identified):
         result.observation.metrics["reward_seconds"] = time.monotonic() - began
 
     async def _reward(self, function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
-        reward: Any = await _settled(function.compute(action=action, step_result=result))
+        reward: Any = await called(function.compute, action=action, step_result=result)
         if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # numpy's and torch's numbers, too
             reward = RewardResult(reward=float(reward))
         if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):
@@ -352,9 +361,9 @@ class Environment(Identified):
     async def _clean_up(self, episode: _Episode) -> None:
         try:
             if episode.agent is not None and episode.has_providers:
-                await asyncio.to_thread(episode.agent.cleanup)  # it waits for threads
+                await in_thread(episode.agent.cleanup)  # it waits for threads
         finally:
-            await _settled(self.cleanup())
+            await called(self.cleanup)
 
     def _limiter(self) -> ToolLimiter:
         budgets = self.budgets
@@ -392,6 +401,19 @@ class _Episode:
 def _trajectory_of(model: Any) -> AbstractContextManager[Trajectory | None]:
     """A trajectory of its own for what is asked of a model inside, if it is one that records."""
     return model.episode() if isinstance(model, SGLangModel) else nullcontext()
+
+
+def _caught(error: BaseException, supervisor: Supervisor) -> BaseException:
+    """What an episode's end is told by: an error of its code, or the caller's cancellation, which only the caller has.
+
+    Raises:
+        KeyboardInterrupt: Somebody wants the process to end.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, asyncio.CancelledError) and supervisor.is_cancelled:
+        return error
+    return as_failure(error)
 
 
 async def _settled(value: Any) -> Any:

@@ -8,15 +8,22 @@ so that the episode can tell one from the other.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 INSIST_AFTER = 5.0
 """Seconds after which code that went on although it was interrupted is interrupted again."""
+ABANDON_AFTER = 1.0
+"""Seconds after which cleaning up that goes on although it was interrupted is left to itself."""
+
+_abandoned: set[asyncio.Task[Any]] = set()  # an event loop holds its tasks weakly
 
 
 class Supervisor:
@@ -24,40 +31,62 @@ class Supervisor:
 
     Attributes:
         is_cancelled: Whether the caller has cancelled.
+        is_abandoned: Whether the task goes on for nobody.
     """
 
     def __init__(self) -> None:
         """Begin with nothing to interrupt."""
         self.is_cancelled = False
+        self.is_abandoned = False
+        self._outcome: Any = None
+        self._given_up = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
         self._may_interrupt = True
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in a task of its own, to its end.
+        """Run a coroutine in a task of its own, to its end or until it is abandoned.
 
         Raises:
             CancelledError: The caller was cancelled; the task has ended, too.
         """
-        self._task = task = asyncio.get_running_loop().create_task(coroutine)
+        loop = asyncio.get_running_loop()
+        self._task = task = loop.create_task(coroutine)
+        giving_up = loop.create_task(self._given_up.wait())
+        try:
+            return await self._ended(task, giving_up)
+        finally:
+            giving_up.cancel()
+
+    async def _ended(self, task: asyncio.Task[T], giving_up: asyncio.Task[Any]) -> T:
         cancelled: asyncio.CancelledError | None = None
-        while not task.done():
+        while not (task.done() or self.is_abandoned):
             try:
                 # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
                 with anyio.CancelScope(shield=self.is_cancelled):
-                    await asyncio.wait({task}, timeout=INSIST_AFTER if self.is_cancelled else None)
+                    await asyncio.wait(
+                        {task, giving_up},
+                        timeout=INSIST_AFTER if self.is_cancelled else None,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.is_cancelled = True
             if self.is_cancelled and self._may_interrupt and not task.done():
                 task.cancel()
         if cancelled is not None:
-            if not task.cancelled():
+            if task.done() and not task.cancelled():
                 task.exception()  # seen, so that nobody complains that it was not
             raise cancelled
-        return task.result()
+        return task.result() if task.done() else cast(T, self._outcome)
 
     async def within(
-        self, seconds: float | None, coroutine: Coroutine[Any, Any, T], *, what: str, uninterrupted: bool = False
+        self,
+        seconds: float | None,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        what: str,
+        uninterrupted: bool = False,
+        outcome: Any = None,
     ) -> T:
         """Await a coroutine in the task, for so long.
 
@@ -66,6 +95,7 @@ class Supervisor:
             coroutine: What to await.
             what: Its name, for the error.
             uninterrupted: Whether the caller's cancellation waits until it has ended.
+            outcome: What `run` is to return should the coroutine not end although its time is up; None to wait for it.
 
         Raises:
             asyncio.TimeoutError: The time is up.
@@ -79,9 +109,16 @@ class Supervisor:
 
         def interrupt() -> None:
             nonlocal is_late, timer
+            if is_late and outcome is not None:
+                logger.warning("%s does not end although it was cancelled, and is left to itself", what)
+                self.is_abandoned, self._outcome = True, outcome
+                _abandoned.add(task)
+                task.add_done_callback(_forget)
+                self._given_up.set()
+                return
             is_late = True
             task.cancel()
-            timer = loop.call_later(INSIST_AFTER, interrupt)
+            timer = loop.call_later(ABANDON_AFTER if outcome is not None else INSIST_AFTER, interrupt)
 
         if seconds is not None:
             timer = loop.call_later(seconds, interrupt)
@@ -97,6 +134,12 @@ class Supervisor:
             self._may_interrupt = False
             if timer is not None:
                 timer.cancel()
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
 
 
 def _take_back_cancellation(task: asyncio.Task[Any]) -> None:

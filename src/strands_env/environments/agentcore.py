@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -12,6 +11,7 @@ from strands import tool
 from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
+from ..utils.threads import in_thread
 from .backends import BackendError, EndOnBackendErrors
 
 LONGEST_OUTPUT = 32_000
@@ -166,8 +166,7 @@ def _results(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
     """Run a call that blocks. A cancelled caller waits for its end: the next call has to find the session in order."""
-    context = contextvars.copy_context()
-    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
+    running = asyncio.ensure_future(in_thread(call))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

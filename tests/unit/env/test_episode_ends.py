@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +17,7 @@ import pytest
 from strands import tool
 from strands.hooks import AfterToolCallEvent, BeforeModelCallEvent, HookProvider, MessageAddedEvent
 
-from strands_env.core import Action, RewardFunction, TerminationReason
+from strands_env.core import Action, RewardFunction, StepResult, TerminationReason
 from strands_sglang import OUTCOMES, RewardRule
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
 from support.agents import call
@@ -91,7 +96,7 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
     "an abort of the first call": (TerminationReason.ABORTED, [ScriptedAnswer("Well", finish_reason="abort")], {}),
     "a hook cancels": (TerminationReason.CANCELLED, [CALL] * 3, {"hooks": [Hook(AfterToolCallEvent, cancels)]}),
     "a hook raises a cancellation": (
-        TerminationReason.CANCELLED,
+        TerminationReason.AGENT_ERROR,
         [ANSWER],
         {"hooks": [Hook(BeforeModelCallEvent, cancelled_from_within)]},
     ),
@@ -577,19 +582,188 @@ async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer: A
     assert (env.steps, server.requests) == ([], [])
 
 
-@pytest.mark.parametrize("seconds", [None, 60])
-async def test_a_tool_that_wants_the_process_to_exit_gives_an_error_to_the_model(seconds):
-    @tool
-    def evaluate(expression: str) -> str:
-        """Evaluate an expression."""
-        return str(eval(expression))
+RAISED = [
+    SystemExit(3),
+    KeyboardInterrupt(),
+    asyncio.CancelledError(),
+    StopIteration(),
+    GeneratorExit(),
+    BaseException(),
+]
 
-    model = ScriptedModel([[tool_use("1", "evaluate", expression="exit(3)")], ANSWER])
-    env = CalculatorEnv(lambda: model, Contains(), tools=[evaluate], tool_timeout=seconds)
-    result = await env.step(ASK)
-    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward.reward == 1.0
-    told = result.observation.messages[2]["content"][0]["toolResult"]
-    assert told["status"] == "error" and "exit (3)" in told["content"][0]["text"]
+
+@pytest.mark.parametrize("seconds", [None, LIMIT])
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async: bool, seconds: float | None) -> None:
+    # B9; a tool that evaluates what a model wrote raises SystemExit when that says `exit()`
+    def raise_it(number: int) -> str:
+        """Raise."""
+        raise RAISED[number]
+
+    async def raise_it_later(number: int) -> str:
+        """Raise."""
+        await asyncio.sleep(0)
+        raise RAISED[number]
+
+    function: Any = raise_it_later if is_async else raise_it
+    answers: list[Any] = [[tool_use(str(n), "raise", number=n)] for n in range(len(RAISED))]
+    env = CalculatorEnv(
+        lambda: ScriptedModel([*answers, ANSWER]),
+        Contains(),
+        tools=[tool(function, name="raise")],
+        tool_timeout=seconds,
+    )
+    result = await asyncio.wait_for(env.step(ASK), LIMIT)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is not None
+    told = [message["content"][0]["toolResult"] for message in result.observation.messages[2::2]]
+    assert [one["status"] for one in told] == ["error"] * len(RAISED)
+    assert "exit (3)" in told[0]["content"][0]["text"] and "KeyboardInterrupt" in told[1]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("place", ["reset", "get_tools", "get_hooks", "cleanup", "compute_metrics", "model", "reward"])
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("error", [error for error in RAISED if not isinstance(error, KeyboardInterrupt)], ids=repr)
+async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(
+    place: str, is_async: bool, error: BaseException
+) -> None:
+    # B9; the caller is not cancelled, no event loop and no process ends
+    def raises_it(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    async def raises_it_later(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    function = raises_it_later if is_async else raises_it
+    reward = Contains()
+    env = CalculatorEnv(function if place == "model" else lambda: ScriptedModel([ANSWER]), reward)
+    if place == "reward":
+        reward.compute = function  # type: ignore[method-assign]
+    elif place != "model":
+        setattr(env, place, function)
+    result = await asyncio.wait_for(env.step(ASK), LIMIT)
+    if place in ("cleanup", "compute_metrics", "reward"):
+        assert result.termination_reason is TerminationReason.TASK_COMPLETE
+        assert (result.reward is None) == (place == "reward") and (result.error is None) == (place == "cleanup")
+    else:
+        assert result.termination_reason is TerminationReason.AGENT_ERROR and result.error
+
+
+# --- functions that hang ---
+
+
+async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer: Any) -> None:
+    # B8; more of them than the event loop has threads
+    hang, hung = threading.Event(), threading.Semaphore(0)
+
+    @tool
+    def fetch(url: str) -> str:
+        """Fetch a page."""
+        if url == "slow":
+            hung.release()
+            hang.wait(LIMIT)
+        return "fetched"
+
+    async def step(url: str) -> StepResult:
+        model = ScriptedModel([[tool_use("1", "fetch", url=url)], ANSWER])
+        return await CalculatorEnv(lambda: model, tools=[fetch], tool_timeout=LIMIT).step(ASK)
+
+    try:
+        slow = [asyncio.ensure_future(step("slow")) for _ in range(40)]
+        for _ in slow:
+            while not hung.acquire(blocking=False):
+                await asyncio.sleep(0.005)
+        quick = await step("quick")
+        assert quick.observation.messages[2]["content"][0]["toolResult"]["status"] == "success"
+        advance(LIMIT)
+        for result in await asyncio.gather(*slow):
+            assert "did not finish" in str(result.observation.messages[2])
+    finally:
+        hang.set()
+
+
+@pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
+async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strands_env.core.environment.INSIST_AFTER", 0.1)
+    hang, hung = threading.Event(), threading.Event()
+
+    def hangs(*args: Any, **kwargs: Any) -> Any:
+        hung.set()
+        hang.wait(LIMIT)
+
+    reward = Contains()
+    limits: Any = dict.fromkeys(("episode_timeout", "reward_timeout", "cleanup_timeout"), LIMIT)
+    env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), reward, **limits)
+    if place == "reward":
+        reward.compute = hangs  # type: ignore[assignment]
+    else:
+        setattr(env, place, hangs)
+    try:
+        step = asyncio.ensure_future(env.step(ASK))
+        while not hung.is_set():
+            await asyncio.sleep(0.005)  # the event loop runs on
+        advance(LIMIT)
+        result = await step
+    finally:
+        hang.set()
+    assert result.termination_reason is (
+        TerminationReason.TIMEOUT if place == "reset" else TerminationReason.TASK_COMPLETE
+    )
+
+
+def test_a_process_does_not_wait_for_tools_that_hang() -> None:
+    code = """
+        import asyncio, threading
+        from strands import tool
+        from strands_env.core import Action
+        from support.environments import CalculatorEnv
+        from support.scripted_model import ScriptedModel, tool_use
+
+        @tool
+        def hangs() -> str:
+            "Hang."
+            threading.Event().wait()
+
+        model = ScriptedModel([[tool_use("1", "hangs")], "done"])
+        result = asyncio.run(CalculatorEnv(lambda: model, tools=[hangs], tool_timeout=0.2).step(Action(message="x")))
+        print(result.termination_reason.value)
+    """
+    path = os.pathsep.join(sys.path)
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout == "task_complete\n", ran
+
+
+async def test_a_cleanup_that_swallows_its_cancellation_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # B15
+    monkeypatch.setattr("strands_env.core.supervision.ABANDON_AFTER", 0.05)
+    over, ended = asyncio.Event(), asyncio.Event()
+
+    class Stubborn(CalculatorEnv):
+        async def cleanup(self) -> None:
+            while not over.is_set():
+                try:
+                    await over.wait()
+                except asyncio.CancelledError:
+                    pass
+            ended.set()
+
+    env = Stubborn(
+        lambda: ScriptedModel([ANSWER]), Contains(), cleanup_timeout=0.05, retries=3, retry_on=list(OUTCOMES)
+    )
+    result = await asyncio.wait_for(env.step(ASK), LIMIT)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is not None
+    assert env.last_result is result and result.observation.metrics["attempts"] == 1
+    over.set()
+    await ended.wait()
+    await asyncio.sleep(0.02)
+    assert env.steps == ["reset"]  # what is left to itself does not begin another attempt
 
 
 @pytest.mark.parametrize("place", ["reset", "reward"])
