@@ -9,6 +9,11 @@ from typing import Any
 from ..core.types import Action, RewardError, StepResult
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+_JOINED = re.compile(
+    r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
+)
+LONGEST_JOINT = 40
+"""Characters between boxes that give one answer together."""
 
 
 def answer_of(step_result: StepResult) -> str | None:
@@ -59,16 +64,39 @@ def last_boxed(text: str) -> str | None:
 
     Braces are matched; escaped ones are text. Linear in the length of the text.
     """
-    found: str | None = None
-    open_braces: list[int | None] = []  # for each where its box's content begins, if it is one's
+    boxes = _boxes(text)
+    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The answer in boxes: the last one, with those that stand joined to it, as in `\boxed{2}` and `\boxed{3}`."""
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    start, begin, end = boxes.pop()
+    parts = [text[begin:end]]
+    while boxes:
+        earlier, begin, end = boxes.pop()
+        if end < start and _JOINED.fullmatch(text[end + 1 : start][-LONGEST_JOINT:]) and start - end <= LONGEST_JOINT:
+            parts.append(text[begin:end])
+            start = earlier
+        elif end < start:
+            break
+    return ", ".join(reversed(parts))
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where the complete boxes begin, where their contents begin and where these end, in the order of the ends."""
+    found: list[tuple[int, int, int]] = []
+    open_braces: list[tuple[int, int] | None] = []  # for each where its box and its content begin, if it is one's
     for match in _BRACES.finditer(text):
         mark = match[0]
         if mark == "}":
-            begin = open_braces.pop() if open_braces else None
-            if begin is not None:
-                found = text[begin : match.start()]
+            box = open_braces.pop() if open_braces else None
+            if box is not None:
+                found.append((*box, match.start()))
         elif mark == "{":
             open_braces.append(None)
         elif len(mark) > 2:  # no escaped character
-            open_braces.append(match.end())
+            open_braces.append((match.start(), match.end()))
     return found

@@ -2,12 +2,20 @@ r"""`MathReward`: whether an answer is mathematically the right one, by the libr
 
 What counts as the answer, in this order:
 
-1. what stands in the last complete `\boxed{...}`; nothing else is looked at then,
-2. with `require_boxed=False`: what math-verify finds in the last 20,000 characters: a "final answer is ...", an
-   "answer: ...", the last formula between `$` or `\[ \]`, the last number.
+1. what stands in the last complete `\boxed{...}` and those joined to it by "and", "or" or a comma; nothing else is
+   looked at then,
+2. with `require_boxed=False`, in the last 20,000 characters: the whole text if it is nothing but an answer, what the
+   last "answer is", "answer:" or `####` introduces, what the last sentence says something is, the last formula or
+   number.
 
-The comparison is math-verify's: `1/2`, `0.5` and `\frac{1}{2}` are the same, `x=5` is `5`, sets and intervals are
-compared as such, floats by their digits.
+What is compared are kinds first: a number is no set, a point is no list, `x > 5` is not 5, `2516_8` is not 2516, "east"
+is not "seat". Within a kind, numbers are the same if they are exactly the same (`1/2`, `0.5`, `\frac{1}{2}`, `5e-1`),
+and formulas if math-verify finds them to be, which is checked with numbers. Units, names (`x = 5`) and signs of
+currencies may be left out, and must agree where both sides have them. Lists and sets are in any order. What cannot be
+told is wrong.
+
+The task restated is no answer: operations that the right answer does not have (`25 \times 17`, a sum, an integral)
+must have been carried out.
 
 Answers are parsed and compared in worker processes with limits on CPU time and memory. An answer that goes over
 them (`9^{9^{9^9}}`) is wrong, with the verdict `over_limits`: no grader would have found it right, and if it were an
@@ -20,7 +28,7 @@ import importlib.util
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import answer_of, ground_truths, last_boxed, truth_texts
+from .answers import answer_of, boxed_answer, ground_truths, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 LONGEST_ANSWER = 20_000
@@ -31,15 +39,17 @@ LONGEST_SHOWN = 200
 class MathReward(RewardFunction):
     r"""1 for the right answer, 0 for a wrong one or none.
 
-    `info` has `verdict` (correct, wrong, no_answer, not_boxed, too_long, unreadable, over_limits), `extracted` (the
-    answer as it was found) and `ground_truth`.
+    `info` has `verdict`, `extracted` (the answer as it was found) and `ground_truth`. Verdicts are correct, wrong,
+    no_answer, not_boxed, too_long, over_limits, unevaluated (right or not, operations are left undone), unreadable (the
+    answer is in no known notation) and unreadable_truth (the ground truth is; `check_truth` finds it beforehand).
     """
 
     def __init__(
         self,
         *,
         require_boxed: bool = False,
-        float_rounding: int = 6,
+        allow_unevaluated: bool = False,
+        float_rounding: int | None = None,
         numeric_precision: int = 15,
         limits: WorkerLimits | None = None,
         n_workers: int | None = None,
@@ -48,8 +58,10 @@ class MathReward(RewardFunction):
 
         Args:
             require_boxed: Whether an answer outside of `\boxed{}` counts as none.
-            float_rounding: Decimals that must agree where one side is a float.
-            numeric_precision: Digits of numeric evaluations.
+            allow_unevaluated: Whether operations may be left undone: `25 \times 17` for 425.
+            float_rounding: Decimals that must agree between numbers; None for all of them.
+            numeric_precision: Significant digits after which a decimal counts as a floating-point number, which agrees
+                with what it is rounded from.
             limits: What one answer may use.
             n_workers: Most worker processes; None for one per CPU, at most 8.
 
@@ -59,6 +71,7 @@ class MathReward(RewardFunction):
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathReward needs math-verify: pip install 'strands-sglang[env]'")
         self.require_boxed = require_boxed
+        self.allow_unevaluated = allow_unevaluated
         self.float_rounding = float_rounding
         self.numeric_precision = numeric_precision
         self.limits = limits or WorkerLimits()
@@ -68,13 +81,13 @@ class MathReward(RewardFunction):
         """Compare the answer with the task's ground truth: a text or number, or a list of which each is right.
 
         Raises:
-            RewardError: The task has no ground truth, or one that math-verify cannot read; no worker runs.
+            RewardError: The task has no ground truth; no worker runs.
         """
         truths = ground_truths(action)
         text = answer_of(step_result)
         if text is None:
             return _result("no_answer", None, truths)
-        box = last_boxed(text)
+        box = boxed_answer(text)
         if box is None and self.require_boxed:
             return _result("not_boxed", None, truths)
         if box is not None and len(box) > LONGEST_BOX:
@@ -82,33 +95,32 @@ class MathReward(RewardFunction):
         plain = (box if box is not None else text).strip()
         if plain in (truth.strip() for truth in truths):
             return _result("correct", plain, truths)
-        answer = f"\\boxed{{{box}}}" if box is not None else text[-LONGEST_ANSWER:]
-        request = {
-            "truths": truths,
-            "answer": answer,
-            "rounding": self.float_rounding,
-            "precision": self.numeric_precision,
-        }
+        pool = shared_pool("mathematics", self.limits, self.n_workers)
         try:
-            verdict = await shared_pool("mathematics", self.limits, self.n_workers).run(request)
+            said = await pool.run(
+                self._request(truths, text[-LONGEST_ANSWER:] if box is None else box, box is not None)
+            )
         except OverLimitsError as error:
-            if error.stage is None:
-                raise RewardError(f"the ground truth {truths!r} takes more than {error} to understand") from error
-            return _result("over_limits", box, truths, limit=str(error))
+            verdict = "unreadable_truth" if error.stage is None else "over_limits"
+            return _result(verdict, box, truths, limit=str(error))
         except WorkerError as error:
             raise RewardError(
                 f"the answer could not be compared: {error}", is_infrastructure=error.is_infrastructure
             ) from error
-        if "unreadable_truth" in verdict:
-            raise RewardError(f"math-verify cannot read the ground truth {verdict['unreadable_truth']!r}")
-        if "error" in verdict:
-            if verdict["stage"] is None:
-                raise RewardError(f"math-verify cannot read the ground truth {truths!r}: {verdict['error']}")
-            return _result("unreadable", box, truths, error=verdict["error"])
-        extracted = verdict["extracted"]
-        if extracted is None and box is None:
-            return _result("no_answer" if not verdict["correct"] else "correct", None, truths)
-        return _result("correct" if verdict["correct"] else "wrong", extracted or box, truths)
+        if "error" in said:
+            return _result("unreadable", box, truths, reason=said["error"])
+        more = {"reason": said["reason"]} if "reason" in said else {}
+        return _result(said["verdict"], said["extracted"] or box, truths, **more)
+
+    def _request(self, truths: list[str], answer: str | None, boxed: bool) -> dict[str, Any]:
+        return {
+            "truths": truths,
+            "answer": answer,
+            "boxed": boxed,
+            "unevaluated": self.allow_unevaluated,
+            "rounding": self.float_rounding,
+            "precision": self.numeric_precision,
+        }
 
     def check_truth(self, truth: Any) -> None:
         """Read a ground truth as `compute` will.
@@ -119,17 +131,16 @@ class MathReward(RewardFunction):
         """
         truths = truth_texts(truth)
         try:
-            read = shared_pool("mathematics", self.limits, self.n_workers).ask({"truths": truths, "answer": None})
+            read = shared_pool("mathematics", self.limits, self.n_workers).ask(self._request(truths, None, False))
         except OverLimitsError as error:
             raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to understand") from error
         except WorkerError as error:
             raise RewardError(
                 f"the ground truth could not be read: {error}", is_infrastructure=error.is_infrastructure
             ) from error
-        if "unreadable_truth" in read:
-            raise ValueError(f"the ground truth {read['unreadable_truth']!r:.200} is neither mathematics nor text")
-        if "error" in read:
-            raise ValueError(f"the ground truth {truths!r:.200} cannot be read: {read['error']}")
+        if read.get("verdict") == "unreadable_truth" or "error" in read:
+            said = read.get("reason") or read["error"]
+            raise ValueError(f"the ground truth {truths!r:.200} cannot be read: {said}")
 
 
 def _result(verdict: str, extracted: str | None, truths: list[str], **more: str) -> RewardResult:

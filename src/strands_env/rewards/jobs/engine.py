@@ -1,0 +1,190 @@
+"""What math-verify says of two formulas, and the guards around it.
+
+math-verify multiplies letters, rounds floats and drops what is small. So words and capitals that stand together
+reach it as one symbol each and decimals as fractions, and what it finds equal is held against values with 50 digits.
+It also computes what it is given: the operations that an answer may leave undone are those that the truth has.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+
+from .notation import DEGREE, compact
+
+_HOW = (
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="all", equations=False
+        ),
+    ),
+)
+_DIGITS = 50
+_CLOSE = sympy.Float("1e-40", _DIGITS)
+_FAR = sympy.Float("1e-30", _DIGITS)
+_POINTS = (Fraction(271, 113), Fraction(-355, 339), Fraction(17, 29), Fraction(1543, 211))
+_OPERATIONS = {
+    "integral": r"\\i*int|\\oint",
+    "sum": r"\\sum",
+    "product": r"\\prod",
+    "limit": r"\\lim",
+    "derivative": r"\\frac\s*\{\s*(?:d|\\partial)|\\partial|(?<=[a-z])'",
+    "determinant": r"\\det|[vV]matrix",
+    "divisors": r"\\(?:gcd|lcm)|gcd|lcm",
+    "remainder": r"\\(?:mod|pmod|equiv)|%",
+    "largest": r"\\(?:max|min|sup|inf)(?![a-z])",
+    "factorial": r"!",
+    "binomial": r"\\binom",
+    "rounding": r"\\l(?:floor|ceil)",
+    "absolute value": r"\|",
+    "trigonometry": r"\\?(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])",
+    "logarithm": r"\\(?:log|ln|lg)",
+    "dots": r"\\ldots",
+    "plus or minus": r"\\[pm]{2}",
+}
+_GREEK = frozenset(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
+    " phi varphi chi psi omega".split()
+)
+_OF_SYMBOLS = ("addition", "multiplication", "power")
+
+
+class UnknownFormulaError(ValueError):
+    """math-verify cannot read a formula."""
+
+
+def operations(latex: str) -> set[str]:
+    """What a formula would have computed."""
+    found = {name for name, pattern in _OPERATIONS.items() if re.search(pattern, latex)}
+    bare = re.sub(r"\\[a-zA-Z]+", lambda m: " " if m[0] != "\\sqrt" else m[0], latex)
+    if re.search(r"(?<=[^\s({\[,+*/-])\s*[+-]|[)}]\s*[+-]", re.sub(r"\^\s*\{\s*[+-]", "^{", latex)):
+        found.add("addition")
+    if re.search(r"[\d)}]\s*\*\s*[\d({]|\d\s*\(\s*-?\d|\)\s*\(", re.sub(r"\*\s*10\s*\^|\*\s*\\sqrt", " ", latex)):
+        found.add("multiplication")
+    if "^" in latex or "\\sqrt" in bare:
+        found.add("power")
+    return found
+
+
+def symbols(latex: str) -> set[str]:
+    """The letters of a formula that stand for something."""
+    words = re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", re.sub(r"\\(?:begin|end)\{\w+\}|\\text", " ", latex))
+    return {word for word in words if len(word) == 1 or word[1:].casefold() in _GREEK} - {"e", "i", "d"}
+
+
+def left_undone(truth: str, answer: str) -> set[str]:
+    """The operations of an answer that the right one does not have."""
+    allowed = operations(truth)
+    if symbols(truth):
+        allowed.update(_OF_SYMBOLS)
+    if re.search(r"(?<![a-zA-Z\\])i(?![a-zA-Z])", truth):
+        allowed.add("power")
+    if allowed & {"factorial", "binomial"}:
+        allowed |= {"factorial", "binomial"}
+    return operations(answer) - allowed
+
+
+def is_same(truth: str, answer: str) -> bool:
+    """Whether two formulas are equal.
+
+    Raises:
+        UnknownFormulaError: One of them cannot be read.
+    """
+    if compact(truth) == compact(answer):
+        return True
+    one, other = formula(truth), formula(answer)
+    if not _agree(one, other):
+        return False
+    return one == other or bool(verify(one, other, timeout_seconds=None, raise_on_error=False)) or _is_zero(one - other)
+
+
+def is_proportional(truth: tuple[str, str], answer: tuple[str, str], *, positive: bool) -> bool:
+    """Whether two relations with a common sign, each given by its sides, say the same by a common factor."""
+    one, other = (formula(left) - formula(right) for left, right in (truth, answer))
+    if one.free_symbols != other.free_symbols or not one.free_symbols:
+        return False
+    ratio = sympy.simplify(one / other)
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (ratio.is_positive or not positive))
+
+
+def number(latex: str) -> Any:
+    """A formula without letters as a number of 50 digits, None if it is none."""
+    value = formula(latex)
+    if value.free_symbols:
+        return None
+    value = sympy.N(value, _DIGITS)
+    return value if value.is_number and value.is_real and value.is_finite else None
+
+
+@lru_cache(maxsize=1024)
+def formula(latex: str) -> Any:
+    """What math-verify reads in a formula.
+
+    Raises:
+        UnknownFormulaError: Nothing.
+    """
+    prepared = re.sub(r"(?<![a-zA-Z\\{])[A-Z]{2,}(?![a-zA-Z])", lambda m: _symbol(m[0]), latex)
+    prepared = re.sub(
+        r"\\(?:overline|overrightarrow|vec|hat|angle|triangle|mathbb)\s*\{?\s*([A-Za-z]+)\s*\}?",
+        lambda m: _symbol(m[0]),
+        prepared,
+    )
+    prepared = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", prepared)
+    prepared = prepared.replace("*", r" \cdot ").replace(DEGREE, r"^{\circ}")
+    found = parse(
+        f"\\boxed{{{prepared}}}", _HOW, parsing_timeout=None, raise_on_error=False, fallback_mode="no_fallback"
+    )
+    value = found[0] if found else None
+    if not isinstance(value, sympy.Basic) or value.has(sympy.nan, sympy.zoo) or not hasattr(value, "free_symbols"):
+        raise UnknownFormulaError(f"{latex!r:.200} is no formula that math-verify can read")
+    named = {symbol: sympy.I if symbol.name == "i" else sympy.E for symbol in value.free_symbols if symbol.name in "ei"}
+    value = value.subs(named) if named else value
+    same = {symbol: sympy.Symbol(symbol.name) for symbol in value.free_symbols}
+    return value.xreplace(same)
+
+
+def _symbol(text: str) -> str:
+    return "Q_{" + "".join(str(ord(char)) for char in text if char.isalnum()) + "}"
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two formulas have the same values at some points, as far as they have any there."""
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return True
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    shifted = [
+        {
+            name: sympy.Rational(point.numerator, point.denominator) + sympy.Rational(at, 7)
+            for at, name in enumerate(names)
+        }
+        for point in (_POINTS if names else _POINTS[:1])
+    ]
+    for point in shifted:
+        a, b = (sympy.N(side.subs(point).doit(), _DIGITS) for side in (one, other))
+        if (
+            not (a.is_number and b.is_number)
+            or a.has(sympy.oo, sympy.zoo, sympy.nan)
+            or b.has(sympy.oo, sympy.zoo, sympy.nan)
+        ):
+            if names:
+                continue
+            return bool(a == b)
+        if names and not (a.is_real and b.is_real):
+            continue
+        if abs(a - b) > _FAR * (abs(a) + abs(b)) and abs(a - b) > 0:
+            return False
+    return True
+
+
+def _is_zero(difference: Any) -> bool:
+    try:
+        return bool(sympy.simplify(difference) == 0)
+    except (TypeError, ValueError, AttributeError, NotImplementedError):
+        return False

@@ -1,0 +1,85 @@
+"""Where a text without a box has its answer."""
+
+from __future__ import annotations
+
+import re
+
+from .reading import Relation, Several, Text, UnreadableError, Value, read
+
+_ANCHOR = re.compile(
+    r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
+    r"|\bsolutions?\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
+    r"[ \t]*:?\s*(?:the )?(?:option|choice)?\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
+_REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s+\((?!\w\))")
+_VALUES = re.compile(
+    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<round>.+?)\\\)|(?<!\\)\$"
+    r"(?P<inline>(?!\d[\d.,]*[ a-z])[^$\n]+?)(?<!\\)\$"
+    r"|(?P<number>(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?%?|(?<![\w.])-?\.\d+)",
+    re.DOTALL,
+)
+_DOUBT = re.compile(
+    r"(?:\bor|\band|\bnot|n't|[,/;^*+]|\bthan|\babout|\bleast|\bmost|\bapproximately|[\d)])\s*$", re.IGNORECASE
+)
+LONGEST_PHRASE = 400
+LONGEST_WORDS = 4
+
+
+def answer_in(text: str) -> str | None:
+    """The answer that a text without a box ends with; None if it has none.
+
+    The whole text, if it is nothing but an answer; else what the last "answer is", "answer:" or "####" introduces; else
+    what its last sentence says something is; else the last formula or number. Where more than one value is offered,
+    all are the answer: that is for the comparison to refuse.
+    """
+    whole = text.strip()
+    if len(whole) <= LONGEST_PHRASE and "\n" not in whole:
+        value = _value(whole)
+        if value is not None and not _is_talk(value, LONGEST_WORDS - 2):
+            return whole
+    anchors = list(_ANCHOR.finditer(whole))
+    if anchors:
+        return _phrase(whole[anchors[-1].end() :])
+    sentences = [part for part in _SENTENCE.split(whole) if part.strip(" *\n\t")]
+    if not sentences:
+        return None
+    last = sentences[-1][-LONGEST_PHRASE:]
+    for verb in reversed(list(_IS.finditer(last))):
+        said = last[verb.end() :].strip()
+        value = _value(said)
+        if value is not None and not _is_talk(value, LONGEST_WORDS):
+            return said
+    found = list(_VALUES.finditer(whole))
+    if not found or len(found) > 1 and _DOUBT.search(whole[: found[-1].start()].rstrip("$ ")):
+        return None
+    return found[-1][0]
+
+
+def _phrase(text: str) -> str | None:
+    """The answer that a text begins with: up to the end of the sentence or to a reason."""
+    sentence = _SENTENCE.split(text.strip()[:LONGEST_PHRASE] + "\n\n", maxsplit=1)[0].partition("\n")[0]
+    for said in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
+        said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
+        value = _value(said)
+        if value is not None and not _is_talk(value, LONGEST_WORDS):
+            return said
+    return sentence.strip() or None
+
+
+def _value(text: str) -> Value | None:
+    try:
+        return read(text)
+    except (UnreadableError, RecursionError):
+        return None
+
+
+def _is_talk(value: Value, words: int) -> bool:
+    """Whether a value is only words, and more of them than an answer has."""
+    if isinstance(value, Several | Relation):
+        return any(_is_talk(item, words) for item in (value.items if isinstance(value, Several) else value.parts))
+    if not isinstance(value, Text) or value.words.startswith(("date ", "time ")):
+        return False
+    return len(value.words.split()) > words or re.search(r"\d", value.words) is not None

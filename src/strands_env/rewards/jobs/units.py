@@ -1,0 +1,135 @@
+"""Units as answers spell them, brought to one spelling. Nothing is converted: a metre is not a hundred centimetres."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from .notation import CURRENCY, DEGREE
+
+_SPELLINGS = {
+    "%": "% percent pct percentage",
+    "°": f"{DEGREE} degree degrees deg",
+    "dollar": f"{CURRENCY} $ dollar dollars usd bucks",
+    "cent": "¢ cent cents",
+    "euro": "€ euro euros eur",
+    "pound sterling": "£ gbp",
+    "yen": "¥ yen jpy",
+    "rupee": "₹ rupee rupees inr",
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "cm": "cm cms centimeter centimeters centimetre centimetres",
+    "m": "m meter meters metre metres",
+    "km": "km kms kilometer kilometers kilometre kilometres",
+    "inch": "in inch inches",
+    "foot": "ft foot feet",
+    "yard": "yd yard yards",
+    "mile": "mi mile miles",
+    "mg": "mg milligram milligrams",
+    "g": "g gram grams",
+    "kg": "kg kgs kilogram kilograms",
+    "pound": "lb lbs pound pounds",
+    "ounce": "oz ounce ounces",
+    "ton": "ton tons tonne tonnes",
+    "ml": "ml milliliter milliliters millilitre millilitres",
+    "l": "l liter liters litre litres",
+    "gallon": "gal gallon gallons",
+    "second": "s sec secs second seconds",
+    "minute": "min mins minute minutes",
+    "hour": "h hr hrs hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "year years yr yrs",
+    "mph": "mph",
+    "radian": "rad radian radians",
+    "unit": "unit units",
+    "joule": "J joule joules",
+    "newton": "N newton newtons",
+    "watt": "W watt watts kW",
+    "volt": "V volt volts",
+    "ampere": "amp amps ampere amperes",
+    "ohm": "ohm ohms Omega",
+    "kelvin": "K kelvin kelvins",
+    "pascal": "Pa pascal pascals",
+    "hertz": "Hz hertz",
+    "am": "am",
+    "pm": "pm",
+    "person": "person people persons",
+    "child": "child children",
+    "man": "man men",
+    "woman": "woman women",
+    "fish": "fish",
+    "sheep": "sheep",
+    "foot-pound": "foot-pounds",
+}
+UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_MAGNITUDES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NO_COUNTS = frozenset(
+    "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
+    " minus hundreds thousands millions billions dozens dozen tens pairs pair squares powers roots factors digits"
+    " this his its us yes guess guesses values options others ones answers seems means gives makes possibilities"
+    " besides towards afterwards upwards downwards remains misses false wrong".split()
+)
+"""Words with the ending of a plural that count nothing, or change what was counted."""
+
+
+def magnitude(text: str) -> tuple[Fraction, str]:
+    """What a number before a text is times as much of, and the rest of the text: "million dollars"."""
+    words = text.split()
+    scale = Fraction(1)
+    while words and words[0].casefold() in _MAGNITUDES:
+        scale *= _MAGNITUDES[words.pop(0).casefold()]
+    return scale, " ".join(words)
+
+
+def unit_of(text: str) -> str | None:
+    """The one spelling of a unit; None if a text is none. A plural of any noun counts as one."""
+    text = re.sub(r"[{}\\~,]|(?<=[a-zA-Z])\.(?!\w)|(?<=\b[ap])\.", " ", text)
+    text = re.sub(r"\s*\^\s*", "^", text.replace("-", " ") if "foot-pounds" not in text else text)
+    text = re.sub(r"(?<=\w)\s*([" + CURRENCY + DEGREE + r"€%])", r" \1", re.sub(f"([{DEGREE}])", r"\1 ", text))
+    text = re.sub(r"\b([ap]) m\b", r"\1m", text.strip(), flags=re.IGNORECASE)
+    out: list[str] = []
+    power = ""
+    for word in text.replace("*", " ").replace("/", " / ").split():
+        lower = word.casefold()
+        name, _, raised = word.partition("^")
+        if lower in ("square", "sq"):
+            power = "^2"
+        elif lower in ("cubic", "cu"):
+            power = "^3"
+        elif lower in ("squared", "cubed"):
+            if not out:
+                return None
+            out[-1] += "^2" if lower == "squared" else "^3"
+        elif lower in ("/", "per", "a", "an", "each"):
+            if lower == "each" or (lower in ("a", "an") and not out):
+                return None
+            out.append("/")
+        elif lower == "of" and out:
+            return None
+        elif (known := UNITS.get(name) or UNITS.get(name.casefold()) or _counted(name)) is not None:
+            if raised and not re.fullmatch(r"-?\d", raised):
+                return None
+            out.append(known + (f"^{raised}" if raised and raised != "1" else power))
+            power = ""
+        elif name in ("C", "F", "L") and (name == "L" or out == ["°"]):
+            out = ["l"] if name == "L" else [f"°{name}"]
+        else:
+            return None
+    if power or not out or out[-1] == "/":
+        return None
+    counted = [one for one in out if one.startswith("#")]
+    if len(counted) > 1 and "/" not in out or (counted and len(out) > 1 and "/" not in out):
+        return None
+    joined = " ".join(out)
+    return {"mile / hour": "mph", "° radian": "radian", "unit": "unit"}.get(joined, joined.replace(" / ", "/"))
+
+
+def _counted(word: str) -> str | None:
+    """Things that are counted, by a plural: `#egg`."""
+    word = word.casefold()
+    if not re.fullmatch("[a-z]{3,20}s", word) or word in _NO_COUNTS or word.endswith(("ss", "us", "is", "ys's")):
+        return None
+    if word.endswith("ies"):
+        return f"#{word[:-3]}y"
+    return f"#{word[:-1]}"
