@@ -13,10 +13,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -105,7 +106,10 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     tasks = command.add_argument_group("tasks")
     tasks.add_argument("--benchmark", metavar="NAME", help="see `strands-env list`")
     tasks.add_argument(
-        "--dataset", type=Path, metavar="FILE", help=".jsonl, .json or .parquet; with --benchmark: a local copy of it"
+        "--dataset",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .json, .csv, .tsv or .parquet; with --benchmark: a local copy",
     )
     tasks.add_argument("--question-field", metavar="NAME", help="default: question, problem, prompt, ...")
     tasks.add_argument("--answer-field", metavar="NAME", help="default: answer, ground_truth, label, ...")
@@ -118,8 +122,12 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     environment.add_argument("--env-args", type=json_object, default={}, metavar="JSON", help="its further arguments")
     environment.add_argument("--system-prompt", metavar="TEXT", help="in place of the environment's own")
     environment.add_argument(
-        "--reward", default="math", metavar="NAME", help="math, exact, a dotted path, or env: its own (default: math)"
+        "--reward",
+        default="math",
+        metavar="NAME",
+        help="a name of `strands-env list`, a dotted path, or env: its own (default: math)",
     )
+    environment.add_argument("--reward-args", type=json_object, default={}, metavar="JSON", help="the reward's")
     model = command.add_argument_group("model")
     model.add_argument("--backend", choices=BACKENDS, default="sglang", help="default: %(default)s")
     model.add_argument("--base-url", metavar="URL", help="the server (default for sglang: http://localhost:30000)")
@@ -128,8 +136,8 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     model.add_argument("--chat-template", type=Path, metavar="FILE", help="sglang: Jinja file in place of the model's")
     model.add_argument("--tool-parser", metavar="NAME", help="sglang: in place of the one that the template tells")
     model.add_argument("--region", metavar="NAME", help="bedrock: AWS region")
-    model.add_argument("--temperature", type=float, metavar="X")
-    model.add_argument("--top-p", type=float, metavar="X")
+    model.add_argument("--temperature", type=finite, metavar="X")
+    model.add_argument("--top-p", type=finite, metavar="X")
     model.add_argument("--max-new-tokens", type=at_least_one, metavar="N", help="of one answer")
     model.add_argument("--sampling-params", type=json_object, default={}, metavar="JSON", help="further ones")
     model.add_argument("--model-args", type=json_object, default={}, metavar="JSON", help="the model's configuration")
@@ -155,7 +163,7 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
 
 def _add_threshold(command: Any) -> None:
     command.add_argument(
-        "--success-threshold", type=float, default=1.0, metavar="X", help="least reward of a success (default: 1.0)"
+        "--success-threshold", type=finite, default=1.0, metavar="X", help="least reward of a success (default: 1.0)"
     )
 
 
@@ -164,6 +172,14 @@ def at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def finite(text: str) -> float:
+    """Parse a number that is one: neither infinite nor NaN."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return number
 
 
@@ -198,7 +214,7 @@ def take_config_file(command: argparse.ArgumentParser, path: Path) -> None:
             is_right = isinstance(value, bool) and action.nargs == 0
         elif action.type is json_object:
             is_right = isinstance(value, dict)
-        elif action.type in (at_least_one, float):
+        elif action.type in (at_least_one, finite):
             is_right = isinstance(value, int | float)
             value = str(value)  # parsed like on the command line, where a default is text
         else:
@@ -232,11 +248,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Run an evaluation; return the exit code."""
     from strands_sglang import SGLangClientError
 
+    from .core import RewardError
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
     from .eval.checkpoint import replace_file
     from .eval.comparison import end_lines, metric_lines
     from .eval.json_lines import encode
-    from .eval.setup import environment_factory, model_config, run_config, served_model
+    from .eval.setup import model_config, named_environment, run_config, served_model
     from .eval.storage import results_file, side_file
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
@@ -245,16 +262,22 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name in ("env", "output"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is needed")
-    actions = load_actions(arguments)
+    if arguments.benchmark is None and arguments.dataset is None:
+        raise UsageError("--benchmark NAME or --dataset FILE is needed")
     try:
         model = model_config(arguments)
-        factory = environment_factory(arguments, model)
+        named = named_environment(arguments, model)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(one_line(error)) from error
     except Exception as error:  # code that is named on the command line raises what it likes
         raise UsageError(f"--env or --reward: {type(error).__name__}: {one_line(error)}") from error
+    try:
+        actions = load_actions(arguments, check_truth=getattr(named.reward, "check_truth", None))
+    except RewardError as error:  # the machine starts no worker that could read a ground truth
+        tell(f"strands-env: {one_line(error)}")
+        return FAILED
     evaluator = Evaluator(
-        factory,
+        named.factory,
         n_samples_per_prompt=arguments.n_samples,
         max_concurrency=arguments.concurrency,
         keep_tokens=arguments.keep_tokens,
@@ -329,8 +352,12 @@ def compare_results(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load_actions(arguments: argparse.Namespace) -> list[Action]:
+def load_actions(arguments: argparse.Namespace, check_truth: Callable[[Any], None] | None = None) -> list[Action]:
     """The tasks that the command line names.
+
+    Args:
+        arguments: The command line's.
+        check_truth: What refuses a ground truth that the reward cannot compare with.
 
     Raises:
         UsageError: It names none, or they cannot be loaded.
@@ -343,14 +370,20 @@ def load_actions(arguments: argparse.Namespace) -> list[Action]:
         if arguments.benchmark is not None:
             if any(fields.values()):
                 raise UsageError("--question-field, --answer-field and --id-field go with --dataset alone")
-            actions = load_benchmark(arguments.benchmark, arguments.dataset)
-        elif arguments.dataset is not None:
-            actions = load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != "env")
+            actions = load_benchmark(
+                arguments.benchmark, arguments.dataset, limit=arguments.limit, check_truth=check_truth
+            )
         else:
-            raise UsageError("--benchmark NAME or --dataset FILE is needed")
+            actions = load_tasks(
+                arguments.dataset,
+                **fields,
+                needs_answer=arguments.reward != "env",
+                limit=arguments.limit,
+                check_truth=check_truth,
+            )
     except TaskError as error:
         raise UsageError(one_line(error)) from error
-    return actions[: arguments.limit]
+    return actions
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:

@@ -5,6 +5,7 @@ from .arithmetic import ArithmeticExpressionError, evaluate
 from .backends import BackendError
 from .calculator import CalculatorEnvironment, calculator
 from .mcp import MCPEnvironment
+from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "BackendError",
     "CalculatorEnvironment",
     "MCPEnvironment",
+    "MCPServersEnvironment",
     "PythonEnvironment",
     "calculator",
     "evaluate",

@@ -59,13 +59,21 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> list[Action]:
+def load_benchmark(
+    name: str,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    limit: int | None = None,
+    check_truth: Callable[[Any], None] | None = None,
+) -> list[Action]:
     """The tasks of a benchmark.
 
     Args:
         name: One of `BENCHMARKS`.
         path: A local file of its rows, with the fields that it has on the Hub or with their usual names; None to load
             it with the package `datasets`, from its cache or from the Hub.
+        limit: The first so many tasks only; None for all.
+        check_truth: As in `load_tasks`.
 
     Raises:
         TaskError: There is no such benchmark, `datasets` is not installed or cannot load it, or a row is no task.
@@ -79,7 +87,7 @@ def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> lis
             # A local file may have the bare results already.
             return benchmark.read_answer(answer) if "####" in str(answer) else str(answer)
 
-        return load_tasks(path, read_answer=read_answer)
+        return load_tasks(path, read_answer=read_answer, limit=limit, check_truth=check_truth)
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -97,4 +105,6 @@ def load_benchmark(name: str, path: str | os.PathLike[str] | None = None) -> lis
         benchmark.answer_field,
         source=benchmark.repository,
         read_answer=benchmark.read_answer,
+        limit=limit,
+        check_truth=check_truth,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -96,6 +97,8 @@ class Evaluator:
             raise ValueError("n_samples_per_prompt and max_concurrency must be at least 1")
         if stop_after_failures is not None and stop_after_failures < 1:
             raise ValueError("stop_after_failures must be at least 1, or None")
+        if not math.isfinite(success_threshold):
+            raise ValueError(f"success_threshold is a finite number, not {success_threshold}")
         if keep_trajectories and output_path is None:
             raise ValueError("keep_trajectories needs an output_path")
         self.env_factory = env_factory

@@ -6,8 +6,10 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.models import SGLangFactoryConfig, build_model_factory, served_weights
@@ -17,11 +19,13 @@ ENVIRONMENTS = {
     "calculator": "strands_env.environments.CalculatorEnvironment",
     "python": "strands_env.environments.PythonEnvironment",
     "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
+    "mcp": "strands_env.environments.MCPServersEnvironment",
 }
 
 REWARDS = {
     "math": "strands_env.rewards.MathReward",
     "exact": "strands_env.rewards.ExactMatchReward",
+    "regex": "strands_env.rewards.RegexReward",
 }
 
 OWN_REWARD = "env"
@@ -90,6 +94,8 @@ def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str
         "env_args": arguments.env_args,
         "system_prompt": arguments.system_prompt,
         "reward": arguments.reward,
+        # Left out where there are none, as in the files of releases that knew none.
+        **({"reward_args": arguments.reward_args} if arguments.reward_args else {}),
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
     }
 
@@ -108,14 +114,27 @@ async def served_model(model: dict[str, Any]) -> dict[str, Any]:
     return {f"served_{name}": value for name, value in told.items()}
 
 
-def environment_factory(arguments: argparse.Namespace, model: dict[str, Any]) -> Callable[[Action], Awaitable[Any]]:
-    """The factory of the environment that `--env` names.
+@dataclass(frozen=True)
+class NamedEnvironment:
+    """What `--env` and `--reward` name.
 
-    It is called with `model_factory`, `reward_fn` (unless it takes none, or `--reward env`), `system_prompt` if one is
+    Attributes:
+        factory: Makes the environment of a sample.
+        reward: Its reward function; None where that is not known before there is an environment.
+    """
+
+    factory: Callable[[Action], Awaitable[Any]]
+    reward: Any
+
+
+def named_environment(arguments: argparse.Namespace, model: dict[str, Any]) -> NamedEnvironment:
+    """The environment that `--env` names.
+
+    It is made with `model_factory`, `reward_fn` (unless it takes none, or `--reward env`), `system_prompt` if one is
     given, and `--env-args`.
 
     Raises:
-        ValueError: It does not exist, or refuses its arguments.
+        ValueError: It does not exist, or it or its reward refuses its arguments.
         TypeError: It refuses their names.
         ImportError: A package that it needs is missing.
     """
@@ -127,17 +146,31 @@ def environment_factory(arguments: argparse.Namespace, model: dict[str, Any]) ->
     given: dict[str, Any] = {"model_factory": build_model_factory(model), **arguments.env_args}
     if arguments.system_prompt is not None:
         given["system_prompt"] = arguments.system_prompt
-    if arguments.reward != OWN_REWARD and (takes_any or "reward_fn" in parameters):
-        given["reward_fn"] = load_object(arguments.reward, REWARDS)()
+    reward = _reward(arguments)
+    if reward is not None and (takes_any or "reward_fn" in parameters):
+        given["reward_fn"] = reward
     try:
         inspect.signature(target).bind(**given)
     except TypeError as error:
         raise ValueError(f"--env {arguments.env}: {error}") from error
     if inspect.isclass(target):
-        target(**given)  # what it refuses is told now, and once
+        reward = getattr(target(**given), "reward_fn", None)  # what it refuses is told now, and once
 
     async def factory(action: Action) -> Any:
         made = target(**given)
         return await made if inspect.isawaitable(made) else made
 
-    return factory
+    return NamedEnvironment(factory, reward)
+
+
+def _reward(arguments: argparse.Namespace) -> Any:
+    """The reward that `--reward` names; None where the environment brings its own."""
+    if arguments.reward == OWN_REWARD:
+        if arguments.reward_args:
+            raise ValueError("--reward-args goes with a --reward that is made here; an environment's own: --env-args")
+        return None
+    target = load_object(arguments.reward, REWARDS)
+    try:
+        return target(**arguments.reward_args)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"--reward {arguments.reward}: {error}") from error

@@ -1,10 +1,13 @@
-"""Tasks from files and tables: rows become actions, and a row that is none is refused with its number."""
+"""Tasks from files and tables: rows become actions, and a row that is none is refused with its place."""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from ..core.types import Action, TaskContext
 
 QUESTION_FIELDS = ("question", "problem", "prompt", "input", "message")
 ANSWER_FIELDS = ("answer", "ground_truth", "label", "target", "expected_answer")
+_LONGEST_FIELD = 1 << 30
+
 ID_FIELDS = ("id", "unique_id", "task_id", "problem_id")
 
 
@@ -27,8 +32,13 @@ def load_tasks(
     id_field: str | None = None,
     needs_answer: bool = True,
     read_answer: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    check_truth: Callable[[Any], None] | None = None,
 ) -> list[Action]:
-    """The tasks of a file: JSON lines (`.jsonl`), a JSON list (`.json`) or Parquet (`.parquet`, needs pyarrow).
+    """The tasks of a file.
+
+    JSON lines (`.jsonl`), a JSON list (`.json`), a table whose first line names its fields (`.csv`, `.tsv`), or Parquet
+    (`.parquet`, needs pyarrow).
 
     Fields are looked for under their usual names, whatever their case, if none is named; `a.b` is the field `b` of the
     object `a`. All further fields are kept in the task's context. A row with `message` and `task_context` is taken as
@@ -41,13 +51,20 @@ def load_tasks(
         id_field: Which field names the task; without one it is named by its content.
         needs_answer: Whether a row without an answer is refused.
         read_answer: Makes the ground truth of a row's answer (None, where it may be without one).
+        limit: The first so many tasks only; None for all.
+        check_truth: Raises a ValueError for a ground truth that cannot be compared with: a reward's `check_truth`.
 
     Raises:
-        TaskError: The file cannot be read, is empty, or a row is no task; the message has the row's number, from 1.
+        TaskError: The file cannot be read, is empty, or a row is no task; the message has its line, or its number from
+            1 where a file has no lines.
     """
     path = Path(path)
-    fields = (question_field, answer_field, id_field)
-    return actions_of(_rows(path), *fields, source=str(path), needs_answer=needs_answer, read_answer=read_answer)
+    return _actions(
+        _rows(path),
+        _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth),
+        source=str(path),
+        limit=limit,
+    )
 
 
 def actions_of(
@@ -59,6 +76,8 @@ def actions_of(
     source: str,
     needs_answer: bool = True,
     read_answer: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    check_truth: Callable[[Any], None] | None = None,
 ) -> list[Action]:
     """The tasks of rows; see `load_tasks`.
 
@@ -70,18 +89,39 @@ def actions_of(
         source: Where the rows are from, for messages.
         needs_answer: As in `load_tasks`.
         read_answer: As in `load_tasks`.
+        limit: As in `load_tasks`.
+        check_truth: As in `load_tasks`.
 
     Raises:
         TaskError: There are no rows, or a row is no task.
     """
+    reader = _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth)
+    return _actions(_numbered(rows), reader, source=source, limit=limit)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How a row is read: its fields (question, answer, id), and what becomes of its answer."""
+
+    fields: tuple[str | None, str | None, str | None]
+    needs_answer: bool
+    read_answer: Callable[[Any], Any] | None
+    check_truth: Callable[[Any], None] | None
+
+
+def _actions(rows: Iterable[tuple[str, Any]], reader: _Reader, *, source: str, limit: int | None) -> list[Action]:
+    """The tasks of rows, each with its place for messages."""
     actions: list[Action] = []
-    for number, row in enumerate(rows, 1):
+    for place, row in itertools.islice(rows, limit):
         try:
             if not isinstance(row, Mapping):
                 raise TaskError("not an object")
-            actions.append(_action(row, (question_field, answer_field, id_field), needs_answer, read_answer))
+            action = _action(row, reader.fields, reader.needs_answer, reader.read_answer)
+            if reader.check_truth is not None:
+                reader.check_truth(action.task_context.ground_truth)
         except ValueError as error:
-            raise TaskError(f"{source}, row {number}: {_line(error)}") from error
+            raise TaskError(f"{source}, {place}: {_line(error)}") from error
+        actions.append(action)
     if not actions:
         raise TaskError(f"{source}: no tasks in it")
     return actions
@@ -151,32 +191,57 @@ def _is_missing(value: Any) -> bool:
     )
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place in it."""
     try:
         if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
+            yield from _numbered(_parquet_rows(path))
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, list):
                 raise TaskError(f"{path}: a .json file of tasks holds one list")
-            yield from content
+            yield from _numbered(content)
         elif path.suffix in (".jsonl", ".ndjson"):
             with path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if not line.strip():
                         continue
                     try:
-                        yield json.loads(line)
+                        yield f"line {number}", json.loads(line)
                     except ValueError as error:
                         raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
+        elif path.suffix in (".csv", ".tsv"):
+            yield from _table_rows(path, "," if path.suffix == ".csv" else "\t")
         else:
-            raise TaskError(f"{path}: tasks are read from .jsonl, .json and .parquet files")
+            raise TaskError(f"{path}: tasks are read from .jsonl, .json, .csv, .tsv and .parquet files")
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TaskError(f"{path}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise TaskError(f"{path}: not JSON: {error}") from error
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _table_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a table; its first line names the fields. A row that spans lines is at the last of them."""
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        limit = csv.field_size_limit(_LONGEST_FIELD)
+        try:
+            for row in reader:
+                place = f"line {reader.line_num}"
+                if None in row or None in row.values():
+                    count = len(reader.fieldnames or ())
+                    raise TaskError(f"{path}, {place}: it has not the {count} fields that the first line names")
+                yield place, row
+        except csv.Error as error:
+            raise TaskError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _parquet_rows(path: Path) -> list[Any]:

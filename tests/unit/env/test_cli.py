@@ -215,6 +215,13 @@ def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command,
         ({"--config": "missing.json"}, "missing.json"),
         ({"--benchmark": "nothing"}, "there is no benchmark 'nothing'"),
         ({"--region": "us-east-1"}, "region_name"),
+        ({"--reward": "exact", "--reward-args": '{"boxes": 1}'}, "--reward exact: "),
+        ({"--reward": "regex"}, "--reward regex: "),
+        ({"--reward": "regex", "--reward-args": '{"pattern": "("}'}, "--reward regex: "),
+        ({"--reward": "env", "--reward-args": '{"a": 1}'}, "--reward-args goes with"),
+        ({"--env": "mcp"}, "servers"),
+        ({"--env": "mcp", "--env-args": '{"servers": []}'}, "servers is a list such as"),
+        ({"--env": "mcp", "--env-args": '{"servers": [{"comand": "x"}]}'}, "an MCP server has a command"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsys):
@@ -270,6 +277,53 @@ def test_what_is_missing_is_told(tmp_path, capsys):
     assert run(["eval", "--dataset", "x.jsonl"]) == 2
     assert run(["report", tmp_path]) == 2
     assert "no results of an evaluation" in capsys.readouterr().err
+
+
+def test_a_data_file_with_a_ground_truth_that_cannot_be_read_is_told_before_anything_runs(
+    command, server, dataset, tmp_path, capsys
+):
+    """Bad input: file, line, what is wrong."""
+    dataset.write_text(dataset.read_text() + '\n{"question": "?", "answer": "\\\\boxed{"}\n')
+    assert run(command) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"strands-env: {dataset}, line 8: ") and len(error.splitlines()) == 1
+    assert not server.requests and not (tmp_path / "out").exists()
+
+
+def test_a_reward_takes_arguments_which_are_part_of_the_configuration(command, tmp_path, capsys):
+    """Row B15."""
+    given = [*command, "--limit", 1, "--reward", "regex", "--reward-args"]
+    assert run([*given, r'{"pattern": "boxed.(\\d+)", "group": 1}', "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
+    assert run([*given, '{"pattern": "never"}']) == 1
+    assert "reward_args was" in capsys.readouterr().err
+
+
+def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capfd):
+    """Row B15."""
+    script = Path(__file__).parent.parent.parent / "support" / "mcp_server.py"
+    command[command.index("calculator")] = "mcp"
+    servers = [{"command": sys.executable, "args": [str(script)], "env": {"TOKEN": "secret"}, "prefix": "c"}]
+    assert run([*command, "--limit", 1, "--n-samples", 1, "--env-args", json.dumps({"servers": servers})]) == 0
+    assert "c_add" in server.requests[0].text
+    assert "secret" not in (tmp_path / "out" / "results.jsonl").read_text()
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-Infinity"])
+def test_a_threshold_or_temperature_that_is_no_finite_number_is_refused(text, tmp_path, capsys):
+    """Row B15."""
+    for arguments in (
+        ["report", tmp_path, f"--success-threshold={text}"],
+        ["compare", tmp_path, tmp_path, f"--success-threshold={text}"],
+        ["eval", f"--success-threshold={text}"],
+        ["eval", f"--temperature={text}"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run(arguments)
+        assert caught.value.code == 2 and f"{text} is not a finite number" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"success_threshold": NaN}')
+    with pytest.raises(SystemExit):
+        run(["eval", "--config", tmp_path / "config.json"])
 
 
 def test_names_are_listed(capsys):

@@ -422,7 +422,13 @@ async def test_actions_may_come_from_an_async_generator():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"n_samples_per_prompt": 0}, {"max_concurrency": 0}, {"keep_trajectories": True}]
+    "arguments",
+    [
+        {"n_samples_per_prompt": 0},
+        {"max_concurrency": 0},
+        {"keep_trajectories": True},
+        {"success_threshold": float("nan")},
+    ],
 )
 def test_what_cannot_work_is_refused(arguments):
     with pytest.raises(ValueError):

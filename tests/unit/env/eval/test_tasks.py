@@ -41,12 +41,12 @@ def test_fields_can_be_named_and_further_ones_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"answer": "2"}, "row 2: no question: looked for question, problem"),
-        ({"question": " ", "answer": "2"}, "row 2: its question is empty"),
-        ({"question": "?"}, "row 2: no answer"),
-        ({"question": "?", "answer": None}, "row 2: its answer is empty"),
-        ({"question": 7, "answer": "2"}, "row 2: question is no text"),
-        (["question"], "row 2: not an object"),
+        ({"answer": "2"}, "line 2: no question: looked for question, problem"),
+        ({"question": " ", "answer": "2"}, "line 2: its question is empty"),
+        ({"question": "?"}, "line 2: no answer"),
+        ({"question": "?", "answer": None}, "line 2: its answer is empty"),
+        ({"question": 7, "answer": "2"}, "line 2: question is no text"),
+        (["question"], "line 2: not an object"),
     ],
 )
 def test_a_row_that_is_no_task_is_refused_with_its_number(tmp_path, row, told):
@@ -70,7 +70,13 @@ def test_a_json_list_is_taken_too(tmp_path):
         ("t.jsonl", "{broken\n", "line 1: not JSON"),
         ("t.jsonl", "", "no tasks in it"),
         ("t.json", "{}", "holds one list"),
-        ("t.csv", "a,b", "are read from"),
+        ("t.txt", "a,b", "are read from"),
+        ("t.csv", "", "no tasks in it"),
+        ("t.csv", "question,answer\n", "no tasks in it"),
+        ("t.csv", "question,answer\n1,2\n1\n", "line 3: it has not the 2 fields"),
+        ("t.csv", "question,answer\n1,2,3\n", "line 2: it has not the 2 fields"),
+        ("t.csv", 'question,answer\n"1"x,2\n', "line 2: not CSV"),
+        ("t.csv", "question,solution\n1,2\n", "line 2: no answer"),
         ("t.json", "[", "not JSON"),
     ],
 )
@@ -79,7 +85,40 @@ def test_a_file_without_tasks_is_refused(tmp_path, name, content, told):
     with pytest.raises(TaskError, match=told):
         load_tasks(tmp_path / name)
     with pytest.raises(TaskError, match="No such file"):
-        load_tasks(tmp_path / f"missing-{name}") if name != "t.csv" else load_tasks(tmp_path / "missing.jsonl")
+        load_tasks(tmp_path / f"missing-{name}") if name != "t.txt" else load_tasks(tmp_path / "missing.jsonl")
+
+
+def test_tables_are_read_with_their_quotes_and_whatever_a_spreadsheet_puts_before_them(tmp_path):
+    """Row B15."""
+    text = '\ufeffid,Question,answer,level\r\nx,"two\nlines, ""quoted""",007,3\r\n,?,½,\r\n'
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8", newline="")
+    first, second = load_tasks(tmp_path / "t.csv")
+    assert first.message == 'two\nlines, "quoted"'
+    assert (first.task_context.id, first.task_context.ground_truth, first.task_context.level) == ("x", "007", "3")
+    assert (second.task_context.id, second.task_context.ground_truth) == (None, "½")
+    (tmp_path / "t.tsv").write_text("question\tanswer\n" + "x" * 200_000 + "\t1,2\n")
+    (action,) = load_tasks(tmp_path / "t.tsv")
+    assert len(action.message) == 200_000 and action.task_context.ground_truth == "1,2"
+
+
+def test_a_ground_truth_that_the_reward_cannot_read_is_refused_with_its_file_and_line(tmp_path):
+    """Bad input, rows B3 and B15."""
+
+    def check(truth):
+        if truth == "?":
+            raise ValueError("'?' cannot\nbe read")
+
+    rows = [{"question": "1", "answer": "1"}, {"question": "2", "answer": "?"}]
+    path = write(tmp_path / "t.jsonl", rows)
+    path.write_text("\n" + path.read_text())
+    with pytest.raises(TaskError, match=rf"^{path}, line 3: '\?' cannot be read$"):
+        load_tasks(path, check_truth=check)
+    assert len(load_tasks(path, check_truth=check, limit=1)) == 1
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    with pytest.raises(TaskError, match=r"t.json, row 2: '\?' cannot be read"):
+        load_tasks(tmp_path / "t.json", check_truth=check)
+    with pytest.raises(TaskError, match=r"line 3: '\?' cannot be read"):
+        load_benchmark("math-500", path, check_truth=check)
 
 
 @pytest.mark.parametrize(
