@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def _client(server: Mapping[str, Any]) -> MCPClient:
         return MCPClient(lambda: _http(server["url"]), prefix=server.get("prefix"))
     parameters = StdioServerParameters(**{name: value for name, value in server.items() if name != "prefix"})
     connect: Any = stdio_client
-    return MCPClient(lambda: connect(parameters), prefix=server.get("prefix"))
+    # Not whatever stood in `sys.stderr` when mcp was imported, such as a notebook's, which is no file.
+    return MCPClient(lambda: connect(parameters, errlog=sys.__stderr__), prefix=server.get("prefix"))
 
 
 def _http(url: str) -> Any:

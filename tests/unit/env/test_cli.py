@@ -299,7 +299,7 @@ def test_a_reward_takes_arguments_which_are_part_of_the_configuration(command, t
     assert "reward_args was" in capsys.readouterr().err
 
 
-def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capfd):
+def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capsys):
     """Row B15."""
     script = Path(__file__).parent.parent.parent / "support" / "mcp_server.py"
     command[command.index("calculator")] = "mcp"
