@@ -15,12 +15,12 @@ are left.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..rewards import last_boxed, value_key
 from .records import EvalSample, Results
 from .statistics import Interval, majority_at_k, mean_over_prompts, pass_at_k, pass_hat_k
 
@@ -41,20 +41,22 @@ def answer_of(sample: EvalSample) -> str | None:
     r"""What a sample answered.
 
     `extracted` or `answer` of the reward's info (as `MathReward` has it), the last `\boxed{...}` of its text, or its
-    whole text; white space aside. Spellings of one answer that differ otherwise are different answers. None where the
-    reward's verdict is that there is no answer.
+    whole text; numbers, lists and the like by their value (`1/2`, `0.5` and `0.50` are one answer), texts by their
+    words, right answers all alike. None where the reward's verdict is that there is no answer.
     """
     info = {} if sample.step_result.reward is None else sample.step_result.reward.info
     if info.get("verdict") in _NO_ANSWER:
         return None
+    if info.get("verdict") == "correct" and isinstance(info.get("ground_truth"), str):
+        return value_key(info["ground_truth"])
     for name in ("extracted", "answer"):
         if info.get(name) is not None:
-            return _normal(str(info[name]))
+            return value_key(str(info[name]))
     text = sample.step_result.observation.final_response
     if text is None:
         return None
-    boxed = _last_boxed(text)
-    return _normal(text if boxed is None else boxed) or None
+    boxed = last_boxed(text)
+    return value_key(text if boxed is None else boxed) or None
 
 
 def sample_sizes(n: int) -> list[int]:
@@ -183,20 +185,3 @@ def _by_prompt(function: Callable[..., np.ndarray], rows: Sequence[Sequence[bool
         return []
     values: list[float] = function([len(row) for row in usable], [sum(row) for row in usable], k).tolist()
     return values
-
-
-def _normal(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None

@@ -3,6 +3,7 @@
 from ..core.types import RewardError
 from .answers import last_boxed
 from .combining import AllOf, WeightedSum
+from .jobs.reading import value_key
 from .judging import JudgeReward
 from .matching import ExactMatchReward, RegexReward
 from .mathematics import MathReward
@@ -18,4 +19,5 @@ __all__ = [
     "WeightedSum",
     "WorkerLimits",
     "last_boxed",
+    "value_key",
 ]

@@ -171,11 +171,22 @@ def read(text: str) -> Value:
 
 
 def value_key(text: str) -> str:
-    """The same text for answers of the same value, as far as that can be told without algebra."""
+    """The same text for answers of the same value, as far as that can be told without algebra; texts as they are."""
+    said = " ".join(text.split())
+    if len(text) > LONGEST_NUMBER:
+        return said
     try:
-        return repr(_key(read(text))) if len(text) <= LONGEST_NUMBER else text
+        value = read(text)
+        key = _key(value)
+        return (
+            " ".join(_plain(value.words).split())
+            if isinstance(value, Text)
+            else key
+            if isinstance(key, str)
+            else repr(key)
+        )
     except (UnreadableError, RecursionError):
-        return " ".join(text.split())
+        return said
 
 
 def _key(value: Value) -> object:

@@ -74,7 +74,7 @@ def test_sizes_are_powers_of_two_and_the_number_itself():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"so \boxed{1}, no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"so \boxed{1}, no, \boxed{\frac{1}{2}}.", "1/2"),
         ("  plain\n text ", "plain text"),
         (r"\boxed{never closed", r"\boxed{never closed"),
     ],
@@ -93,3 +93,43 @@ def test_a_sample_in_which_the_reward_found_no_answer_has_no_vote(verdict):
         one.step_result.reward.info.update({"verdict": verdict, "extracted": None})
     assert [answer_of(one) for one in lost] == [None, None]
     assert standard_metrics({"a": [sample(1.0), *lost]}, n_samples_per_prompt=3)["majority@3"] == 1.0
+
+
+def judged(extracted, reward=0.0, **info):
+    one = sample(reward)
+    one.step_result.reward.info.clear()
+    one.step_result.reward.info.update({"extracted": extracted, **info})
+    return one
+
+
+def test_answers_of_one_value_have_one_vote_together():
+    """B14."""
+    right = [judged(text, 1.0, verdict="correct", ground_truth="1/2") for text in ("1/2", "0.5", "0.50")]
+    wrong = [judged("3", verdict="wrong"), judged("3.0", verdict="wrong")]
+    metrics = standard_metrics({"a": [*right, *wrong]}, n_samples_per_prompt=5)
+    assert (metrics["pass@1"], metrics["majority@5"]) == (0.6, 1.0)
+    assert standard_metrics({"a": [right[0], *wrong]}, n_samples_per_prompt=3)["majority@3"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "count"),
+    [
+        (["1/2", "0.5", "0.50", r"\frac{1}{2}", r"\dfrac12", ".5", "5e-1"], 1),
+        (["1000", "1,000", r"1\,000", "1e3", "1000."], 1),
+        (["1,2", "2, 1", r"\{1,2\}"], 1),
+        (["(1,2)", "(1, 2)", "(2,1)", "[1,2]"], 3),
+        (["x=5", "5", "5.0"], 1),
+        (["x^2 + 1", "x^{2}+1"], 1),
+        (["Paris", r"\text{Paris}", "siraP"], 2),
+        (["2516_8", "2516_{8}", "2516_9", "2516"], 3),
+        (["5", "-5", "5!", "5, 6", "x > 5", r"\frac{", "", "\ud800"], 8),
+    ],
+)
+def test_answers_count_by_value(answers, count):
+    """B14."""
+    assert len({answer_of(judged(text)) for text in answers}) == count
+
+
+def test_answers_that_are_no_mathematics_count_by_their_words():
+    hostile = ["(" * 5000, "{" * 1900, "1+" * 900 + "1", "$" * 1001, "a" * 100_000]
+    assert len({answer_of(judged(text)) for text in hostile}) == 5
