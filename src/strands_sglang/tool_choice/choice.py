@@ -14,6 +14,7 @@ from .schemas import argument_schema
 GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's sampling parameters that constrain what is sampled; a request may have one of them."""
 
+_LARGEST = 250_000  # characters of a grammar; every request carries it, and the server compiles it once
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what parsers take for a name
 
 
@@ -71,7 +72,13 @@ def forced_call(
     except NotImplementedError as error:
         name = type(parser).__name__
         raise NotImplementedError(f"the tool choice {_shown(choice)} cannot be forced with {name}: {error}") from error
-    return structural_tag(sequence(_reasoning(call_format, parser, reasoning_open, may_reason), call))
+    params = structural_tag(sequence(_reasoning(call_format, parser, reasoning_open, may_reason), call))
+    if (size := len(params["structural_tag"])) > _LARGEST:
+        raise NotImplementedError(
+            f"the tool choice {_shown(choice)} cannot be forced with {type(parser).__name__}: its grammar would have "
+            f"{size} characters, and the server gets {_LARGEST} at most"
+        )
+    return params
 
 
 def _forced_specs(

@@ -61,7 +61,13 @@ class Call:
     schema: Schema
 
     def json(self, notation: Notation | None = None) -> Element:
-        """Return what matches the arguments as JSON, or in another notation."""
+        """Return what matches the arguments as JSON, or in another notation.
+
+        Raises:
+            NotImplementedError: There is no grammar for that.
+        """
+        if any(option.value.get("type") != "object" for option in alternatives(self.schema)):
+            raise self.schema.unsupported("the arguments of a tool are an object")
         return (notation or JSONNotation()).value(self.schema)
 
     def properties(self, key: str | None = None) -> list[Property]:
@@ -159,7 +165,7 @@ def _seed_oss(call: Call) -> Element:
             ),
             found.required,
         )
-        for found in call.properties(r"[^>\n]+")
+        for found in call.properties(r"[^<>\n]+")
     ]
     return sequence(f"{start}\n<function={call.name}>\n", members(parameters), f"</function>\n{end}")
 

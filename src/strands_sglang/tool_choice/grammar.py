@@ -15,10 +15,6 @@ from typing import Any
 Element = dict[str, Any]
 """A part of a structural tag: what SGLang's documentation calls a format."""
 
-JSON_SPACE = 1
-"""White space allowed at one place of JSON. Chat templates write `{"a": 1, "b": 2}`; without a limit a model could go
-on with white space until its tokens run out."""
-
 _CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # EBNF, since a grammar must not hold a real NUL
 _PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings hold as they are
 _ESCAPES = r'["\\/bfnrt]'
@@ -37,7 +33,7 @@ def literal(text: str) -> Element:
 
 def matching(pattern: str) -> Element:
     """Return what matches a regular expression as a whole."""
-    return {"type": "regex", "pattern": pattern}
+    return {"type": "regex", "pattern": pattern} if pattern else literal("")  # the server takes no empty pattern
 
 
 def sequence(*parts: Element | str) -> Element:
@@ -53,6 +49,8 @@ def sequence(*parts: Element | str) -> Element:
                 elements[-1] = literal(elements[-1]["value"] + found["value"])
             else:
                 elements.append(found)
+    if not elements:
+        return literal("")
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
@@ -64,6 +62,9 @@ def either(options: Iterable[Element | str]) -> Element:
         for found in element["elements"] if element["type"] == "or" else [element]:
             if found not in elements:
                 elements.append(found)
+    if literal("") in elements:  # which the server takes for a mistake
+        elements.remove(literal(""))
+        return optional(either(elements)) if elements else literal("")
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
@@ -81,7 +82,9 @@ def free_text(excludes: Sequence[str], least: int = 0, most: int | None = None) 
     """Return what matches any text of `least` to `most` characters that holds none of `excludes`."""
     rest: Element = {"type": "any_text", "excludes": list(excludes)}
     if most is not None:
-        rest["max_chars"] = max(most - least, 0)
+        rest["max_chars"] = most - least
+    if most == least:
+        rest = literal("")
     if not least:
         return rest
     # The first characters begin none of the excluded texts, so that none of those can begin among them.
@@ -89,17 +92,27 @@ def free_text(excludes: Sequence[str], least: int = 0, most: int | None = None) 
     return sequence(matching(rf"[^{firsts}\x00]{{{least}}}"), rest)
 
 
-def json_value(schema: Any, space: int = JSON_SPACE) -> Element:
-    """Return what matches JSON by its schema, with at most `space` characters of white space at one place."""
-    limit = {"max_whitespace_cnt": space} if space else {}  # scalars have none, and the server takes no 0
-    return {"type": "json_schema", "json_schema": schema, **limit}
+_INTEGER = "-?(?:0|[1-9][0-9]{0,17})"
+
+
+def json_number(bounds: Mapping[str, Any] | None = None, *, whole: bool = False) -> Element:
+    """Return what matches a JSON number that is neither infinite nor too long for any reader.
+
+    Args:
+        bounds: A schema with a bound on either side, which the server knows how to match; None for any number.
+        whole: An integer.
+    """
+    if bounds is not None:
+        return {"type": "json_schema", "json_schema": bounds}
+    return matching(_INTEGER if whole else rf"{_INTEGER}(?:\.[0-9]{{1,17}})?(?:[eE][+-]?[0-9]{{1,2}})?")
 
 
 def json_string(least: int = 0, most: int | None = None, *, escapes: str = _ESCAPES) -> Element:
     """Return what matches a JSON string of `least` to `most` characters.
 
-    xgrammar's own strings of a bounded length have no escapes, may hold control characters, which JSON forbids, and
-    take ten seconds to compile. Here an escape may use up two of the characters. It never stands among the first
+    xgrammar's own strings may hold half of a surrogate pair, and those of a bounded length have no escapes, may hold
+    control characters, which JSON forbids, and take ten seconds to compile. Where the length is bounded here, an escape
+    may use up two of the characters, and bytes that are no UTF-8 count as none. An escape never stands among the first
     `least`.
 
     Args:
@@ -107,14 +120,16 @@ def json_string(least: int = 0, most: int | None = None, *, escapes: str = _ESCA
         most: Most characters; None for no limit.
         escapes: What may follow a backslash, as a class of characters.
     """
-    limit = "" if most is None else f"[max_chars={max(most - least, 0)}]"
-    excluded = ", ".join(('"\\""', *_CONTROL_CHARACTERS))
-    rest = (
-        f'root{limit} ::= TagDispatch(("\\\\", escape), loop_after_dispatch=true, excludes=({excluded}))\n'
-        f"escape ::= {escapes}\n"
-    )
     first = matching(f"{_PLAIN}{{{least}}}") if least else literal("")
-    return sequence('"', first, {"type": "grammar", "grammar": rest}, '"')
+    if most is None:
+        rest = matching(rf"{_PLAIN}*(?:\\{escapes}{_PLAIN}*)*")
+    elif most == least:
+        rest = literal("")
+    else:
+        excluded = ", ".join(('"\\""', *_CONTROL_CHARACTERS))
+        dispatch = f'TagDispatch(("\\\\", escape), loop_after_dispatch=true, excludes=({excluded}))'
+        rest = {"type": "grammar", "grammar": f"root[max_chars={most - least}] ::= {dispatch}\nescape ::= {escapes}\n"}
+    return sequence('"', first, rest, '"')
 
 
 def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = "") -> Element:
@@ -130,8 +145,16 @@ def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = ""
     if first is not None:
         before = [optional(sequence(part, separator)) for part, _ in parts[:first]]
         return sequence(*before, parts[first][0], *_behind(parts[first + 1 :], separator))
-    starts = [sequence(part, *_behind(parts[index + 1 :], separator)) for index, (part, _) in enumerate(parts)]
-    return optional(either(starts)) if starts else literal("")
+    return optional(_some([part for part, _ in parts], separator)) if parts else literal("")
+
+
+def _some(parts: Sequence[Element], separator: Element | str) -> Element:
+    """Return what matches at least one of the parts, in order; in halves, or each would be there once per part."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    left, right = _some(parts[:half], separator), _some(parts[half:], separator)
+    return either([sequence(left, optional(sequence(separator, right))), right])
 
 
 def _behind(parts: Sequence[tuple[Element, bool]], separator: Element | str) -> list[Element]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..tool_parsers._schemas import same_json
+from ..tool_parsers._values import InvalidValueError, typed_value
 from .grammar import (
     Element,
     constant_text,
     either,
     free_text,
+    json_number,
     json_string,
-    json_value,
     literal,
     matching,
     members,
@@ -20,70 +22,80 @@ from .grammar import (
     repeated,
     sequence,
 )
-from .schemas import Property, Schema, alternatives, constants, has_to_be_spelled_out, is_string, object_properties
+from .schemas import (
+    Property,
+    Schema,
+    alternatives,
+    array_items,
+    constants,
+    number_bounds,
+    object_properties,
+    string_pattern,
+)
 
-_LEVELS = 24  # lists and objects within each other before a schema counts as one that refers to itself
-_NOT_A_STRING = {"type": ["number", "boolean", "null", "array", "object"]}
-_SCALAR = {"type": ["number", "boolean", "null"]}
+_MOST_VALUES = 5000  # of one grammar; the server would compile more of them for too long
+_SPELLED_OUT: dict[str, tuple[str, ...]] = {"boolean": ("true", "false"), "null": ("null",)}
 _PYTHON_SPELLINGS = {"boolean": ("True", "False"), "null": ("None",)}
+_ANY_TYPE = ("string", "number", "boolean", "null")
+"""What stands for a value of any type: objects would have keys that no schema declares."""
 
 
 class Notation(ABC):
-    """How values are written."""
+    """How values are written; one object writes one call."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self._written = 0
 
     @abstractmethod
     def string(self, schema: Schema) -> Element:
         """Return what matches a string by its schema."""
 
     @abstractmethod
-    def array(self, item: Element, least: int, most: int | None) -> Element:
-        """Return what matches a list of `least` to `most` items."""
+    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
+        """Return what matches a list of the `first` items, or else of `least` to `most` others."""
 
     @abstractmethod
     def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
         """Return what matches an object of these properties and their values."""
 
     @abstractmethod
-    def anything(self, schema: Schema) -> Element:
-        """Return what matches values of a schema without a type."""
-
-    @abstractmethod
     def constant(self, value: Any, schema: Schema) -> Element:
         """Return what matches a constant."""
 
-    def as_a_whole(self, schema: Schema) -> Element | None:
-        """Return what matches a list or an object if the server can be handed its schema."""
-        return None
-
-    def value(self, schema: Schema, levels: int = _LEVELS) -> Element:
+    def value(self, schema: Schema) -> Element:
         """Return what matches a value by its schema.
 
         Raises:
             NotImplementedError: There is no grammar for that.
         """
-        if levels == 0:
-            raise schema.unsupported("a grammar of this format cannot follow a schema that refers to itself")
-        return either([self._one(option, levels) for option in alternatives(schema)])
+        return either([self.alternative(option) for option in alternatives(schema)])
 
-    def _one(self, schema: Schema, levels: int) -> Element:
+    def alternative(self, schema: Schema) -> Element:
+        """Return what matches one of the `alternatives` of a schema.
+
+        Raises:
+            NotImplementedError: There is no grammar for that.
+        """
+        self._written += 1
+        if self._written > _MOST_VALUES:
+            raise schema.unsupported("the schema is too large for a grammar")
         if (values := constants(schema)) is not None:
             return either([self.constant(value, schema) for value in values])
         kind = schema.value.get("type")
         if kind is None:
-            return self.anything(schema)
+            return either([self.alternative(schema.at({"type": name})) for name in _ANY_TYPE])
         if kind == "string":
             return self.string(schema)
-        if kind not in ("array", "object"):
-            return json_value(schema.standalone(), 0)
-        if (whole := self.as_a_whole(schema)) is not None:
-            return whole
+        if kind in ("number", "integer"):
+            return json_number(number_bounds(schema), whole=kind == "integer")
         if kind == "object":
-            properties = object_properties(schema)
-            return self.object([(found, self.value(found.schema, levels - 1)) for found in properties])
-        if "prefixItems" in schema.value:
-            raise schema.unsupported("a grammar of this format cannot express 'prefixItems'")
-        item = self.value(schema.at(schema.value.get("items", {}), "items"), levels - 1)
-        return self.array(item, schema.value.get("minItems", 0), schema.value.get("maxItems"))
+            return self.object([(found, self.value(found.schema)) for found in object_properties(schema)])
+        if kind == "array":
+            first, item, least, most = array_items(schema)
+            items = None if item is None else self.value(item)
+            return self.array([self.value(each) for each in first], items, least, most)
+        return either(_SPELLED_OUT[kind])
 
 
 class JSONNotation(Notation):
@@ -93,65 +105,41 @@ class JSONNotation(Notation):
         space: Most white space at one place of what the server spells out.
     """
 
+    escapes = '["\\\\/bfnrt]'
+    """What may follow a backslash; no `u`, which could write half of a surrogate pair."""
+
     def __init__(self, space: int = 1) -> None:
         """Keep the limit of white space."""
-        self.space = space
+        super().__init__()
         # As templates space JSON, or with any line breaks and indentation.
         self.gap = literal("") if space == 1 else matching(rf"[ \n]{{0,{space}}}")
         self.comma = literal(", ") if space == 1 else sequence(",", self.gap)
 
     def string(self, schema: Schema) -> Element:
         """Return what matches a JSON string."""
-        if "minLength" in schema.value or "maxLength" in schema.value:
-            return json_string(schema.value.get("minLength", 0), schema.value.get("maxLength"))
-        # xgrammar lets a string end only before what may follow one inside JSON.
-        return json_value(schema.standalone(), 0) if "pattern" in schema.value else json_string()
+        if (pattern := string_pattern(schema)) is not None:
+            return sequence('"', matching(pattern), '"')
+        return json_string(*schema.sizes("minLength", "maxLength"), escapes=self.escapes)
 
-    def array(self, item: Element, least: int, most: int | None) -> Element:
+    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
         """Return what matches a JSON list."""
-        return sequence("[", self.gap, separated(item, self.comma, least, most), self.gap, "]")
+        return sequence("[", self.gap, separated(first, item, self.comma, least, most), self.gap, "]")
 
     def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
         """Return what matches a JSON object."""
         parts = [(sequence(f"{constant_text(found.name)}: ", value), found.required) for found, value in properties]
         return sequence("{", self.gap, members(parts, self.comma), self.gap, "}")
 
-    def anything(self, schema: Schema) -> Element:
-        """Return what matches any JSON."""
-        return either([json_value(_NOT_A_STRING, self.space), json_string()])
-
     def constant(self, value: Any, schema: Schema) -> Element:
         """Return what matches a constant as JSON."""
         return literal(constant_text(value))
 
-    def as_a_whole(self, schema: Schema) -> Element | None:
-        """Hand the schema to the server, unless the server would read it badly."""
-        return None if has_to_be_spelled_out(schema) else json_value(schema.standalone(), self.space)
-
-    def value(self, schema: Schema, levels: int = _LEVELS) -> Element:
-        """Return what matches a value, handed to the server without being taken apart where possible."""
-        return self.as_a_whole(schema) or super().value(schema, levels)
-
 
 class PythonNotation(JSONNotation):
-    """Python's literals, as far as they are JSON's as well (parsers read `true`, `false` and `null` too).
+    """Python's literals, as far as they are JSON's as well (parsers read `true`, `false` and `null` too)."""
 
-    The server is handed scalars only: strings of its JSON may be written in ways that mean something else in Python.
-    """
-
-    def string(self, schema: Schema) -> Element:
-        """Return what matches a string; Python has no escape for `/`."""
-        if "pattern" in schema.value:
-            raise schema.unsupported("a grammar of this format cannot hold a string to a pattern")
-        return json_string(schema.value.get("minLength", 0), schema.value.get("maxLength"), escapes='["\\\\bfnrt]')
-
-    def anything(self, schema: Schema) -> Element:
-        """Return what matches a single value."""
-        return either([json_value(_SCALAR, 0), self.string(schema.at({}))])
-
-    def as_a_whole(self, schema: Schema) -> Element | None:
-        """Return nothing: lists and objects are spelled out."""
-        return None
+    escapes = '["\\\\bfnrt]'
+    """Python has no escape for `/`."""
 
 
 class GemmaNotation(Notation):
@@ -163,23 +151,18 @@ class GemmaNotation(Notation):
         """Return what matches a string between its marks."""
         return sequence(self.QUOTE, text(schema, (self.QUOTE,)), self.QUOTE)
 
-    def array(self, item: Element, least: int, most: int | None) -> Element:
+    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
         """Return what matches a list."""
-        return sequence("[", separated(item, ",", least, most), "]")
+        return sequence("[", separated(first, item, ",", least, most), "]")
 
     def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
         """Return what matches an object, sorted as the chat template does."""
         parts = []
         for found, value in sorted(properties, key=lambda item: item[0].name.lower()):
-            if not found.name or set(found.name) & set(":,{}[]<>\n"):
+            if not found.name or len(found.name) > 256 or set(found.name) & set(":,{}[]<>\n"):
                 raise found.schema.unsupported(f"the format cannot write the key {found.name!r}")
             parts.append((sequence(f"{found.name}:", value), found.required))
         return sequence("{", members(parts, ","), "}")
-
-    def anything(self, schema: Schema) -> Element:
-        """Return what matches a single value."""
-        scalar = json_value(_SCALAR, 0)
-        return either([sequence(self.QUOTE, free_text((self.QUOTE,)), self.QUOTE), scalar])
 
     def constant(self, value: Any, schema: Schema) -> Element:
         """Return what matches a constant."""
@@ -187,7 +170,7 @@ class GemmaNotation(Notation):
             raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
         if not isinstance(value, str):
             return literal(constant_text(value))
-        return sequence(self.QUOTE, constant(value, (self.QUOTE,), schema), self.QUOTE)
+        return sequence(self.QUOTE, plain_constant(value, (self.QUOTE,), schema), self.QUOTE)
 
 
 class ElementNotation(Notation):
@@ -195,12 +178,22 @@ class ElementNotation(Notation):
 
     TOKEN = "]<]minimax[>["
 
+    def value(self, schema: Schema) -> Element:
+        """Return what matches a value that the parser reads as the schema has it."""
+        options = alternatives(schema)
+        nested = [option for option in options if _is_nested(option)]
+        if len(nested) > 1 or (nested and any(_is_free_string(option) for option in options)):
+            raise schema.unsupported("the format does not tell the alternatives of this schema apart")
+        return plain_text(schema, (self.TOKEN,), self.alternative)
+
     def string(self, schema: Schema) -> Element:
         """Return what matches a string."""
         return text(schema, (self.TOKEN,))
 
-    def array(self, item: Element, least: int, most: int | None) -> Element:
+    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
         """Return what matches the items of a list."""
+        if item is None:
+            return sequence(*(self.element("item", each) for each in first))
         return repeated(self.element("item", item), least, most)
 
     def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
@@ -212,44 +205,43 @@ class ElementNotation(Notation):
             parts.append((self.element(found.name, value), found.required))
         return members(parts)
 
-    def anything(self, schema: Schema) -> Element:
-        """Return what matches a text."""
-        return free_text((self.TOKEN,))
-
     def constant(self, value: Any, schema: Schema) -> Element:
         """Return what matches a constant."""
         if isinstance(value, (list, dict)):
             raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
-        return constant(value if isinstance(value, str) else constant_text(value), (self.TOKEN,), schema)
+        return plain_constant(value if isinstance(value, str) else constant_text(value), (self.TOKEN,), schema)
 
     def element(self, name: str, content: Element) -> Element:
         """Return what matches an element."""
         return sequence(f"{self.TOKEN}<{name}>", content, f"{self.TOKEN}</{name}>")
 
 
-def separated(item: Element, separator: Element | str, least: int, most: int | None) -> Element:
-    """Return what matches `least` to `most` items with a separator between them."""
-    if most == 0:
-        return literal("")
-    more = repeated(sequence(separator, item), max(least - 1, 0), None if most is None else max(most, 1) - 1)
+def separated(
+    first: Sequence[Element], item: Element | None, separator: Element | str, least: int, most: int | None
+) -> Element:
+    """Return what matches the `first` items, or else `least` to `most` others, with a separator between them."""
+    if item is None or most == 0:
+        parts = [part for each in first for part in (separator, each)]
+        return sequence(*parts[1:])
+    more = repeated(sequence(separator, item), max(least - 1, 0), None if most is None else most - 1)
     some = item if most == 1 else sequence(item, more)
     return some if least else optional(some)
 
 
 def text(schema: Schema, excludes: Sequence[str]) -> Element:
     """Return what matches the text of a string that stands between marks and is not escaped."""
-    if "pattern" in schema.value:
-        return matching(schema.value["pattern"])
-    return free_text(excludes, schema.value.get("minLength", 0), schema.value.get("maxLength"))
+    if (pattern := string_pattern(schema)) is not None:
+        return matching(pattern)
+    return free_text(excludes, *schema.sizes("minLength", "maxLength"))
 
 
-def constant(value: str, excludes: Sequence[str], schema: Schema) -> Element:
+def plain_constant(value: str, excludes: Sequence[str], schema: Schema) -> Element:
     """Return what matches a constant text that stands between marks.
 
     Raises:
         NotImplementedError: A mark stands in it.
     """
-    if any(mark in value for mark in excludes):
+    if "\x00" in value or any(mark in value for mark in excludes):
         raise schema.unsupported(f"the format cannot write the value {value!r}")
     return literal(value)
 
@@ -259,11 +251,9 @@ def string_value(schema: Schema, excludes: Sequence[str]) -> Element | None:
     found = []
     for option in alternatives(schema):
         if (values := constants(option)) is not None:
-            found += [constant(value, excludes, option) for value in values if isinstance(value, str)]
-        elif is_string(option):
+            found += [plain_constant(value, excludes, option) for value in values if isinstance(value, str)]
+        elif _is_free_string(option):
             found.append(text(option, excludes))
-        elif option.value.get("type") is None:
-            found.append(free_text(excludes))
     return either(found) if found else None
 
 
@@ -282,30 +272,87 @@ def other_values(schema: Schema) -> dict[str, Element]:
                 if not isinstance(value, str):
                     add(_json_type(value), literal(constant_text(value)))
         elif kind is None:
-            for any_kind in _NOT_A_STRING["type"]:
-                add(any_kind, json_value({"type": any_kind}))
+            for name in _ANY_TYPE[1:]:
+                add(name, notation.alternative(option.at({"type": name})))
         elif kind != "string":
-            add(kind, notation.value(option))
+            add(kind, notation.alternative(option))
     return {kind: either(elements) for kind, elements in found.items()}
 
 
 def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bool = False) -> Element:
-    """Return what matches a value as plain text between marks, its type left to the schema.
+    """Return what matches a value as plain text between marks, its type left to the schema; the rest is JSON.
 
     Args:
         schema: The schema.
         excludes: Marks that no string may hold.
         python_spellings: `True`, `False` and `None` too, which some chat templates write.
+
+    Raises:
+        NotImplementedError: There is no grammar for that.
     """
-    strings, others = string_value(schema, excludes), other_values(schema)
-    if strings is not None and strings["type"] == "any_text" and "max_chars" not in strings:
-        return strings  # any other value is such a text as well
-    spellings = [
-        word for kind, words in _PYTHON_SPELLINGS.items() if python_spellings and kind in others for word in words
-    ]
-    if strings is not None or any(constants(option) is not None for option in alternatives(schema)):
-        spellings = []
-    return either([*([strings] if strings is not None else []), *others.values(), *spellings])
+    notation = JSONNotation()
+
+    def write(option: Schema) -> Element:
+        if (values := constants(option)) is not None:
+            return either(
+                plain_constant(value, excludes, option) if isinstance(value, str) else constant_text(value)
+                for value in values
+            )
+        if _is_free_string(option):
+            return text(option, excludes)
+        return notation.alternative(option)
+
+    return plain_text(schema, excludes, write, python_spellings=python_spellings)
+
+
+def plain_text(
+    schema: Schema, excludes: Sequence[str], write: Callable[[Schema], Element], *, python_spellings: bool = False
+) -> Element:
+    """Return what matches the text of a value that the parser types by the schema.
+
+    Args:
+        schema: The schema.
+        excludes: Marks that no string may hold.
+        write: Returns what matches one of the `alternatives`.
+        python_spellings: `True`, `False` and `None` too, where no text can be meant.
+
+    Raises:
+        NotImplementedError: The parser would not always read a value that the schema allows.
+    """
+    options = alternatives(schema)
+    for option in options:
+        for value in constants(option) or ():
+            written = value if isinstance(value, str) else constant_text(value)
+            if not _reads(written, value, schema):
+                raise schema.unsupported(f"the format cannot tell the value {value!r} from others")
+    strings = [option for option in options if _is_free_string(option)]
+    others = [option for option in options if not _is_free_string(option)]
+    if strings and any(option.value.keys() != {"type"} or _is_nested(option) for option in others):
+        raise schema.unsupported("the format does not tell strings from the other values of this schema")
+    if any(not option.value or option.value == {"type": "string"} for option in strings):
+        return free_text(excludes)  # any other value is such a text as well
+    words: list[str] = []
+    if python_spellings and not strings and not any(constants(option) is not None for option in options):
+        words = [word for option in options for word in _PYTHON_SPELLINGS.get(option.value["type"], ())]
+    return either([*map(write, options), *words])
+
+
+def _reads(written: str, value: Any, schema: Schema) -> bool:
+    """Tell whether the parser reads a constant as itself."""
+    try:
+        found = typed_value(written, schema.value, schema.root)
+    except InvalidValueError:
+        return False
+    return isinstance(found, str) is isinstance(value, str) and same_json(found, value)
+
+
+def _is_nested(schema: Schema) -> bool:
+    return schema.value.get("type") in ("array", "object")
+
+
+def _is_free_string(schema: Schema) -> bool:
+    """Tell whether one of the `alternatives` takes strings that it does not list."""
+    return schema.value.get("type", "string") == "string" and constants(schema) is None
 
 
 def _json_type(value: Any) -> str:
