@@ -1,15 +1,30 @@
-"""A small MCP server over stdio that keeps state: `add` and `count`. Run as a script."""
+"""A small MCP server over stdio that keeps state: `add` and `count`. Run as a script; with `silent`, it has no list."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
+from typing import Any
 
 try:
     from mcp.server.mcpserver import MCPServer
 except ImportError:  # mcp 1.x
     from mcp.server.fastmcp import FastMCP as MCPServer
 
-server = MCPServer("counter")
+
+class Server(MCPServer):  # type: ignore[misc, valid-type, unused-ignore]
+    """Lists its tools, or not."""
+
+    async def list_tools(self, *args: Any, **kwargs: Any) -> Any:
+        """The tools."""
+        if "silent" in sys.argv:
+            threading.Event().wait()
+        return await super().list_tools(*args, **kwargs)
+
+
+server = Server("counter")
 calls = 0
 
 
@@ -37,6 +52,19 @@ def fail() -> str:
 def die() -> str:
     """Ends the server."""
     os._exit(1)
+
+
+@server.tool()
+def freeze() -> str:
+    """Stops the server as it is."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return "never"
+
+
+@server.tool()
+def write(length: int) -> str:
+    """A long text."""
+    return "x" * length
 
 
 if __name__ == "__main__":

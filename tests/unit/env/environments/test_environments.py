@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.episodes import task
 from support.sandboxes import running
+from support.scripted_model import ScriptedModel, tool_use
 
 SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
 
@@ -129,8 +131,9 @@ def test_environments_share_one_sandbox(factory: Any) -> None:
 # --- MCP ---
 
 
-def mcp_client() -> MCPClient:
-    return MCPClient(lambda: stdio_client(StdioServerParameters(command=sys.executable, args=[str(SERVER)])))
+def mcp_client(*options: str) -> MCPClient:
+    command = StdioServerParameters(command=sys.executable, args=[str(SERVER), *options])
+    return MCPClient(lambda: stdio_client(command))
 
 
 def servers() -> list[str]:
@@ -198,6 +201,58 @@ async def test_what_a_model_does_wrong_with_a_servers_tools_is_its_own_matter(fa
     result = await MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client).step(task("2"))
     assert [status for status, _ in tool_results(result)] == ["error", "error", "success"]
     assert result.reward is not None and result.reward.reward == 1.0
+
+
+async def test_steps_at_once_have_a_server_each() -> None:
+    # B10; the cleanup of one leaves the other's server alone
+    begun, is_over = asyncio.Event(), asyncio.Event()
+
+    class Waiting(ScriptedModel):
+        async def stream(self, *args: Any, **kwargs: Any) -> Any:
+            if len(self.calls) == 1:
+                begun.set()
+                await is_over.wait()
+            async for event in super().stream(*args, **kwargs):
+                yield event
+
+    answers: list[Any] = [[tool_use("1", "add", a=1, b=1)], [tool_use("2", "count")], "2"]
+    models = iter([Waiting(answers), ScriptedModel(answers)])
+    environment = MCPEnvironment(lambda: next(models), clients=mcp_client)
+    slow = asyncio.ensure_future(environment.step(task()))
+    await begun.wait()
+    quick = await environment.step(task())
+    is_over.set()
+    counts = [tool_results(result)[1][1] for result in (quick, await slow)]
+    assert [count.split()[0] for count in counts] == ["1", "1"] and counts[0] != counts[1]
+    assert servers() == []
+
+
+async def test_a_server_that_was_stopped_is_no_reward(factory: Any) -> None:
+    answers = [call("freeze"), call("add", a=1, b=1), "2"]
+    limits: Any = {"tool_timeout": 0.5, "answer_timeout": 0.5}
+    environment = MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client, **limits)
+    result = await environment.step(task("2"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
+    assert "freeze: an MCP server no longer answers" in (result.error or "") and servers() == []
+
+
+async def test_a_server_that_does_not_list_its_tools_does_not_hang_the_step(factory: Any) -> None:
+    environment = MCPEnvironment(factory("x"), clients=lambda: mcp_client("silent"), answer_timeout=0.5)
+    result = await environment.step(task("x"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert "does not list its tools: it was silent for 0.5 seconds" in (result.error or "") and servers() == []
+
+
+async def test_a_long_result_is_cut_with_a_note(factory: Any) -> None:
+    answers = [call("write", length=8_000_000), call("write", length=5), "done"]
+    environment = MCPEnvironment(factory(*answers), clients=mcp_client, max_result_chars=1_000)
+    result = await environment.step(task())
+    (_, long), (_, short) = tool_results(result)
+    assert long == "x" * 1_000 + "[the result was cut: its first 1000 of 8000000 characters are above]"
+    assert short.startswith("xxxxx") and "cut" not in short
+    assert len(str(result.observation.messages)) < 10_000  # nowhere else either
+    with pytest.raises(ValueError, match="max_result_chars"):
+        MCPEnvironment(factory(), clients=mcp_client, max_result_chars=0)
 
 
 # --- AgentCore ---
