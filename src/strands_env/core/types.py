@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from strands.types.content import Message, Messages
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
@@ -75,6 +75,11 @@ class TokenObservation(BaseModel):
             loss_mask=tokens.loss_mask,
             logprobs=tokens.logprobs,
         )
+
+    @model_serializer(mode="plain")
+    def _fields(self) -> dict[str, Any]:
+        # By name, since a subclass may have them elsewhere.
+        return {name: getattr(self, name) for name in TokenObservation.model_fields}
 
     @property
     def initial_prompt_token_ids(self) -> list[int]:

@@ -17,25 +17,30 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
+from filelock import FileLock, Timeout
 
 from .json_lines import decode
 from .records import RECORD_START
 
-try:
-    import fcntl
-except ImportError:  # not POSIX: one process at a time is then up to the user
-    fcntl = None  # type: ignore[assignment]
-
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record is: its file, and its bytes in it."""
+
+    path: Path
+    start: int
+    length: int
 
 
 class CheckpointError(Exception):
@@ -73,12 +78,12 @@ class CheckpointFile:
             os.close(self._fd)
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[Place]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None
 
-    def append(self, line: Callable[[], bytes]) -> asyncio.Future[None]:
-        """Append a record; the future is done once it is on the disk.
+    def append(self, line: Callable[[], bytes]) -> asyncio.Future[Place]:
+        """Append a record; the future is done once it is on the disk, and says where.
 
         The record is taken at once: a caller that is cancelled while it waits has not withdrawn it.
 
@@ -88,7 +93,7 @@ class CheckpointFile:
         Raises:
             CheckpointError: (through the future) It cannot be written.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         if self._failure is not None:
             done.set_exception(self._failure)
             return done
@@ -129,36 +134,40 @@ class CheckpointFile:
                 for (_, done), outcome in zip(batch, outcomes, strict=True):
                     if done.cancelled():
                         continue
-                    if outcome is None:
-                        done.set_result(None)
+                    if isinstance(outcome, Place):
+                        done.set_result(outcome)
                     else:
                         done.set_exception(outcome)
         finally:
             self._writing = None
 
-    def _commit(self, lines: list[Callable[[], bytes]]) -> list[CheckpointError | None]:
-        """Write and sync; runs in the thread. What went wrong with each."""
-        outcomes: list[CheckpointError | None] = [self._failure] * len(lines)
+    def _commit(self, lines: list[Callable[[], bytes]]) -> list[Place | CheckpointError]:
+        """Write and sync; runs in the thread. Where each is, or what went wrong with it."""
+        outcomes: dict[int, Place | CheckpointError] = {}
         encoded: dict[int, bytes] = {}
         for position, line in enumerate(lines):
             try:
                 encoded[position] = line()
             except Exception as error:
                 outcomes[position] = CheckpointError(f"{self.path}: a result cannot be written: {error!r}")
-        if self._failure is not None or not encoded:
-            return outcomes
+        start = self._end
         try:
-            self._put(b"".join(encoded.values()))
+            if self._failure is None:
+                self._put(b"".join(encoded.values()))
+                for position, record in encoded.items():
+                    outcomes[position] = Place(self.path, start, len(record))
+                    start += len(record)
         except OSError:
             for position, record in encoded.items():  # some of them may still fit
                 if self._failure is None:
+                    start = self._end
                     try:
                         self._put(record)
-                        continue
+                        outcomes[position] = Place(self.path, start, len(record))
                     except OSError as error:
                         self._failure = self._told(error)
-                outcomes[position] = self._failure
-        return outcomes
+        assert self._failure is not None or len(outcomes) == len(lines)
+        return [outcomes.get(position) or self._failure for position in range(len(lines))]  # type: ignore[misc]
 
     def _put(self, data: bytes) -> None:
         """Write and sync all of it, or leave none of it."""
@@ -207,50 +216,23 @@ class CheckpointFile:
         return size + 1
 
 
-class FileLock:
-    """Keeps a second evaluation away from a file; ends with the process, however it ends."""
+def lock_file(path: Path) -> FileLock:
+    """Keep a second evaluation away, of this process or of another; ends with the process, however it ends.
 
-    _held: set[Path] = set()
-    _guard = threading.Lock()
+    Args:
+        path: Of the file that stands for it, made if need be and never removed.
 
-    def __init__(self, path: Path) -> None:
-        """Take the lock.
-
-        Args:
-            path: Of the file that stands for it, made if need be and never removed.
-
-        Raises:
-            CheckpointError: Someone holds it.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path.resolve()
-        # A lock of `lockf` is its process's own: not inherited by forks that outlive it, but given up when any
-        # descriptor of the file is closed, and no obstacle to this process itself.
-        with self._guard:
-            if self._path in self._held:
-                raise CheckpointError(f"{path}: another evaluation of this process is writing there")
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                if fcntl is not None:
-                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
-                os.close(self._fd)
-                raise CheckpointError(
-                    f"{path}: another evaluation{f' (process {holder})' if holder else ''} is writing there"
-                ) from error
-            self._held.add(self._path)
-        os.ftruncate(self._fd, 0)
-        with contextlib.suppress(OSError):  # a full disk; the number is for people only
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode("ascii"), 0)
-
-    def release(self) -> None:
-        """Give it back."""
-        with self._guard:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-                self._held.discard(self._path)
+    Raises:
+        CheckpointError: Someone holds it.
+        OSError: It cannot be opened.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise CheckpointError(f"{path}: another evaluation is writing there") from error
+    return lock
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -259,20 +241,48 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises:
         CheckpointError: A line is no record, or the file cannot be read.
     """
+    return (record for _, record in read_placed_records(path))
+
+
+def read_placed_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Likewise, each with its place."""
+    path, start = Path(path), 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    record = decode(line)
-                    if not isinstance(record, dict) or "key" not in record:
-                        raise ValueError("no record of a sample")
+                    record = _record_of(line)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         return
                     raise CheckpointError(f"{path}, line {number}: damaged: {error}") from error
-                yield record
+                yield Place(path, start, len(line)), record
+                start += len(line)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def read_record(place: Place) -> dict[str, Any]:
+    """One record.
+
+    Raises:
+        CheckpointError: It is no longer there.
+    """
+    try:
+        with open(place.path, "rb") as file:
+            file.seek(place.start)
+            return _record_of(file.read(place.length))
+    except OSError as error:
+        raise CheckpointError(f"{place.path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{place.path} has been changed: no record is at byte {place.start}") from error
+
+
+def _record_of(line: bytes) -> dict[str, Any]:
+    record = decode(line)
+    if not isinstance(record, dict) or "key" not in record:
+        raise ValueError("no record of a sample")
+    return record
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -73,7 +73,8 @@ class Evaluator:
             env_factory: Makes the environment of one sample; may be async. It gets the sample's own copy of the action.
             n_samples_per_prompt: Episodes of each task.
             max_concurrency: Episodes at once.
-            keep_tokens: Whether to keep each sample's `TokenObservation` (models that record tokens only).
+            keep_tokens: Whether to keep each sample's `TokenObservation` (models that record tokens only). With an
+                `output_path` tokens are on the disk only, and read when they are asked for.
             metrics_fns: Each takes all results and returns further metrics.
             output_path: Results file (`*.jsonl`) or folder: results are kept there as they finish, and a later run
                 goes on from them. None keeps them in memory only.

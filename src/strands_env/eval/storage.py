@@ -23,7 +23,17 @@ from typing import Any
 
 from strands_sglang import Trajectory
 
-from .checkpoint import CheckpointError, CheckpointFile, FileLock, read_records, replace_file
+from ..core.types import TokenObservation
+from .checkpoint import (
+    CheckpointError,
+    CheckpointFile,
+    Place,
+    lock_file,
+    read_placed_records,
+    read_record,
+    read_records,
+    replace_file,
+)
 from .json_lines import decode, digest, encode
 from .records import EvalSample, Prompt, Results
 
@@ -70,6 +80,45 @@ class Run:
         }
 
 
+class StoredTokens(TokenObservation):
+    """Tokens that are on the disk, and read when they are asked for.
+
+    In memory a token takes 84 bytes, so those of a few thousand long episodes fill a machine.
+    """
+
+    _place: Place
+
+    @classmethod
+    def at(cls, place: Place) -> StoredTokens:
+        """The tokens of the record at a place."""
+        tokens = cls.model_construct()
+        tokens._place = place
+        return tokens
+
+    def __getattr__(self, name: str) -> Any:
+        """A field, from the disk."""
+        if name in TokenObservation.model_fields:
+            return getattr(_read_tokens(self._place), name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def __eq__(self, other: Any) -> bool:
+        """Whether the tokens are the same, wherever they are."""
+        return isinstance(other, TokenObservation) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@functools.lru_cache(maxsize=1)
+def _read_tokens(place: Place) -> TokenObservation:
+    return TokenObservation.model_validate(read_record(place)["observation"]["tokens"])
+
+
+def _leave_tokens(sample: EvalSample, place: Place) -> None:
+    """Leave a sample's tokens on the disk."""
+    if sample.step_result.observation.tokens is not None:
+        sample.step_result.observation.tokens = StoredTokens.at(place)
+
+
 class Storage:
     """The files of one evaluation, opened for writing."""
 
@@ -88,7 +137,7 @@ class Storage:
         self._run = run
         self._config_digest = run.config_digest
         try:
-            self._lock = FileLock(side_file(self.path, ".lock"))
+            self._lock = lock_file(side_file(self.path, ".lock"))
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from error
         try:
@@ -160,7 +209,9 @@ class Storage:
             )
 
     async def add(self, sample: EvalSample, *, trajectory: Trajectory | None = None) -> None:
-        """Put a sample on the disk, a failed one into the failures; done once it is there.
+        """Put a sample on the disk, a dropped one into the failures; done once it is there.
+
+        Its tokens are on the disk only from then on, and read when they are asked for.
 
         A caller that is cancelled while it waits has not withdrawn it: `close` sees to it.
 
@@ -175,7 +226,8 @@ class Storage:
                 trajectory.save(folder / f"{sample.key}.safetensors")
             return encode(sample.to_record(self._config_digest))
 
-        await (self._results if sample.is_finished else self._failures).append(line)
+        place = await (self._results if sample.is_finished else self._failures).append(line)
+        _leave_tokens(sample, place)
 
     async def close(self) -> None:
         """Write what waits, close the files, release the lock."""
@@ -253,7 +305,7 @@ def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, Eva
     """The last record of each key; None for keys that do not belong to the run."""
     keys = run.sample_keys
     samples: dict[str, EvalSample | None] = {}
-    for number, record in enumerate(read_records(path), 1):
+    for number, (place, record) in enumerate(read_placed_records(path), 1):
         if record["key"] not in keys:
             samples[record["key"]] = None
             continue
@@ -261,6 +313,7 @@ def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, Eva
             sample = EvalSample.from_record(record, is_finished=is_finished)
         except ValueError as error:
             raise CheckpointError(f"{path}, line {number}: damaged: {error}") from error
+        _leave_tokens(sample, place)
         sample.prompt_id = keys[sample.key][0]
         samples[sample.key] = sample
     return samples

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import os
+import pickle
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -368,6 +371,42 @@ async def test_tokens_are_kept_if_asked_for_also_over_a_resume(tmp_path, keep):
         run = evaluator(StubEnvironment(play), keep_tokens=keep, output_path=tmp_path / "r.jsonl")
         sample = (await run.run(tasks(1)))["t0"][0]
         assert sample.step_result.observation.tokens == (tokens if keep else None)
+
+
+async def test_kept_tokens_are_on_the_disk_and_not_in_memory(tmp_path):
+    """Row B15: 40 samples of 20,000 tokens, which took 84 bytes each."""
+    length = 20_000
+
+    def play(action):
+        result = step_result()
+        ids = [1000 + int(action.task_context.id[1:])] * length
+        result.observation.tokens = TokenObservation(
+            token_ids=ids, prompt_length=1, loss_mask=[0] + [1] * (length - 1), logprobs=[n / 7 for n in range(length)]
+        )
+        return result
+
+    path = tmp_path / "r.jsonl"
+    tracemalloc.start()
+    try:
+        for count in (40, 41):  # resumed, too
+            before = tracemalloc.get_traced_memory()[0]
+            run = evaluator(StubEnvironment(play), keep_tokens=True, output_path=path)
+            results = await run.run(tasks(count))
+            assert tracemalloc.get_traced_memory()[0] - before < 6_000_000  # of 67 MB
+            run.compute_metrics(results)
+    finally:
+        tracemalloc.stop()
+    _, read = read_results(path)
+    for sample in (
+        results["t7"][0],
+        read["t7"][0],
+        copy.deepcopy(read["t7"][0]),
+        pickle.loads(pickle.dumps(results))["t7"][0],
+    ):
+        tokens = sample.step_result.observation.tokens
+        assert tokens.rollout_token_ids == [1007] * (length - 1) and tokens.prompt_length == 1
+        assert tokens == play(sample.action).observation.tokens == tokens
+        assert sample.model_dump()["step_result"]["observation"]["tokens"]["logprobs"][7] == 1.0
 
 
 async def test_what_json_has_no_form_for_is_no_reason_to_lose_a_result(tmp_path):
