@@ -135,6 +135,7 @@ class Origin:
     def note(self, turn: Turn) -> None:
         """Note an answer that the agent is about to get."""
         if self.call is not None:
+            turn.was_added = False
             self.call.answers.append((self.trajectory, turn))
 
 

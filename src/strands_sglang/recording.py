@@ -22,7 +22,7 @@ from .generation import Generation
 from .images import ImageInputs
 from .messages import Conversation, block_digests, chain_of, message_digest, next_link
 from .turns import Turn, TurnStatus
-from .verdicts import AnsweredTurns
+from .verdicts import AnsweredTurns, settle
 
 if TYPE_CHECKING:
     from .trajectory import Trajectory
@@ -308,7 +308,7 @@ class Recording:
             turn.prompt_logprobs = logprobs
         parent = turn.parent
         if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
-            parent.status = TurnStatus.COMMITTED
+            settle(parent, TurnStatus.COMMITTED)
 
     def put_in_history(self, turns: Sequence[Turn], message: Message, *, position: int) -> None:
         """Settle which of the answers to one model call an agent took, from the message that came into its history.

@@ -71,7 +71,8 @@ class Turn:
         answer_key: Identifies the conversation with the answer; None until it came.
         answer_digest: Digest of the answer as the agent hands it back.
         answer_blocks: Kinds and digests of its content blocks (see `messages.block_digests`).
-        was_added: Whether the agent's hooks saw the answer, perhaps edited, come into its history; see `hooks`.
+        was_added: Whether the agent's hooks saw the answer, perhaps edited, come into its history; None where it has
+            no hooks that tell (see `hooks`).
         note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
         trajectory: The trajectory that records it; None for a turn on its own.
         resumes: What an earlier attempt at this call had sampled, where it goes on from there.
@@ -105,7 +106,7 @@ class Turn:
     answer_key: bytes | None = None
     answer_digest: bytes | None = None
     answer_blocks: tuple[tuple[str, bytes], ...] = ()
-    was_added: bool = False
+    was_added: bool | None = None
     note: str = ""
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None

@@ -28,10 +28,8 @@ from .turns import Turn, TurnStatus
 
 _OPEN = TurnStatus.ANSWERED
 
-UNKNOWN = (
-    "whether the agent kept it is not known: what it asked later does not hold the question; model.hooks would tell"
-)
-"""The note of an answer that nothing tells what became of it. It is trained: it was sampled, and given to the agent."""
+UNKNOWN = "whether the agent kept it is not known: nothing that it asked later tells; its model.hooks would"
+"""The note of an answer of which nothing tells what became. It is trained: it was sampled, and given to the agent."""
 
 
 class AnsweredTurns:
@@ -42,12 +40,14 @@ class AnsweredTurns:
         self._by_answer: dict[bytes, list[Turn]] = {}
         self._by_question: dict[tuple[str, bytes], list[Turn]] = {}
         self._latest: dict[str, Turn] = {}
+        self._digests: set[bytes] = set()
 
     def add(self, turn: Turn) -> None:
         """Take in a turn whose answer is recorded; one without an answer is left out."""
         if turn.answer_key is None or turn.answer_digest is None:
             return
         self._by_answer.setdefault(turn.answer_key, []).append(turn)
+        self._digests.add(turn.answer_digest)
         if turn.agent is not None:
             self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
             self._latest[turn.agent] = turn
@@ -121,12 +121,15 @@ class AnsweredTurns:
             else:
                 judged_cycle = turns[-1].cycle
             for turn in turns:
-                if turn.status is not _OPEN or turn is extended or turn.cycle != judged_cycle:
+                if turn.status is not _OPEN or turn is extended or turn.was_added is False:
+                    continue  # hooks that were not told yet are told once the call is over
+                if turn.cycle != judged_cycle:
+                    _say_unknown(turn)
                     continue
                 behind = _Behind(conversation.digests[known:], new_messages, known)
                 taken = bool(standing) and turn is not standing[-1]
                 is_guide = turn.cycle == cycle
-                rewritten += _judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
+                rewritten += self._judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
         latest = self._latest.get(agent)
         if latest is not None and latest is not extended and latest.key not in conversation.chain:
             if latest.answer_digest not in conversation.digests:
@@ -159,7 +162,8 @@ class AnsweredTurns:
         agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
         if len(agents) > 1:  # several have asked the same, and nothing tells them apart
             for turn in kept:
-                turn.status = TurnStatus.FINAL if turn.status is _OPEN else turn.status
+                if turn.status is _OPEN:
+                    settle(turn, TurnStatus.FINAL)
             for turn in last:
                 _say_unknown(turn)
             return []
@@ -169,7 +173,7 @@ class AnsweredTurns:
             if turn.agent in agents:
                 rivals.setdefault(turn.key, []).append((turn, known))
             elif turn in kept and turn.status is _OPEN:
-                turn.status = TurnStatus.FINAL
+                settle(turn, TurnStatus.FINAL)
         for attempts in rivals.values():
             standing = _that_stands([turn for turn, _ in attempts if turn in kept])
             judged_cycle = (standing or attempts[-1][0]).cycle
@@ -179,8 +183,28 @@ class AnsweredTurns:
                         turn.status, turn.note = TurnStatus.FINAL, ""
                 elif turn.status is _OPEN and turn.cycle == judged_cycle:
                     behind = _Behind(digests[known:], messages, known)
-                    rewritten += _judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
+                    rewritten += self._judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
+                else:
+                    _say_unknown(turn)
+        for agent in agents or (self._latest if len(self._latest) == 1 else ()):
+            latest = self._latest.get(agent) if agent is not None else None
+            if latest is not None and id(latest) not in lengths and latest.answer_digest not in digests:
+                _say_unknown(latest)
         return rewritten
+
+    def _judge(
+        self, turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False
+    ) -> list[Turn]:
+        """As the function of this name, where nothing but the messages behind a question tells."""
+        is_another = (
+            turn.answer_digest not in behind.digests and behind.digests[:1] and behind.digests[0] in self._digests
+        )
+        if is_another and not taken and not _is_kept_in_another_form(turn, behind):
+            _say_unknown(
+                turn
+            )  # the agent has begun anew, in another history or with other tools, or was given an answer
+            return []
+        return _judge(turn, behind, taken=taken, kept=kept, is_guide=is_guide)
 
 
 def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
@@ -226,6 +250,13 @@ class _Behind:
         return self.messages[at] if 0 <= at < len(self.messages) else None
 
 
+def settle(turn: Turn, status: TurnStatus) -> None:
+    """Fix the status of a turn, of which nothing is unknown now."""
+    turn.status = status
+    if turn.note == UNKNOWN:
+        turn.note = ""
+
+
 def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False) -> list[Turn]:
     """Settle the status of an answer; return its turn if an answer that nobody sampled stands in its place.
 
@@ -238,17 +269,18 @@ def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_gui
     """
     first = behind.first
     if not taken and turn.answer_digest in behind.digests:
-        turn.status = kept
+        settle(turn, kept)
         return []
     if not taken and _is_kept_in_another_form(turn, behind):
-        turn.status = kept
+        settle(turn, kept)
         _note_form(turn, behind)
         return []
     if turn.is_cut_short:
         if kept is TurnStatus.FINAL:
-            turn.status = kept
+            settle(turn, kept)
         return []
     if first is not None and first["role"] == "user" and not (taken or is_guide):
+        _say_unknown(turn)
         return []
     if turn.was_added and (taken or first is None or first["role"] != "assistant"):
         return []  # it has come into the history, and the agent went back behind it
@@ -298,5 +330,5 @@ def _that_stands(turns: Sequence[Turn]) -> Turn | None:
 
 def _say_unknown(turn: Turn) -> None:
     """Note of an answer that nothing tells what became of it."""
-    if turn.status is _OPEN and not turn.was_added and not turn.note:
+    if turn.status is _OPEN and turn.was_added is None and not turn.note:
         turn.note = UNKNOWN

@@ -11,7 +11,7 @@ from strands import Agent
 
 def needs_module(name: str) -> pytest.MarkDecorator:
     """Skips a test, and says why, where Strands has no such module yet."""
-    return pytest.mark.skipif(not _exists(name), reason=f"this version of strands-agents has no {name}")
+    return pytest.mark.skipif(not has_module(name), reason=f"this version of strands-agents has no {name}")
 
 
 def needs_argument(method: str, argument: str) -> pytest.MarkDecorator:
@@ -20,7 +20,8 @@ def needs_argument(method: str, argument: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not taken, reason=f"Agent.{method} of this version of strands-agents takes no {argument}")
 
 
-def _exists(name: str) -> bool:
+def has_module(name: str) -> bool:
+    """Whether Strands has a module."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its parent is missing
