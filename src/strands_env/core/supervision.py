@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -104,7 +106,9 @@ class Supervisor:
         if self.is_cancelled and not uninterrupted:
             coroutine.close()
             raise asyncio.CancelledError
-        loop, task, is_late, timer = asyncio.get_running_loop(), self._task, False, None
+        loop, task, is_late = asyncio.get_running_loop(), self._task, False
+        clock: _Timer | None = None
+        timer: asyncio.TimerHandle | None = None
         assert task is not None
 
         def interrupt() -> None:
@@ -121,7 +125,8 @@ class Supervisor:
             timer = loop.call_later(ABANDON_AFTER if outcome is not None else INSIST_AFTER, interrupt)
 
         if seconds is not None:
-            timer = loop.call_later(seconds, interrupt)
+            clock = _Timer(seconds, interrupt, _timer.get())
+        before = _timer.set(clock)
         self._may_interrupt = not uninterrupted
         try:
             return await coroutine
@@ -132,8 +137,70 @@ class Supervisor:
             raise
         finally:
             self._may_interrupt = False
-            if timer is not None:
-                timer.cancel()
+            _timer.reset(before)
+            for running in (clock, timer):
+                if running is not None:
+                    running.cancel()
+
+
+@contextmanager
+def queued() -> Iterator[Callable[[], None]]:
+    """What waits inside, for a worker that others keep busy, does not count as time of its own.
+
+    Yields:
+        What to call, in the event loop, when the waiting is over; the end of the block at the latest.
+    """
+    timer, is_waiting = _timer.get(), True
+    if timer is not None:
+        timer.pause()
+
+    def end() -> None:
+        nonlocal is_waiting
+        if is_waiting and timer is not None:
+            timer.resume()
+        is_waiting = False
+
+    try:
+        yield end
+    finally:
+        end()
+
+
+class _Timer:
+    """Calls a function once its seconds are over, those in queues not counted."""
+
+    def __init__(self, seconds: float, call: Callable[[], None], outer: _Timer | None) -> None:
+        self._left = seconds
+        self._call = call
+        self._outer = outer
+        self._queued = 0
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._handle = self._loop.call_later(seconds, call)
+
+    def pause(self) -> None:
+        self._queued += 1
+        if self._queued == 1:
+            self._left -= self._loop.time() - self._began
+            self._handle.cancel()
+        if self._outer is not None:
+            self._outer.pause()
+
+    def resume(self) -> None:
+        self._queued -= 1
+        if self._queued == 0:
+            self._began = self._loop.time()
+            if self._left > 0:
+                self._handle = self._loop.call_later(self._left, self._call)
+        if self._outer is not None:
+            self._outer.resume()
+
+    def cancel(self) -> None:
+        self._left = 0.0
+        self._handle.cancel()
+
+
+_timer: ContextVar[_Timer | None] = ContextVar("timer", default=None)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

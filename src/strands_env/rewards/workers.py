@@ -17,11 +17,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.supervision import queued
 from .jobs.worker import receive, send
 
 _JOBS = str(Path(__file__).parent / "jobs")
@@ -101,16 +103,28 @@ class WorkerPool:
         weakref.finalize(self, _stop_all, self._idle)
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Have a worker answer a request.
+        """Have a worker answer a request. The time until one starts on it counts for no timeout of an environment's.
 
         Raises:
             OverLimitsError: The request takes more than it may.
             WorkerError: There is no worker.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask, request)
+        loop = asyncio.get_running_loop()
+        with queued() as begin:
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As `run`, for callers without an event loop."""
+            def begun() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(begin)
+
+            return await loop.run_in_executor(self._threads, self.ask, request, begun)
+
+    def ask(self, request: dict[str, Any], begun: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """As `run`, for callers without an event loop.
+
+        Args:
+            request: What to answer.
+            begun: Called when a worker starts on it.
+        """
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         try:
@@ -118,6 +132,7 @@ class WorkerPool:
             for last in (False, True):
                 worker = worker or _Worker(self.job, self.limits)
                 fresh = worker.requests == 0
+                begun()
                 try:
                     return worker.ask(request)
                 except OverLimitsError as error:
