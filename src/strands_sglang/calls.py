@@ -235,7 +235,7 @@ class Caller:
         if self.images is None or not prompt.pictures:
             return prompt.token_ids, None
         await waiting.finish(require_image_understanding(self.client, prompt.pictures[0]))
-        return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
+        return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
 
 
 @contextmanager

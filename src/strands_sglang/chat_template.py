@@ -11,6 +11,7 @@ the method is checked against full renders of probe conversations. What it canno
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .content import Picture
-from .encoder import Encoder, get_encoder
+from .control_tokens import ControlTokens, texts_of
+from .encoder import EncodedText, Encoder, get_encoder
 from .families import find_family, get_family
 from .messages import ChatMessage, pictures_of
 from .template_habits import (
@@ -36,6 +38,8 @@ from .template_renderer import ChatTemplateError, TemplateRenderer, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
 _TAIL_TOKENS = 64
@@ -51,6 +55,7 @@ class Prompt:
         kept: How many of the sampled ids before it stay in the sequence; None for all of them.
         note: Why not all of them stay.
         pictures: The images of the text, in its order; the ids hold one placeholder for each.
+        encoded: The text and its ids in parts. The ids may have more in front of them, or lack the first.
     """
 
     token_ids: list[int]
@@ -58,6 +63,7 @@ class Prompt:
     kept: int | None = None
     note: str = ""
     pictures: tuple[Picture, ...] = ()
+    encoded: tuple[EncodedText, ...] = ()
 
     def ends_with(self, mark: str) -> bool:
         """Whether a mark such as `<think>` is the last thing in the prompt, white space aside."""
@@ -83,6 +89,7 @@ class ChatTemplate:
         chat_template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         family: str | None = None,
+        escape_control_tokens: bool = False,
     ) -> None:
         """Find the template and the tokens that end an assistant's turn in it, and check what can be proven.
 
@@ -91,6 +98,7 @@ class ChatTemplate:
             chat_template: Jinja text that replaces the tokenizer's own template.
             arguments: Passed to the template with every render, e.g. `{"enable_thinking": False}`.
             family: Name of the model family, where the template does not tell.
+            escape_control_tokens: Whether control tokens that stand in messages and tools are encoded as ordinary text.
 
         Raises:
             ChatTemplateError: The tokenizer has no chat template and none was given, or it cannot render a plain
@@ -99,7 +107,10 @@ class ChatTemplate:
         """
         self._renderer = TemplateRenderer(tokenizer, chat_template, arguments or {})
         self.tokenizer = self._renderer.tokenizer
-        self.render, self.encode, self.decode = self._renderer.render, self._renderer.encode, self._renderer.decode
+        self.render = self._renderer.render
+        self.encode, self.decode = self._renderer.encoder.encode, self._renderer.encoder.decode
+        self._control_tokens = ControlTokens(self._renderer.encoder, self._renderer.sentinel)
+        self._escapes, self._warned = escape_control_tokens, False
         self.family = find_family(self._renderer.template_text) if family is None else get_family(family)
         self.stops = self._find_stops(named=family is not None)
         self._renderer.forms = find_forms(self._renderer, self.family)
@@ -107,6 +118,8 @@ class ChatTemplate:
             "chat template": self._renderer.chat_template,
             "template arguments": prefix_arguments(self._renderer),
         }
+        if escape_control_tokens:
+            self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, bool], bool] = {}
         self._counted = _CountedTexts()
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
@@ -175,9 +188,10 @@ class ChatTemplate:
             ChatTemplateError: The template refused the conversation, or would leave something out of it.
         """
         self._check_is_shown(messages)
-        messages = self._renderer.forms.with_own_ids(messages)
-        text = self.render(messages, tools, add_generation_prompt=True)
-        return Prompt(self._encode(text, ahead), text, pictures=tuple(pictures_of(messages)))
+        pictures = tuple(pictures_of(messages))
+        messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
+        encoded = self._encoded(self.render(messages, tools, add_generation_prompt=True), ahead)
+        return Prompt(_ids_of(encoded), _text_of(encoded), pictures=pictures, encoded=encoded)
 
     def continuation(
         self,
@@ -229,40 +243,69 @@ class ChatTemplate:
                     raise UnprovenContinuationError(proof.reason)
                 needs_tool_step = needs_tool_step or proof.needs_tool_step
         self._check_is_shown(messages)
+        pictures = tuple(pictures_of(messages))
+        # A template without a place for calls has none to write: what is new follows the turn's text.
+        shown = [{"id": call["id"], "name": call["name"]} for call in calls]
+        shown = shown if results and "tool calls" not in self.left_out else []
+        messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
         after = text_after_turn(
             self._renderer,
             self.stops,
-            # A template without a place for calls has none to write: what is new follows the turn's text.
-            calls if results and "tool calls" not in self.left_out else (),
-            self._renderer.forms.with_own_ids(messages),
+            self._control_tokens.escape(shown) if self._escapes else shown,
+            messages,
             tools,
             has_system=has_system,
             is_known_family=self.family is not None,
             after_tool_step=needs_tool_step and had_tool_results,
         )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
-        token_ids = self._encode(after.end + after.following, ahead)
+        encoded = self._encoded(after.end + after.following, ahead)
+        token_ids = _ids_of(encoded)
         if not token_ids or token_ids[0] != end_id:
             raise UnprovenContinuationError(
                 f"{after.end!r} does not stay one token in front of {after.following[:40]!r}"
             )
-        text, pictures = after.end + after.following, tuple(pictures_of(messages))
+        text = _text_of(encoded)
         if last == end_id:
-            return Prompt(token_ids[1:], text, pictures=pictures)
+            return Prompt(token_ids[1:], text, pictures=pictures, encoded=encoded)
         stop = "" if last is None else str(self.tokenizer.convert_ids_to_tokens(last))
         # A control token of the turn's own text, at which a user's `stop_token_ids` stopped, stays.
         is_odd = last == stop_token_id and self.is_special(last) and stop not in after.rest
         if last is not None and (last in self.stop_ids or is_odd):
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
-            return Prompt(token_ids, text, len(output_ids) - 1, note, pictures)
+            return Prompt(token_ids, text, len(output_ids) - 1, note, pictures, encoded)
         missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
-        return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures)
+        return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures, encoded=encoded)
 
-    def _encode(self, text: str, ahead: bool) -> list[int]:
-        token_ids = self._counted.take(text) or self.encode(text)
+    def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
+        """The messages and tools as they are rendered, with marks in place of control tokens if those are escaped."""
+        if self._escapes:
+            return self._control_tokens.escape(messages), self._control_tokens.escape(tools)
+        for message in messages:
+            if message["role"] in ("user", "tool") and not self._warned:
+                self._warn_of_control_tokens(message)
+        return messages, tools
+
+    def _warn_of_control_tokens(self, message: ChatMessage) -> None:
+        found = map(self._control_tokens.special_in, texts_of(message["content"]))
+        token = next((token for token in found if token is not None), None)
+        if token is not None:
+            self._warned = True
+            logger.warning(
+                "role=<%s>, token=<%s> | the text of a message holds a control token, which becomes a real one in the "
+                "prompt, as on the server's chat endpoint; escape_control_tokens=True keeps it text",
+                message["role"],
+                token,
+            )
+
+    def _encoded(self, text: str, ahead: bool) -> tuple[EncodedText, ...]:
+        encoded = self._counted.take(text)
+        if encoded is None:
+            pieces = self._control_tokens.pieces(text) if self._escapes else [EncodedText(text, self.encode(text))]
+            encoded = tuple(pieces)
         if ahead:
-            self._counted.put(text, token_ids)
-        return token_ids
+            self._counted.put(text, encoded)
+        return encoded
 
     def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
         """Refuse what the template would leave out without a word."""
@@ -335,38 +378,46 @@ class ChatTemplate:
 
 
 class _CountedTexts:
-    """The ids of long texts that were counted, until the call takes them that sends them: each is encoded once."""
+    """Long texts that were encoded to be counted, until the call takes them that sends them: each is encoded once."""
 
     SHORTEST = 1000  # characters; for less it is not worth it
     MOST = 16_000_000  # characters together; what was counted for nothing has to go
 
     def __init__(self) -> None:
         """Start empty."""
-        self._ids: dict[str, list[int]] = {}
+        self._texts: dict[str, tuple[EncodedText, ...]] = {}
         self._characters = 0
         self._lock = threading.Lock()
 
-    def put(self, text: str, token_ids: list[int]) -> None:
-        """Keep the ids of a text."""
+    def put(self, text: str, encoded: tuple[EncodedText, ...]) -> None:
+        """Keep an encoded text."""
         with self._lock:
-            if self.SHORTEST <= len(text) <= self.MOST and text not in self._ids:
-                self._ids[text] = token_ids
+            if self.SHORTEST <= len(text) <= self.MOST and text not in self._texts:
+                self._texts[text] = encoded
                 self._characters += len(text)
             while self._characters > self.MOST:
-                oldest = next(iter(self._ids))
+                oldest = next(iter(self._texts))
                 self._characters -= len(oldest)
-                del self._ids[oldest]
+                del self._texts[oldest]
 
-    def take(self, text: str) -> list[int] | None:
-        """The ids of a text, which are forgotten here; None if they are not kept."""
+    def take(self, text: str) -> tuple[EncodedText, ...] | None:
+        """An encoded text, which is forgotten here; None if it is not kept."""
         with self._lock:
-            token_ids = self._ids.pop(text, None)
-            if token_ids is not None:
+            encoded = self._texts.pop(text, None)
+            if encoded is not None:
                 self._characters -= len(text)
-            return token_ids
+            return encoded
 
 
-_Key = tuple[str, str, "str | None"]
+def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
+    return [token_id for part in encoded for token_id in part.token_ids]
+
+
+def _text_of(encoded: Sequence[EncodedText]) -> str:
+    return "".join(part.text for part in encoded)
+
+
+_Key = tuple[str, str, "str | None", bool]
 _Templates = weakref.WeakValueDictionary[_Key, ChatTemplate]  # weak, for a template holds its encoder
 _templates: weakref.WeakKeyDictionary[Encoder, _Templates]
 _templates = weakref.WeakKeyDictionary()
@@ -378,6 +429,7 @@ def get_chat_template(
     chat_template: str | None,
     arguments: Mapping[str, Any],
     family: str | None = None,
+    escape_control_tokens: bool = False,
 ) -> ChatTemplate:
     """A shared `ChatTemplate`, so that a thousand models on one tokenizer look at its template once.
 
@@ -390,14 +442,18 @@ def get_chat_template(
             f"tokenizer= must be a Hugging Face tokenizer, not {tokenizer!r:.60}; get_tokenizer(path) loads one"
         )
     text = chat_template or tokenizer.chat_template
-    key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr), family)
+    key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr), family, escape_control_tokens)
     encoder = get_encoder(tokenizer)
     with _templates_lock:
         known = _templates.setdefault(encoder, weakref.WeakValueDictionary())
         template = known.get(key)
         if template is None:
             template = known[key] = ChatTemplate(
-                tokenizer, chat_template=chat_template, arguments=arguments, family=family
+                tokenizer,
+                chat_template=chat_template,
+                arguments=arguments,
+                family=family,
+                escape_control_tokens=escape_control_tokens,
             )
         return template
 

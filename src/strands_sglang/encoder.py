@@ -13,14 +13,30 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """A text, or a part of one, as tokens.
+
+    Attributes:
+        text: The text.
+        token_ids: Its ids, shape (T,).
+        is_plain: Whether it was encoded without any control token, though it holds the text of some.
+    """
+
+    text: str
+    token_ids: list[int]
+    is_plain: bool = False
 
 
 class Encoder:
@@ -58,6 +74,18 @@ class Encoder:
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             return text
+
+    def without(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
+        """What encodes any text with none of these tokens, which were added to the vocabulary."""
+        backend = _backend(self.tokenizer)
+        return self._encode_split if backend is None else _without_tokens(backend, tokens)
+
+    def _encode_split(self, text: str) -> list[int]:
+        with self._lock:
+            ids: list[int] = self.tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )
+            return ids
 
 
 _encoders: weakref.WeakKeyDictionary[Any, tuple[Any, Encoder]] = weakref.WeakKeyDictionary()
@@ -106,12 +134,7 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def _without_settings(backend: Tokenizer) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    own = Tokenizer(backend.model)  # shares the vocabulary
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if getattr(backend, part) is not None:
-            setattr(own, part, getattr(backend, part))
+    own = _with_same_parts(backend)
     added = backend.get_added_tokens_decoder()
     for special, tokens in itertools.groupby(
         (added[token_id] for token_id in sorted(added)), key=lambda token: token.special
@@ -122,6 +145,38 @@ def _without_settings(backend: Tokenizer) -> Tokenizer:
     own = copy.deepcopy(backend)  # ids with gaps between them
     own.no_truncation()
     own.no_padding()
+    return own
+
+
+def _without_tokens(backend: Tokenizer, tokens: Collection[str]) -> Callable[[str], list[int]]:
+    from tokenizers.pre_tokenizers import Metaspace
+
+    own = _with_same_parts(backend)
+    if isinstance(own.pre_tokenizer, Metaspace) and own.pre_tokenizer.prepend_scheme == "first":
+        own.pre_tokenizer = copy.deepcopy(own.pre_tokenizer)
+        own.pre_tokenizer.prepend_scheme = "never"  # what is encoded stands somewhere inside a prompt
+    kept = [
+        token
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.content not in tokens and backend.model.token_to_id(token.content) == token_id
+    ]
+    own.add_tokens(kept)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = own.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+def _with_same_parts(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer with the same vocabulary, which is shared, and no added tokens."""
+    from tokenizers import Tokenizer
+
+    own = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(own, part, getattr(backend, part))
     return own
 
 

@@ -106,8 +106,8 @@ def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation
         known: How many messages that are.
         conversation: What arrived.
     """
-    for name, digest in leaf.parts.items():
-        if conversation.parts.get(name) != digest:
+    for name in {**leaf.parts, **conversation.parts}:
+        if conversation.parts.get(name) != leaf.parts.get(name):
             return _Difference(0, f"the {name} changed", leaf)
     i = known
     for turn in path:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .content import Picture, UnsupportedContentError
-from .encoder import Encoder, get_encoder, private_copy
+from .encoder import EncodedText, Encoder, get_encoder, private_copy
 from .exceptions import SGLangDecodingError, SGLangHTTPError
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ class ImageProcessor:
         return _inserted(none, one), _inserted(one, two)
 
     def expand(
-        self, token_ids: Sequence[int], text: str, pictures: Sequence[Picture]
+        self, token_ids: Sequence[int], text: str | Sequence[EncodedText], pictures: Sequence[Picture]
     ) -> tuple[list[int], ImageInputs | None]:
         """A turn's prompt as the model sees it. Takes up to a second per image: call it in a thread.
 
         Args:
             token_ids: The prompt with one placeholder per image, shape (S,).
             text: The rendered text whose tokens they end with; or whose tokens end with them, where its first one is
-                not a prompt token but was sampled.
+                not a prompt token but was sampled. As text, or encoded.
             pictures: The images of the text, in its order.
 
         Returns:
@@ -156,18 +156,38 @@ class ImageProcessor:
         self._check_marks(token_ids, pictures)
         images = [_opened(picture) for picture in pictures]
         where = ", ".join(picture.where for picture in pictures)
+        parts = [EncodedText(text, self._template.encode(text))] if isinstance(text, str) else text
+        length = sum(len(part.token_ids) for part in parts)
+        added, lacking = max(len(token_ids) - length, 0), max(length - len(token_ids), 0)
+        expanded: list[int] = []
+        processed: list[ImageInputs] = []
+        mark, per_image = next(iter(self._marks.items()))
+        for part in parts:
+            count = 0 if part.is_plain else part.token_ids.count(mark) // per_image
+            if not count:
+                expanded += part.token_ids
+                continue
+            taken = sum(len(one.pictures) for one in processed)
+            outputs = self._process(part, images[taken : taken + count], where)
+            expanded += outputs["input_ids"][0].tolist()
+            tensors = {key: value for key, value in outputs.items() if key not in TOKEN_KEYS}
+            sent = array("i", part.token_ids)
+            processed.append(ImageInputs(tuple(pictures[taken : taken + count]), sent, tensors))
+        train_inputs = processed[0].train_inputs if len(processed) == 1 else multimodal_train_inputs(processed) or {}
+        expanded = [*token_ids[:added], *expanded[lacking:]]
+        return expanded, ImageInputs(tuple(pictures), array("i", token_ids), train_inputs)
+
+    def _process(self, part: EncodedText, images: Sequence[Image], where: str) -> Mapping[str, Any]:
         with self._lock:
-            plain = self._processor.tokenizer.encode(text, add_special_tokens=False)
-            added, lacking = max(len(token_ids) - len(plain), 0), max(len(plain) - len(token_ids), 0)
-            if plain[lacking:] != list(token_ids[added:]):
+            if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
                 raise ValueError("processor= has another tokenizer than tokenizer=: pass tokenizer=processor.tokenizer")
             try:
-                outputs = self._processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+                outputs: Mapping[str, Any] = self._processor(
+                    text=[part.text], images=images, add_special_tokens=False, return_tensors="pt"
+                )
             except Exception as error:  # every processor has its own errors
                 raise UnsupportedContentError(f"{where}: the model's processor refuses the images: {error}") from error
-        expanded = [*token_ids[:added], *outputs["input_ids"][0].tolist()[lacking:]]
-        train_inputs = {key: value for key, value in outputs.items() if key not in TOKEN_KEYS}
-        return expanded, ImageInputs(tuple(pictures), array("i", token_ids), train_inputs)
+        return outputs
 
     def _check_marks(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
         for mark, count in self._marks.items():

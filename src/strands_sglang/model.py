@@ -80,6 +80,9 @@ class SGLangModel(Model):
             chat_template: Jinja text that replaces the tokenizer's chat template.
             chat_template_kwargs: Arguments for the chat template.
             family: Name of the model family (see `strands_sglang.families`), where the chat template does not tell it.
+            escape_control_tokens: Encode control tokens such as `<|im_end|>` that stand in messages, tool results and
+                tools as ordinary text, so that a prompt holds none but those that the chat template writes. By default
+                they become control tokens, as on the server's own chat endpoint, and a warning says so once.
             history_policy: What becomes of sampled reasoning once a user message arrives, where the chat template
                 strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
                 own form, which is a new sequence wherever the template would strip something.
@@ -108,6 +111,7 @@ class SGLangModel(Model):
         chat_template: str | None
         chat_template_kwargs: dict[str, Any] | None
         family: str | None
+        escape_control_tokens: bool | None
         history_policy: Literal["append", "template"] | None
         on_abort: Literal["raise", "resume"] | None
         context_window_limit: int | None
@@ -189,7 +193,13 @@ class SGLangModel(Model):
         arguments = dict(config.get("chat_template_kwargs") or {})
         if config.get("enable_thinking") is not None:
             arguments["enable_thinking"] = config["enable_thinking"]
-        template = get_chat_template(self.tokenizer, config.get("chat_template"), arguments, config.get("family"))
+        template = get_chat_template(
+            self.tokenizer,
+            config.get("chat_template"),
+            arguments,
+            config.get("family"),
+            escape_control_tokens=bool(config.get("escape_control_tokens")),
+        )
         parser = self._find_tool_parser(self._parser_name, template, config) if self._finds_parser else self.tool_parser
         self.images = None if self.processor is None else ImageProcessor(self.processor, template)
         self.chat_template, self.tool_parser, self.config = template, parser, config

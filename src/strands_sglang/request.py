@@ -22,7 +22,11 @@ RENDERING_ARGUMENTS = frozenset(
 """Arguments of `apply_chat_template` that say what is rendered, not how."""
 
 
-_CHOICES = {"history_policy": ("append", "template"), "on_abort": ("raise", "resume")}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "history_policy": ("append", "template"),
+    "on_abort": ("raise", "resume"),
+    "escape_control_tokens": (True, False),
+}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class TemplateRenderer:
     """Renders. Safe to share between threads once its forms are set.
 
     Attributes:
+        encoder: The tokenizer's encoder.
         tokenizer: The encoder's copy of the Hugging Face tokenizer.
         chat_template: The template's text, or its named texts; None while the tokenizer has one of its own per call.
         arguments: Passed to the template with every render.
@@ -59,8 +60,8 @@ class TemplateRenderer:
                 f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
                 "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
             )
-        encoder = get_encoder(tokenizer)
-        self.encode, self.decode, self.tokenizer = encoder.encode, encoder.decode, encoder.tokenizer
+        self.encoder = get_encoder(tokenizer)
+        self.tokenizer = self.encoder.tokenizer
         self.arguments = dict(arguments)
         self.forms = TemplateForms()
         self.chat_template = chat_template or own
