@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -161,7 +161,7 @@ class _Worker:
         self.requests = 0
         self._limits = limits
         self._stage: str | None = None
-        ours, theirs = socket.socketpair()
+        ours, theirs = multiprocessing.Pipe()
         self._connection = ours
         environment = {
             "PATH": os.environ.get("PATH", ""),
@@ -184,14 +184,11 @@ class _Worker:
             raise WorkerError(f"no worker for {job} could be started: {error}", is_infrastructure=True) from error
         finally:
             theirs.close()
+        reason = "it ended"
         try:
-            ours.settimeout(START_S)
-            ready = receive(ours)
+            ready = receive(ours) if ours.poll(START_S) else None
         except OSError as error:
-            ready = None
-            reason: object = error
-        else:
-            reason = "it ended"
+            ready, reason = None, str(error)
         if ready is None:
             self.stop()
             raise WorkerError(
@@ -203,17 +200,16 @@ class _Worker:
         self._stage = None
         self.requests += 1
         try:
-            self._connection.settimeout(self._limits.wall_s)
             send(self._connection, request)
-            while True:
+            while self._connection.poll(self._limits.wall_s):
                 answer = receive(self._connection)
                 if answer is None:
                     break
                 if "stage" not in answer:
                     return self._checked(answer)
                 self._stage = answer["stage"]
-        except TimeoutError:
-            raise WorkerError(f"a worker did not answer within {self._limits.wall_s:g} seconds") from None
+            else:
+                raise WorkerError(f"a worker did not answer within {self._limits.wall_s:g} seconds")
         except OSError:
             pass  # it has died; the exit code tells how
         with contextlib.suppress(subprocess.TimeoutExpired):

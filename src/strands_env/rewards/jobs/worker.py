@@ -1,8 +1,8 @@
 """The loop of a worker process: a request, its answer, the next; within limits that the kernel keeps.
 
-Messages are JSON with their length in four bytes before them, over the socket that is the process's standard input.
-`stage` sends a note ahead of the answer, so that whoever waits knows how far a request came that this process does not
-survive.
+Messages are JSON, which a process that was taken over cannot turn into code, over the socket that is the process's
+standard input. `stage` sends a note ahead of the answer, so that whoever waits knows how far a request came that this
+process does not survive.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import importlib
 import json
 import resource
 import signal
-import socket
-import struct
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 def main() -> None:
     """Answer requests until the other side closes the socket."""
     name, cpu_s, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    connection = socket.socket(fileno=0)
+    connection = Connection(0)
     handle = importlib.import_module(f"jobs.{name}").handle
     for what, limit in (
         (resource.RLIMIT_AS, memory_bytes),
@@ -43,24 +42,15 @@ def main() -> None:
         send(connection, answer)
 
 
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
+def send(connection: Connection, message: dict[str, Any]) -> None:
     """Send a message; `receive` of the other side returns it."""
-    body = json.dumps(message).encode()
-    connection.sendall(struct.pack("!I", len(body)) + body)
+    connection.send_bytes(json.dumps(message).encode())
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
+def receive(connection: Connection) -> dict[str, Any] | None:
     """The next message; None if the other side is gone."""
-    head = _exactly(connection, 4)
-    body = _exactly(connection, struct.unpack("!I", head)[0]) if head is not None else None
-    return json.loads(body) if body is not None else None
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(1 << 20, count - len(parts)))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
+    try:
+        message: dict[str, Any] = json.loads(connection.recv_bytes())
+    except EOFError:
+        return None
+    return message
