@@ -12,7 +12,7 @@ _ANCHOR = re.compile(
     r"[ \t]*:?\s*(?:the )?(?:option|choice)?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-_IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
+_IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have|falls on)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
 _REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s+\((?!\w\))")
 _VALUES = re.compile(
@@ -36,11 +36,11 @@ def answer_in(text: str) -> str | None:
     all are the answer: that is for the comparison to refuse.
     """
     whole = text.strip()
-    if len(whole) <= LONGEST_PHRASE and "\n" not in whole:
+    anchors = list(_ANCHOR.finditer(whole))
+    if not anchors and len(whole) <= LONGEST_PHRASE and "\n" not in whole:
         value = _value(whole)
         if value is not None and not _is_talk(value, LONGEST_WORDS - 2):
             return whole
-    anchors = list(_ANCHOR.finditer(whole))
     if anchors:
         return _phrase(whole[anchors[-1].end() :])
     sentences = [part for part in _SENTENCE.split(whole) if part.strip(" *\n\t")]

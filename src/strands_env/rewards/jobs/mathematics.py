@@ -27,6 +27,7 @@ from .reading import (
     Union,
     UnreadableError,
     Value,
+    chosen,
     read,
 )
 
@@ -89,6 +90,8 @@ class _Grader:
         if compact(spelled(truth)) == compact(spelled(answer)):
             return "correct", ""
         value = _understood(truth)
+        if isinstance(value, Text) and len(value.words) == 1 and (letter := chosen(answer)) is not None:
+            answer = letter
         try:
             is_right = self.same(value, read(answer))
             if not is_right and isinstance(value, Measured) and spelled(answer).replace(" ", "").endswith(_bare(value)):
@@ -120,11 +123,8 @@ class _Grader:
         if isinstance(truth, Several) and isinstance(answer, Several):
             return self._several(truth, answer)
         pieces = self._pieces(truth), self._pieces(answer)
-        if (
-            pieces[0] is not None
-            and pieces[1] is not None
-            and (type(truth) is not type(answer) or isinstance(truth, Union))
-        ):
+        are_new = pieces != ((truth,), (answer,)) and (type(truth) is not type(answer) or isinstance(truth, Union))
+        if pieces[0] is not None and pieces[1] is not None and are_new:
             return self._matched(pieces[0], pieces[1])
         if isinstance(truth, Bracketed) and isinstance(answer, Bracketed):
             return (truth.left, truth.right) == (answer.left, answer.right) and self._in_order(

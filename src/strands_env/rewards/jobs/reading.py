@@ -31,7 +31,9 @@ class Text:
 
     def key(self) -> str:
         """The same for texts that say the same."""
-        bare = re.sub(r"[\s\"'.]+", "", re.sub(r"\\text\{([^{}]*)\}", r"\1", self.words)).strip("()[],;:")
+        bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", self.words).strip()
+        bare = re.sub(r"^(?:an?|the)\s+(?=\w\w)", "", bare, flags=re.IGNORECASE)
+        bare = re.sub(r"[\s\"'.]+", "", bare).strip("()[],;:")
         return bare if len(bare) == 1 else bare.casefold()
 
 
@@ -141,7 +143,7 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _SIGNS = re.compile(
     r":=|<=|>=|!=|=|<|>|\\(?:le|ge|ne|approx|equiv|sim|cong|in|notin|subset|subseteq|supset|parallel|perp|mid|to|propto"
-    r"|Rightarrow|implies|iff|ll|gg|not)(?![a-zA-Z])"
+    r"|Rightarrow|implies|iff|ll|gg|not|mod)(?![a-zA-Z])"
 )
 _SAME_SIGN = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne", ":=": "="}
 _NAME = re.compile(
@@ -254,6 +256,16 @@ def _choice(text: str) -> Value | None:
     return Text(found[1]) if found is not None else None
 
 
+def chosen(text: str) -> str | None:
+    """The letter of an answer that gives a choice with what it stands for: `(B) 12`."""
+    found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.*)", _plain(spelled(text)).strip(), re.DOTALL)
+    if found is None or re.search(
+        r"(?<![a-zA-Z\\])[A-Z](?![a-zA-Z])|(?<![a-zA-Z])(?:or|and|not)(?![a-zA-Z])", found[2]
+    ):
+        return None
+    return found[1]
+
+
 def _words(text: str) -> Value | None:
     """Words alone, with none of mathematics' signs."""
     plain = _plain(text)
@@ -303,7 +315,14 @@ def _listed(items: tuple[Value, ...], how: str) -> Several:
     if isinstance(first, Number | Formula) and isinstance(items[-1], Measured):
         unit = items[-1].unit  # 3 and 5 cm
         items = tuple(Measured(item, unit) if isinstance(item, Number | Formula) else item for item in items)
-    return Several(items, how)
+    return Several(_flat(items), how)
+
+
+def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Both values of 1 +- 2 instead of the pair, which is no value of a list's own."""
+    return tuple(
+        one for item in items for one in (item.items if isinstance(item, Several) and item.how == "+-" else (item,))
+    )
 
 
 def _union(text: str) -> Value | None:
@@ -355,7 +374,7 @@ def _plus_minus(text: str) -> Value | None:
     if len(marks) != 1 or not parts[1].strip():
         return None
     left, right = parts
-    return Several((_inner(f"{left}+{right}" if left.strip() else right), _inner(f"{left}-{right}")))
+    return Several((_inner(f"{left}+{right}" if left.strip() else right), _inner(f"{left}-{right}")), "+-")
 
 
 def _bracketed(text: str) -> Value | None:
@@ -371,7 +390,7 @@ def _bracketed(text: str) -> Value | None:
             parts_of, marks = split(inner, re.compile(r"\\mid(?![a-zA-Z])|\||:"))
             if len(marks) == 1 and _is_name(parts_of[0].partition("\\in")[0]):
                 return _inner(parts_of[1])  # {x : x > 2}
-            return Several(tuple(_inner(part) for part in parts) if inner.strip() else (), "set")
+            return Several(_flat(tuple(_inner(part) for part in parts)) if inner.strip() else (), "set")
         if len(parts) == 1 and (left, right) == ("(", ")"):
             return _inner(inner)
         if not all(part.strip() for part in parts):
@@ -477,6 +496,7 @@ _LITERALS = (
     ("scientific", re.compile(rf"(?:({_TERM})\s*\*\s*)?(-?)10\s*\^\s*\{{\s*([+-]?\s*\d+)\s*\}}")),
     ("fraction", re.compile(rf"([+-]?)\s*\\frac\s*\{{\s*({_TERM})\s*\}}\s*\{{\s*({_TERM})\s*\}}")),
     ("fraction", re.compile(rf"([+-]?)\s*({_DECIMAL})\s*/\s*(-?\s*(?:{_DECIMAL}))")),
+    ("repeating", re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}")),
     ("mixed", re.compile(r"([+-]?)\s*(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")),
     ("mixed", re.compile(r"([+-]?)\s*(\d+)\s+(?:and\s+)?(\d+)\s*/\s*(\d+)")),
 )
@@ -506,6 +526,11 @@ def number_of(text: str) -> Number | None:
         if form == "fraction":
             below = _exact(found[3])
             return Number(sign * _exact(found[2]) / below, "fraction") if below else None
+        if form == "repeating":
+            whole = _exact(f"{found[2]}.{found[3]}")
+            return Number(
+                sign * (whole + Fraction(int(found[4]), (10 ** len(found[4]) - 1) * 10 ** len(found[3]))), form
+            )
         if not int(found[4]):
             return None
         return Number(sign * (int(found[2]) + Fraction(int(found[3]), int(found[4]))), "mixed")
