@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from strands_env.rewards import MathReward
 
@@ -537,7 +538,7 @@ _KINDS: tuple[Callable[[random.Random], Truth], ...] = (
 )
 
 
-async def misjudged(cases: list[tuple[str, str]], is_right: bool) -> list[tuple[str, str, str]]:
+async def misjudged(cases: list[tuple[Any, str]], is_right: bool) -> list[tuple[Any, str, str]]:
     """The pairs of truth and answer that `MathReward` judges otherwise, with its verdict."""
     reward = MathReward()
     results = await asyncio.gather(

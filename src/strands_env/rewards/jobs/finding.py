@@ -8,7 +8,7 @@ from .reading import Relation, Several, Text, UnreadableError, Value, read
 
 _ANCHOR = re.compile(
     r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
-    r"|\bsolutions?\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
+    r"|\b(?:solutions?|choice|option)\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
     r"[ \t]*:?\s*(?:the )?(?:option|choice)?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -21,9 +21,12 @@ _VALUES = re.compile(
     r"|(?P<number>(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?%?|(?<![\w.])-?\.\d+)",
     re.DOTALL,
 )
-_DOUBT = re.compile(
-    r"(?:\bor|\band|\bnot|n't|[,/;^*+]|\bthan|\babout|\bleast|\bmost|\bapproximately|[\d)])\s*$", re.IGNORECASE
+_HEDGE = re.compile(
+    r"(?:\bnot|n't|\bthan|\babout|\bleast|\bmost|\bover|\bunder|\bnearly|\balmost|\baround|\broughly|\bapproximately"
+    r"|\bbetween)\s*$",
+    re.IGNORECASE,
 )
+_JOINED = re.compile(r"(?:\s|[,;/^*+×$-]|\bor\b|\band\b|\bto\b|\bmaybe\b|\bperhaps\b|\bpossibly\b)*", re.IGNORECASE)
 LONGEST_PHRASE = 400
 LONGEST_WORDS = 4
 
@@ -53,7 +56,9 @@ def answer_in(text: str) -> str | None:
         if value is not None and not _is_talk(value, LONGEST_WORDS):
             return said
     found = list(_VALUES.finditer(whole))
-    if not found or len(found) > 1 and _DOUBT.search(whole[: found[-1].start()].rstrip("$ ")):
+    if not found or _HEDGE.search(whole[: found[-1].start()].rstrip("$ ")):
+        return None
+    if len(found) > 1 and _JOINED.fullmatch(whole[found[-2].end() : found[-1].start()]):
         return None
     return found[-1][0]
 
@@ -78,8 +83,10 @@ def _value(text: str) -> Value | None:
 
 def _is_talk(value: Value, words: int) -> bool:
     """Whether a value is only words, and more of them than an answer has."""
-    if isinstance(value, Several | Relation):
-        return any(_is_talk(item, words) for item in (value.items if isinstance(value, Several) else value.parts))
+    if isinstance(value, Relation):
+        return any(_is_talk(part, 1) for part in value.parts)
+    if isinstance(value, Several):
+        return any(_is_talk(item, words) for item in value.items)
     if not isinstance(value, Text) or value.words.startswith(("date ", "time ")):
         return False
     return len(value.words.split()) > words or re.search(r"\d", value.words) is not None

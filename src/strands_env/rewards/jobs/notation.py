@@ -43,7 +43,12 @@ _REPLACED = {
     "dollar": CURRENCY,
     "left": "", "right": "", "middle": "", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "",
     "Bigl": "", "Bigr": "", "biggl": "", "biggr": "", "displaystyle": "", "textstyle": "", "limits": "", "nolimits": "",
-    "hfill": " ", "newline": " ", "reals": r"\mathbb{R}", "space": " ", "boxed": "", "fbox": "",
+    "hfill": " ", "newline": " ", "reals": r"\mathbb{R}", "space": " ", "boxed": "",
+    "bf": "",
+    "rm": "",
+    "it": "",
+    "sf": "",
+    "tt": "", "fbox": "",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
 _SPACES = re.compile(r"(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\}|\s+")

@@ -435,6 +435,8 @@ def _measured(text: str) -> Value | None:
         rest = sign[1] + sign[3] + text[sign.end() :]
         inner = _inner(rest)
         unit = unit_of(sign[2]) or sign[2]
+        if not isinstance(inner, Number | Formula | Measured):
+            return None
         if isinstance(inner, Measured):
             if inner.unit == unit:
                 return inner
@@ -452,6 +454,8 @@ def _measured(text: str) -> Value | None:
     if unit is None:
         return None
     value = _inner(core)
+    if not isinstance(value, Number | Formula | Ratio):
+        return None
     if scale != 1:
         if not isinstance(value, Number):
             return None
@@ -477,7 +481,7 @@ def _formula(text: str) -> Value:
     words = [word for word in words if word not in FUNCTIONS and not word.isupper()]
     if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
         return Text(text)
-    if re.search(r"\d\s+\d|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
+    if re.search(r"\d\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
         raise UnreadableError(f"{text!r:.200} is no formula")
     return Formula(bare)
 
