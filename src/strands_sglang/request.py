@@ -71,7 +71,6 @@ def checked_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Names the key, what it holds and what it takes.
     """
-    checked = dict(config)
     given = config.get("sampling_params")
     if given is not None:
         if not isinstance(given, Mapping):
@@ -79,23 +78,21 @@ def checked_config(config: Mapping[str, Any]) -> dict[str, Any]:
         misplaced = sorted(set(given) & set(REQUEST_FIELDS))
         if misplaced:
             raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
-        checked["sampling_params"] = plain(given, "sampling_params")
+    # A chat template may take arguments of any kind.
+    checked = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in config.items()}
     params = checked.get("sampling_params")
-    for option in ("request_fields", "unchecked_request_fields"):
-        if config.get(option) is not None:
-            checked[option] = plain(config[option], option)
     check_sampling_mask(sent_fields(checked), params or {})
     for name, choices in _CHOICES.items():
-        if config.get(name) not in (None, *choices):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {config[name]!r}")
-    checked_routing_key(config.get("routing_key"))
-    reserved = RENDERING_ARGUMENTS & set(config.get("chat_template_kwargs") or {})
+        if checked.get(name) not in (None, *choices):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {checked[name]!r}")
+    checked_routing_key(checked.get("routing_key"))
+    reserved = RENDERING_ARGUMENTS & set(checked.get("chat_template_kwargs") or {})
     if reserved:
         raise ValueError(f"chat_template_kwargs cannot hold {sorted(reserved)}: the model sets them itself")
     limits = {
         "sampling_params['max_new_tokens']": (params or {}).get("max_new_tokens"),
-        "context_window_limit": config.get("context_window_limit"),
-        "max_context_tokens": config.get("max_context_tokens"),
+        "context_window_limit": checked.get("context_window_limit"),
+        "max_context_tokens": checked.get("max_context_tokens"),
     }
     for name, limit in limits.items():
         if limit is not None and not _is_whole(limit, at_least=1):

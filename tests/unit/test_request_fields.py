@@ -136,6 +136,15 @@ async def test_values_of_numpy_in_sampling_parameters_are_sent_and_saved_as_numb
     assert server.requests[0].sampling_params == expected
 
 
+async def test_options_given_as_values_of_numpy_mean_what_they_say(rollout):
+    """A15 (p29): `np.bool_(False)` is not False."""
+    server, model = rollout(["ok"], return_logprob=np.bool_(False), max_context_tokens=np.int64(200))
+    await make_agent(model).invoke_async("go")
+    (request,) = server.requests
+    assert request.body["return_logprob"] is False
+    assert request.sampling_params["max_new_tokens"] == 200 - len(request.input_ids)
+
+
 @pytest.mark.parametrize("value", [math.nan, {1}, 1j, object()])
 def test_sampling_parameters_that_could_not_be_saved_are_refused_before_anything_runs(value, chatml_tokenizer):
     with pytest.raises(ValueError, match=r"sampling_params\['custom_params'\]\['x'\]"):
