@@ -18,7 +18,7 @@ from strands_sglang import (
     termination_reason,
 )
 from support.agents import EveryAnswerCallsATool, make_agent, make_tools
-from support.forward_pass import rescored
+from support.forward_pass import rescored, rescored_among
 from support.real_servers import abort_all, until_it_runs
 
 
@@ -98,6 +98,50 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
     expected = rescored(tiny_server.model_path, tm, temperature)
     differences = [abs(a - b) for a, b in zip(tm.logprobs[1:], expected, strict=True)]
     assert max(differences) < 1e-4
+
+
+async def test_logprobs_under_top_p_are_exact_among_the_ids_of_the_sampling_masks(tiny_server, wire):
+    """Item 6: the distribution that truncated sampling really used, from the stock server."""
+    temperature, top_k = 0.7, 20
+    model = make_model(
+        tiny_server,
+        wire,
+        sampling_params={"temperature": temperature, "top_p": 0.9, "top_k": top_k, "max_new_tokens": 60},
+        tool_parser=EveryAnswerCallsATool(0),
+        request_fields={"return_sampling_mask": True},
+    )
+    agent = make_agent(model)
+    while len(model.trajectory.turns) < 2 or sum(model.token_manager.loss_mask) <= 100:
+        try:
+            await agent.invoke_async("Go on.")
+        except MaxTokensReachedException:
+            pass
+    assert_exact(wire, model)
+    tm = model.token_manager
+    rows = list(tm.sampling_mask.rows())
+    assert [bool(row) for row in rows] == [bool(mask) for mask in tm.loss_mask]
+    assert all(token in row and len(row) <= top_k for token, row in zip(tm.token_ids, rows, strict=True) if row)
+    expected = rescored_among(tiny_server.model_path, tm, temperature)
+    pairs = [(a, b) for a, b in zip(tm.sampling_logprobs[1:], expected, strict=True) if b is not None]
+    assert len(pairs) == sum(tm.loss_mask)
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+    # The logprobs over the whole vocabulary are others: too low by what top-p and top-k leave out.
+    whole = [logprob for logprob, mask in zip(tm.logprobs, tm.loss_mask, strict=True) if mask]
+    assert all(a >= logprob - 1e-6 for (a, _), logprob in zip(pairs, whole, strict=True))
+
+
+async def test_an_aborted_request_keeps_its_sampling_masks(tiny_server, wire):
+    sampling_params = {"top_k": 5, "ignore_eos": True}
+    fields = {"return_sampling_mask": True, "extra_key": "an aborted request"}
+    model = make_model(tiny_server, wire, sampling_params=sampling_params, request_fields=fields)
+    running = asyncio.create_task(make_agent(model).invoke_async("Go on."))
+    await until_it_runs(tiny_server.base_url)
+    await abort_all(tiny_server.base_url)
+    with pytest.raises(SGLangAbortedError):
+        await running
+    (turn,) = model.trajectory.turns
+    assert len(turn.generation.sampling_mask) == len(turn.output_ids) > 0
+    assert turn.request_fields == fields
 
 
 async def test_logprobs_of_a_language_model_equal_a_float32_forward_pass(smollm_server, wire):

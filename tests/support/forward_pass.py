@@ -60,6 +60,17 @@ def rescored(model_path: Any, sequence: Any, temperature: float) -> list[float]:
     return logprobs
 
 
+def rescored_among(model_path: Any, sequence: Any, temperature: float) -> list[float | None]:
+    """Logprob of each token after the first among the ids of its sampling mask, shape (T - 1,); None without one."""
+    ids = sequence.token_ids
+    with torch.no_grad():
+        logits = load_reference(model_path)(torch.tensor(ids)[None, :-1]).logits[0].float() / temperature
+    logprobs: list[float | None] = []
+    for scores, token_id, row in zip(logits, ids[1:], list(sequence.sampling_mask.rows())[1:], strict=True):
+        logprobs.append((scores[token_id] - scores[row].logsumexp(dim=0)).item() if row else None)
+    return logprobs
+
+
 def assert_best_experts(routed: Any, router_logits: torch.Tensor) -> None:
     """The routed experts, shape (T - 1, layers, top_k), are the router's best, but where float noise decides."""
     chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, torch.as_tensor(routed).long(), True)
