@@ -140,7 +140,7 @@ class _Attempts:
         try:
             return decode(response.content, url)
         except UnfitAnswerError as error:
-            return Failure(FailureKind.UNFIT, error)
+            return Failure(FailureKind.UNFIT, SGLangDecodingError(str(error)))
         except SGLangDecodingError as error:
             return Failure(FailureKind.UNDECODABLE, error)
 

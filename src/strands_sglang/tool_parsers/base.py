@@ -100,12 +100,16 @@ class ToolParseResult:
         """Derive the status.
 
         Raises:
-            ValueError: There is no id or name, the input is no dict, or `status` and `raw` contradict each other.
+            ValueError: There is no id or name, the input is no dict, another value is no string, or `status` and `raw`
+                contradict each other.
         """
         if not (isinstance(self.id, str) and self.id and isinstance(self.name, str) and self.name):
             raise ValueError(f"a tool call needs an id and a name, but has id={self.id!r}, name={self.name!r}")
         if not isinstance(self.input, dict):
             raise ValueError(f"the input of a tool call is a dict of arguments, not {self.input!r}")
+        for name in ("raw", "error", "native_id", "attempted_name"):  # they are saved with the call
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"the {name} of a tool call is a string or None, not {getattr(self, name)!r}")
         if self.status is None:
             object.__setattr__(self, "status", ToolCallStatus.MALFORMED if self.is_error else ToolCallStatus.OK)
         if (self.status is ToolCallStatus.OK) is (self.raw is not None):

@@ -153,6 +153,13 @@ def test_the_error_text_can_always_be_encoded() -> None:
     HermesToolParser().render_error(result).encode()
 
 
+@pytest.mark.parametrize("field", ["raw", "error", "native_id", "attempted_name"])
+def test_a_result_that_could_not_be_saved_cannot_be_made(field):
+    """A15, its kind: what a parser hands over is saved after the episode."""
+    with pytest.raises(ValueError, match=f"the {field} of a tool call is a string or None, not b'x'"):
+        ToolParseResult("c", "n", {}, **{field: b"x"})
+
+
 @pytest.mark.parametrize(
     "fields", [{"id": ""}, {"name": ""}, {"id": None}, {"input": ["x"]}, {"input": None}], ids=repr
 )
