@@ -45,6 +45,11 @@ class RequestPlan:
     given_fields: dict[str, Any]
     clamped: bool
 
+    def total_tokens(self, prompt_tokens: int) -> int | None:
+        """Most tokens of prompt and answer; None where the request sets no limit."""
+        most = self.sampling_params.get("max_new_tokens")
+        return None if most is None else prompt_tokens + int(most)
+
 
 def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse keys that would have no effect, such as `lora_path`: the run would be another one than was meant.

@@ -47,6 +47,7 @@ _Checked = dict[str, ServerFacts]  # by address
 _Key = tuple[asyncio.AbstractEventLoop, int]
 _facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Checked]]
 _facts = weakref.WeakKeyDictionary()
+_with_a_reserved_token: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
 _checks: weakref.WeakKeyDictionary[SGLangClient, dict[_Key, asyncio.Task[None]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -61,8 +62,14 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
     if None in facts:
         return None
     known = [one for one in facts if one is not None]
-    lengths = [one.context_length for one in known if one.context_length is not None]
+    reserved = client.origin in _with_a_reserved_token
+    lengths = [one.context_length - reserved for one in known if one.context_length is not None]
     return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in known))
+
+
+def reserve_last_token(client: SGLangClient) -> None:
+    """Note that a client's servers refuse requests that fill their context to the last token, as older SGLang does."""
+    _with_a_reserved_token.add(client.origin)
 
 
 async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:

@@ -26,7 +26,7 @@ from .resumption import (
     stop_patterns,
     stop_strings,
 )
-from .server_check import check_server, known_facts
+from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
 from .turns import Turn
 from .waiting import Waiting
 
@@ -89,18 +89,25 @@ class TurnRequests:
         server = known_facts(client, self.template)
         if server is None:
             server = await self.waiting.finish(check_server(client, self.template))
-        plan = plan_request(
-            self.config, len(self.input_ids), self.known, context_length=server.context_length, grammar=self.grammar
-        )
-        self.turn.sampling_params, self.turn.clamped = plan.sampling_params, plan.clamped
-        self.turn.request_fields = plan.given_fields
+        plan = self._plan(server)
         if self.turn.resumes is not None:
             self.parts.append(self.turn.resumes)
             if self._has_no_budget_left(plan):
                 return self._ended_by_length()
         closings, in_vain = client.closings, 0
         while True:
-            part = self._read(await self._send(plan))
+            try:
+                response = await self._send(plan)
+            except ContextWindowOverflowException:
+                if plan.total_tokens(len(self.input_ids)) != server.context_length:
+                    raise
+                reserve_last_token(client)
+                planned_with, server = server, await check_server(client, self.template)
+                if server == planned_with:  # the token was reserved already
+                    raise
+                plan = self._plan(server)
+                continue
+            part = self._read(response)
             self._check(part)
             self.parts.append(part)
             answer = self._named_by_its_stop(join_parts(self.parts), plan)
@@ -119,6 +126,15 @@ class TurnRequests:
                 self.client_closed = client.closings != closings
                 if self.client_closed:
                     return answer
+
+    def _plan(self, server: ServerFacts) -> RequestPlan:
+        """What is asked of the server, as is noted in the turn."""
+        plan = plan_request(
+            self.config, len(self.input_ids), self.known, context_length=server.context_length, grammar=self.grammar
+        )
+        self.turn.sampling_params, self.turn.clamped = plan.sampling_params, plan.clamped
+        self.turn.request_fields = plan.given_fields
+        return plan
 
     def sampled(self) -> Generation | None:
         """What was sampled until the call failed; None if nothing was and no server told of the request."""

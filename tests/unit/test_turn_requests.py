@@ -1,12 +1,15 @@
 """A call whose request the server aborts: with `on_abort="resume"` it goes on from the tokens that it has."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
+from strands.types.exceptions import ContextWindowOverflowException, MaxTokensReachedException
 
 from strands_sglang import (
     SGLangAbortedError,
+    SGLangClient,
     SGLangHTTPError,
     SGLangModel,
     TerminationReason,
@@ -291,6 +294,50 @@ async def test_a_client_that_is_closed_between_two_requests_does_not_go_on(resum
     with pytest.raises(Exception, match="aborted the request|was closed"):
         await running
     assert len(server.requests) == 1
+
+
+class ReservesAToken(httpx.AsyncBaseTransport):
+    """A server as of SGLang 0.5.10, which refuses what fills its context to the last token."""
+
+    def __init__(self, server):
+        self.inner, self.context_length, self.refused = server.transport(), server.context_length, 0
+
+    async def handle_async_request(self, request):
+        if request.url.path == "/generate":
+            body = json.loads(request.content)
+            if len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] >= self.context_length:
+                self.refused += 1
+                message = "Requested token count exceeds the model's maximum context length of 300 tokens."
+                return httpx.Response(400, json={"error": {"message": message}})
+        return await self.inner.handle_async_request(request)
+
+
+async def test_a_server_that_reserves_the_last_token_of_its_context_is_asked_for_one_less(chatml_tokenizer):
+    """Item 9: what the oldest supported SGLang does, found out by the first call and remembered."""
+    server = ScriptedSGLang(chatml_tokenizer, ["One.", "Two.", "long " * 300], context_length=300)
+    older = ReservesAToken(server)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=SGLangClient("http://x", transport=older, max_retries=0))
+    agent = make_agent(model)
+    for question in "ab":
+        await agent.invoke_async(question)
+    assert older.refused == 1
+    asked = [len(r.input_ids) + r.sampling_params["max_new_tokens"] for r in server.requests]
+    assert asked == [299, 299]
+    assert [turn.sampling_params for turn in model.trajectory.turns] == [r.sampling_params for r in server.requests]
+    with pytest.raises(MaxTokensReachedException) as end:
+        await agent.invoke_async("c")
+    assert termination_reason(end.value, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
+    with pytest.raises(ContextWindowOverflowException):
+        await make_agent(model).invoke_async("much too long " * 300)
+    assert older.refused == 1
+
+
+async def test_calls_that_find_out_together_about_a_reserved_token_are_all_answered(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=300)
+    client = SGLangClient("http://x", transport=ReservesAToken(server), max_retries=0)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+    await asyncio.gather(*(make_agent(model).invoke_async(question) for question in "abcdefgh"))
+    assert len(server.requests) == 8
 
 
 async def test_the_deadline_is_for_what_is_asked_of_the_server_first_too(chatml_tokenizer):
