@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         tell(f"strands-env: {error}")
         return WRONG_USAGE
+    except ModuleNotFoundError as error:  # what subcommands import is in the extra
+        tell(f"strands-env: {one_line(error)}: pip install 'strands-sglang[env]'")
+        return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("strands-env: stopped")
         return STOPPED

@@ -151,7 +151,7 @@ def _arguments(made_with: Mapping[type, tuple[tuple[Any, ...], dict[str, Any]]])
     defaults: dict[str, Any] = {}
     handed_on: dict[str, Any] = {}
     for cls, (args, kwargs) in made_with.items():
-        signature = inspect.signature(cls)
+        signature = _signature(cls)
         bound = signature.bind(*args, **kwargs).arguments
         handed_on = {name: value for name, value in handed_on.items() if name not in signature.parameters}
         for name, parameter in signature.parameters.items():
@@ -159,10 +159,20 @@ def _arguments(made_with: Mapping[type, tuple[tuple[Any, ...], dict[str, Any]]])
                 handed_on.update(bound[name])
             elif name in bound and (parameter.kind is not inspect.Parameter.VAR_POSITIONAL or len(made_with) == 1):
                 given.setdefault(name, bound[name])
-            if parameter.default is not inspect.Parameter.empty:
-                defaults.setdefault(name, describe(parameter.default, 1))
+        defaults = {**_defaults(cls), **defaults}
     described = {name: describe(value, 1) for name, value in {**handed_on, **given}.items()}
     return {name: value for name, value in described.items() if name not in defaults or value != defaults[name]}
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(cls: type) -> inspect.Signature:
+    return inspect.signature(cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _defaults(cls: type) -> dict[str, Any]:
+    parameters = _signature(cls).parameters.items()
+    return {name: describe(one.default, 1) for name, one in parameters if one.default is not inspect.Parameter.empty}
 
 
 def _name(cls: type) -> str:

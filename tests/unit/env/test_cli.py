@@ -326,6 +326,14 @@ def test_a_threshold_or_temperature_that_is_no_finite_number_is_refused(text, tm
         run(["eval", "--config", tmp_path / "config.json"])
 
 
+def test_an_install_without_the_extra_says_what_is_missing():
+    """Row D6: no traceback."""
+    program = "import sys; sys.modules['scipy'] = None; from strands_env.cli import main; sys.exit(main(['list']))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "scipy" in ended.stderr and "strands-sglang[env]" in ended.stderr
+
+
 def test_names_are_listed(capsys):
     assert run(["list"]) == 0
     out = capsys.readouterr().out
