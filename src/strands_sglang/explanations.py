@@ -67,6 +67,7 @@ def explain(turns: Iterable[Turn]) -> str:
         end = "" if turn.generation is None else f", {turn.generation.finish_type}"
         marks = [turn.status.value, *(["auxiliary"] if turn.is_auxiliary else [])]
         marks += ["constrained"] if turn.constrained else []
+        marks += ["waits to go on"] if turn.waits_to_go_on else []
         notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
         indent = "  " * steps[id(turn)]
         lines.append(f"{indent}call {turn.index} {turn.reason} ({sampled}{end}) [{', '.join(marks)}]{notes}")

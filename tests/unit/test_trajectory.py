@@ -122,6 +122,7 @@ def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
     recorder.trajectory.resume(turn)
     recorder.trajectory.resume(turn)  # it waits already
     assert (turn.status, turn.waits_to_go_on) == (TurnStatus.CUT, True)
+    assert "[cut, waits to go on]" in recorder.trajectory.explain()
     assert sampled_in(recorder.trajectory) == [[7, 8]]  # A2: until it goes on, and if it never does
     again = recorder.ask([user("q")], prompt=[1, 2])
     assert recorder.trajectory.turns == [again]
