@@ -81,7 +81,7 @@ def test_the_command_exits_with_1_if_something_is_unproven(folder, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere/at/all"], "no tokenizer could be loaded"),
+        (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
         (["FOLDER", "--family", "gml"], "no model family named 'gml'"),
         (["FOLDER", "--chat-template", "/nowhere.jinja"], "--chat-template /nowhere.jinja"),
     ],
