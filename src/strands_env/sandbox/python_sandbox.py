@@ -261,7 +261,7 @@ def _best_mode(allowed: Sequence[Mode], python: str) -> Mode:
         reason = _why_not(mode, python, os.geteuid())
         if reason is None:
             level = logging.INFO if mode == MODES[0] else logging.WARNING
-            logger.log(level, "mode=<%s>, not=<%s> | programs run in this sandbox", mode, "; ".join(reasons))
+            logger.log(level, "mode=<%s>, refused=<%s> | programs run in this sandbox", mode, "; ".join(reasons))
             return mode
         reasons.append(f"{mode}: {reason}")
     said = "; ".join(reasons)
