@@ -14,6 +14,7 @@ from typing import Any, cast
 from ...client import SGLangClient
 from ...model import SGLangModel
 from ...outcomes import OUTCOMES, TerminationReason
+from ...request import check_keys, sent_fields
 from ...shared import get_client_from_slime_args
 from ...tool_limiter import ToolLimiter
 from ...trajectory import Trajectory
@@ -107,6 +108,8 @@ def make_generate(
     ):
         raise ValueError("episode runs everything by itself: give it the agent, its limits, its prompt and its reward")
     config = dict(model_config or {})
+    check_keys(config, SGLangModel.SGLangConfig.__annotations__)
+    sent_fields(config)
     if config.get("return_logprob") is False:
         raise ValueError("slime trains on logprobs: leave return_logprob at True")
     for name in ("sampling_params", "params"):
