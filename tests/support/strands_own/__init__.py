@@ -1,0 +1,1 @@
+"""Strands' own tests with `SGLangModel` in the place of their models: `make test-strands`."""
