@@ -7,6 +7,7 @@ from strands.session.file_session_manager import FileSessionManager
 from strands.types._events import ToolResultEvent
 
 from support.agents import call, make_agent, make_tools
+from support.strands_features import needs_module
 
 try:
     from strands.middleware import ExecuteToolStage
@@ -59,6 +60,7 @@ async def test_a_hook_serves_an_unregistered_tool_with_the_input_that_was_sample
 
 
 # A6
+@needs_module("strands.middleware")
 @pytest.mark.parametrize("written", [call("ghost", x=1), BROKEN], ids=["well formed", "not parsable"])
 async def test_the_model_reads_what_middleware_answers(judged, written):
     judge = judged([written, "Done."])
