@@ -16,7 +16,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from .notation import DEGREE, compact
+from .notation import DEGREE, FUNCTIONS, compact
 
 _HOW = (
     LatexExtractionConfig(
@@ -53,6 +53,11 @@ _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
     " phi varphi chi psi omega".split()
 )
+_KNOWN = frozenset(
+    "pi infty text overline angle triangle vec hat circ mathbb begin end sinh cosh tanh arccot arcsec arccsc int iint"
+    " oint sum prod lim to det mod gcd lcm max min lfloor rfloor lceil rceil ldots partial pm mp prime parallel"
+    " perp".split()
+)
 _OF_SYMBOLS = ("addition", "multiplication", "power")
 
 
@@ -66,7 +71,9 @@ def operations(latex: str) -> set[str]:
     bare = re.sub(r"\\[a-zA-Z]+", lambda m: " " if m[0] != "\\sqrt" else m[0], latex)
     if re.search(r"(?<=[^\s({\[,+*/-])\s*[+-]|[)}]\s*[+-]", re.sub(r"\^\s*\{\s*[+-]", "^{", latex)):
         found.add("addition")
-    if re.search(r"[\d)}]\s*\*\s*[\d({]|\d\s*\(\s*-?\d|\)\s*\(", re.sub(r"\*\s*10\s*\^|\*\s*\\sqrt", " ", latex)):
+    if re.search(r"\d\s*\*\s*\d+(?![\d\s]*\^)", re.sub(r"\*\s*10\s*\^", " ", latex)):
+        found.add("arithmetic")
+    if re.search(r"(?<![_\d])\d+\s*\(\s*-?\d|\)\s*\(", latex):
         found.add("multiplication")
     if "^" in latex or "\\sqrt" in bare:
         found.add("power")
@@ -77,6 +84,13 @@ def symbols(latex: str) -> set[str]:
     """The letters of a formula that stand for something."""
     words = re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", re.sub(r"\\(?:begin|end)\{\w+\}|\\text", " ", latex))
     return {word for word in words if len(word) == 1 or word[1:].casefold() in _GREEK} - {"e", "i", "d"}
+
+
+def commands(latex: str) -> set[str]:
+    """The commands of a formula that mean something unknown here: one that is misspelled must not be passed over."""
+    return (
+        set(re.findall(r"\\([a-zA-Z]+)", latex)) - _KNOWN - _GREEK - {name.capitalize() for name in _GREEK} - FUNCTIONS
+    )
 
 
 def left_undone(truth: str, answer: str) -> set[str]:

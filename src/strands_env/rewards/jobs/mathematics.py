@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
@@ -236,6 +237,10 @@ class _Grader:
         of_truth, of_answer = str(_latex(truth)), str(_latex(answer))
         if "\\infty" in of_truth or "\\infty" in of_answer:
             return compact(of_truth).lstrip("+") == compact(of_answer).lstrip("+")
+        if isinstance(truth, Number) and isinstance(answer, Formula) and not self.unevaluated:
+            operations = engine.left_undone(of_truth, of_answer)
+            self.refused = f"{', '.join(sorted(operations)) or 'arithmetic'} left undone"
+            return False
         if isinstance(answer, Formula):
             if not self._may_compare(of_truth, of_answer):
                 return False
@@ -250,6 +255,8 @@ class _Grader:
         undone = engine.left_undone(truth, answer)
         if undone and not self.unevaluated:
             self.refused = f"{', '.join(sorted(undone))} left undone"
+            return False
+        if engine.commands(answer) - engine.commands(truth) or _square(answer) > _square(truth):
             return False
         return bool(undone) or engine.symbols(answer) <= engine.symbols(truth)  # a sum has letters of its own
 
@@ -349,6 +356,11 @@ def _unnamed(several: Several, other: Several) -> tuple[Value, ...]:
     if len(names) == 1 and None not in names and not any(isinstance(item, Named) for item in other.items):
         return tuple(item.value for item in several.items if isinstance(item, Named))
     return several.items
+
+
+def _square(latex: str) -> bool:
+    """Whether a formula has brackets that may round or take a fraction's part as well as group."""
+    return re.search(r"\[|\\\{", re.sub(r"\\sqrt\s*\[", "", latex)) is not None
 
 
 def _bare(value: Measured) -> str:

@@ -32,7 +32,7 @@ class Text:
     def key(self) -> str:
         """The same for texts that say the same."""
         bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", self.words).strip()
-        bare = re.sub(r"^(?:an?|the)\s+(?=\w\w)", "", bare, flags=re.IGNORECASE)
+        bare = re.sub(r"^(?:an?|the)\s+(?=\S\S)", "", bare, flags=re.IGNORECASE)
         bare = re.sub(r"[\s\"'.]+", "", bare).strip("()[],;:")
         return bare if len(bare) == 1 else bare.casefold()
 
@@ -217,6 +217,8 @@ def _read(text: str) -> Value:
     text = text.strip()
     if re.fullmatch(r"\][^][]*,[^][]*\[", text):  # the French way to write open ends
         text = f"({text[1:-1]})"
+    if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
+        text = spelled(text[6:-1])
     if not text:
         raise UnreadableError("there is nothing")
     for reader in _READERS:
@@ -481,7 +483,7 @@ def _formula(text: str) -> Value:
     words = [word for word in words if word not in FUNCTIONS and not word.isupper()]
     if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
         return Text(text)
-    if re.search(r"\d\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
+    if re.search(r"(?<![_\d])\d+\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
         raise UnreadableError(f"{text!r:.200} is no formula")
     return Formula(bare)
 
@@ -508,7 +510,7 @@ _LITERALS = (
 
 def number_of(text: str) -> Number | None:
     """The number that a text is the literal of, if it is one. `25 * 17` is none."""
-    text = text.strip()
+    text = re.sub(r"(?<![a-zA-Z}^_\]])\{(\d+)\}", r"\1", text.strip().removesuffix("{}"))
     if len(text) > LONGEST_NUMBER:
         return None
     for form, pattern in _LITERALS:
