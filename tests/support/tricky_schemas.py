@@ -19,6 +19,7 @@ PATTERNS = (
     *(r"\bfoo\b", r"^\p{L}+$", r"^(a)\1$", "^[a-z]{1,2000}$", "^([a-z]{1,90}){1,90}$", '^a"b$', r"^[A-Z]:\\[a-z]+$"),
     *(r"^\s*x\s*$", "^a+?b$", r"^(?<y>\d)$", "^<b>$", "^[<>]+$", "^é+$", "^[z-a]$", "^[A-z]+$", r"^[\w.-]+$", "^[a-]$"),
     *("^]<]minimax$", "^[]]$", r"^\u0041$", "^a{2}{3}$", "^*$", "^a{,3}$", "^a{3,1}$", "^[0-9,.]{1,3}$", "^'+/=%&;!~$"),
+    *(r"^\/\(\)\$\|\^\*\+\?\.\-$", r"^[\d\.\-]{2}$", r"^[\w-]?x$", "^ +$", "^[ ]{2}$", "^-a-$", "^[.+*?]+$"),
 )
 NAMES = (
     *("item", "a b", "type", "name", "</parameter>", "<parameter=b>", "</invoke>", "x</arg_key>", '"', "q'", "\\", "ä"),
@@ -210,6 +211,8 @@ ARGUMENTS: tuple[Any, ...] = (
     ),
     *(
         {"if": INTEGER, "then": {"minimum": 3}},
+        {"contains": False},
+        {"not": False},
         {"dependentRequired": {}},
         {"unevaluatedProperties": False, **obj(x=STRING)},
     ),

@@ -142,7 +142,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
     if not isinstance(value, Mapping):
         raise schema.unsupported(f"{value!r} is no schema")
     for keyword in sorted(_NOT_ENFORCED.intersection(value)):
-        if value[keyword] is not False:
+        if value[keyword] is not False or keyword not in ("not", "uniqueItems"):
             raise schema.unsupported(f"a grammar cannot express the keyword {keyword!r}")
     if "$id" in value and value is not schema.root and schema.level:
         raise schema.unsupported("a grammar cannot follow a schema with an '$id' of its own")
