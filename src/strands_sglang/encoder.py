@@ -94,6 +94,10 @@ _encoders_lock = threading.Lock()
 
 def get_encoder(tokenizer: Any) -> Encoder:
     """The one encoder of a tokenizer; a new one if tokens or templates were changed since."""
+    try:
+        hash(weakref.ref(tokenizer))
+    except TypeError:  # nothing can be remembered of it
+        return Encoder(tokenizer)
     state = _state(tokenizer)
     with _encoders_lock:
         known_state, encoder = _encoders.get(tokenizer, (None, None))

@@ -192,6 +192,15 @@ def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is_with_a_warning(caplo
     assert "cannot be copied" in caplog.text
 
 
+def test_a_tokenizer_that_cannot_be_remembered_is_copied_each_time():
+    class Unhashable(SlowTokenizer):
+        __hash__ = None
+
+    tokenizer = Unhashable()
+    assert get_encoder(tokenizer).encode("a") == [97]
+    assert get_encoder(tokenizer) is not get_encoder(tokenizer)
+
+
 # --- images ---
 
 
