@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -144,6 +146,26 @@ def test_how_often_a_rollout_fans_out_changes_nobodys_advantage(groups):
         scaled = centred / (centred.std() + 1e-6)
         own = [expected[10 * number + place] for place in range(len(group))]
         assert own == pytest.approx(scaled.tolist(), abs=1e-6)
+
+
+async def test_rewards_that_hang_take_no_thread_from_others():
+    """B8: a sync reward ran in the loop's few threads, which everything in the process shares."""
+    release = threading.Event()
+    hanging = [asyncio.ensure_future(make_reward(lambda args, one: release.wait())(ARGS, sample())) for _ in range(64)]
+    try:
+        assert await asyncio.wait_for(make_reward(lambda args, one: 0.5)(ARGS, sample()), 60) == 0.5
+    finally:
+        release.set()
+        await asyncio.gather(*hanging)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
+async def test_whatever_a_reward_raises_removes_its_sample(error):
+    def score(args: Any, one: Sample) -> Any:
+        raise error
+
+    one = sample()
+    assert await make_reward(score)(ARGS, one) == 0.0 and one.remove_sample
 
 
 # --- what slime reads of rewards that failed ---

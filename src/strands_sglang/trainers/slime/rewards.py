@@ -8,9 +8,11 @@ removes its rollout, and never gets into the baseline or the loss.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,7 +35,7 @@ def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Cal
 
     Args:
         function: `function(args, sample, **kwargs)`, sync or async, which returns a number, or a dictionary for
-            `reward_key`. A sync one runs in a thread.
+            `reward_key`. A sync one runs in a thread of its own.
         failure_reward: The reward of samples that are removed.
     """
 
@@ -43,7 +45,7 @@ def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Cal
             if inspect.iscoroutinefunction(function):
                 reward = await function(args, sample, **kwargs)
             else:
-                reward = await asyncio.to_thread(function, args, sample, **kwargs)
+                reward = await _in_own_thread(function, args, sample, **kwargs)
                 if inspect.isawaitable(reward):
                     reward = await reward
         except Exception:
@@ -79,6 +81,21 @@ def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Cal
         return [rewards[id(sample)] for sample in samples]
 
     return reward
+
+
+async def _in_own_thread(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that may block or hang: the loop's threads are few, and all of the process shares them."""
+    called: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            called.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            called.set_exception(error if is_failure else RuntimeError(f"it raised {error!r}"))
+
+    threading.Thread(target=call, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(called)
 
 
 def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
