@@ -195,15 +195,13 @@ class AnsweredTurns:
     def _judge(
         self, turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False
     ) -> list[Turn]:
-        """As the function of this name, where nothing but the messages behind a question tells."""
-        is_another = (
-            turn.answer_digest not in behind.digests and behind.digests[:1] and behind.digests[0] in self._digests
-        )
-        if is_another and not taken and not _is_kept_in_another_form(turn, behind):
-            _say_unknown(
-                turn
-            )  # the agent has begun anew, in another history or with other tools, or was given an answer
-            return []
+        """As the function of this name; another recorded answer does not replace one that came into the history."""
+        if (
+            turn.was_added
+            and turn.answer_digest not in behind.digests
+            and self._digests.intersection(behind.digests[:1])
+        ):
+            return []  # the agent has begun again, in another history or with other tools
         return _judge(turn, behind, taken=taken, kept=kept, is_guide=is_guide)
 
 

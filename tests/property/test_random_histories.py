@@ -80,6 +80,9 @@ FOUND = {
     "an agent goes on from an outside call all but its stop token": Plan(
         (Step(who=NOBODY, end="other stop"), Step(edits=(Edit("copy", at=NOBODY, to=2),)))
     ),
+    "an answer was thrown away, and a structured one stands in its place": Plan(
+        (Step(who=1, attempt="thrown away", answer="structured"), Step(who=1))
+    ),
     "a file knows of agents that were never answered": Plan(
         (Step(attempt="abort", end="error", number=1), Step(stored=True))
     ),
