@@ -139,6 +139,8 @@ class Matrix:
 Value = Text | Number | Based | Formula | Measured | Ratio | Bracketed | Several | Union | Relation | Named | Matrix
 
 _LIST = re.compile(r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]")
+_SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
+"""What math-verify has no meaning for: compared as it is written."""
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _SIGNS = re.compile(
@@ -373,6 +375,8 @@ def _is_name(text: str) -> bool:
 
 def _plus_minus(text: str) -> Value | None:
     parts, marks = split(text, re.compile(r"\\pm(?![a-zA-Z])"))
+    if not marks and re.match(r"-?\\frac", text) and len(re.findall(r"\\pm(?![a-zA-Z])", text)) == 1:
+        return Several(tuple(_inner(re.sub(r"\\pm(?![a-zA-Z])", sign, text)) for sign in "+-"), "+-")
     if len(marks) != 1 or not parts[1].strip():
         return None
     left, right = parts
@@ -478,6 +482,8 @@ def _formula(text: str) -> Value:
     number = number_of(text)
     if number is not None:
         return number
+    if _SIGNS_ONLY.search(text):
+        return Text(text)
     bare = re.sub(r"\\text\{\s*([a-zA-Z]|\d+)\s*\}", r"\1", text)
     words = _WORD.findall(re.sub(r"\\(?:begin|end)\{\w+\}|\\text\{[^{}]*\}", "", bare))
     words = [word for word in words if word not in FUNCTIONS and not word.isupper()]

@@ -253,3 +253,11 @@ def test_long_texts_are_searched_in_linear_time(text: str) -> None:
     began = time.process_time()
     last_boxed(text * (2_000_000 // len(text)))
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "truth", [r"\angle BAC", r"0, 1, \ldots, 9", r"x=\frac{-b\pm\sqrt{b^2-4ac}}{2a}", r"\$0.25", r"\star"]
+)
+def test_ground_truths_of_common_data_sets_are_read(truth: str) -> None:
+    """B3."""
+    MathReward().check_truth(truth)
