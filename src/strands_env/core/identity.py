@@ -8,16 +8,21 @@ what an object has counted or collected since it was made.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import functools
 import hashlib
 import inspect
+import math
+import numbers
 import re
 from collections.abc import Callable, Mapping, Set
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
+from uuid import UUID
 
+import numpy as np
 from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +31,9 @@ _DEEPEST = 8
 _LONGEST = 1000
 _NAMES = ("system_prompt", "model_id", "base_url", "name_or_path")
 """Texts among the attributes of any object that tell what it is."""
+
+_PLAIN = (numbers.Number, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, range, UUID)
+"""Classes of values that never change, and that their `repr` tells all of."""
 
 
 class Identified:
@@ -59,12 +67,25 @@ def describe(value: Any, depth: int = 0) -> Any:
     """A value as plain data that is the same for the same program, in another process, too."""
     if isinstance(value, enum.Enum):
         return describe(value.value, depth)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # NaN is not what it was when it is read back
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth >= _DEEPEST:
         return _name(type(value))
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return hashlib.sha256(value).hexdigest()
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return (
+            describe(value.tolist(), depth)
+            if not value.ndim
+            else {
+                "array": [str(value.dtype), *value.shape],
+                "values": hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16],
+            }
+        )
+    if isinstance(value, _PLAIN):
+        return repr(value)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, re.Pattern):
@@ -85,11 +106,16 @@ def describe(value: Any, depth: int = 0) -> Any:
         return {"method": value.__func__.__qualname__, "of": describe(value.__self__, depth + 1)}
     if isinstance(value, FunctionType):
         return _function(value, depth)
+    if isinstance(value, BuiltinFunctionType | np.ufunc):
+        return f"{getattr(value, '__module__', None) or type(value).__name__}.{value.__name__}"
     if isinstance(value, BaseModel):
         return {"class": _name(type(value)), **describe(value.model_dump(), depth + 1)}
     if dataclasses.is_dataclass(value):
         return {"class": _name(type(value)), **describe(_fields(value), depth + 1)}
     return _object(value, depth)
+
+
+_CONSTANT = (str, bytes, *_PLAIN, FunctionType, BuiltinFunctionType, type, Identified)
 
 
 def _function(function: FunctionType, depth: int) -> Any:
@@ -110,7 +136,13 @@ def _function(function: FunctionType, depth: int) -> Any:
             continue
         if isinstance(content, str | FunctionType | type | Identified):
             captured[variable] = describe(content, depth + 1)
-    return {**described, "captured": captured} if captured else described
+    # The same of what its arguments are by default: `lambda answer, limit=limit: ...`.
+    presets = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    constant = {str(name): describe(one, depth + 1) for name, one in presets if isinstance(one, _CONSTANT)}
+    for name, content in (("captured", captured), ("defaults", constant)):
+        if content:
+            described[name] = content
+    return described
 
 
 def _code(code: CodeType) -> bytes:

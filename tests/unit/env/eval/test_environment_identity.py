@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strands_env.core import Environment, RewardFunction, RewardResult
@@ -171,6 +176,40 @@ def test_the_parameters_of_a_model_are_part_of_what_it_is(chatml_tokenizer):
 
     assert made() == made()
     assert made(sampling_params={"temperature": 0.5}) != made() != made(enable_thinking=False)
+
+
+def _pairs_of_values():
+    def limited(limit, seen):
+        return lambda answer, limit=limit, seen=seen: len(answer) > limit
+
+    return {
+        "number of numpy": (np.float32(1), np.float32(2)),
+        "array": (np.zeros(3), np.ones(3)),
+        "decimal": (Decimal("0.1"), Decimal("0.2")),
+        "fraction": (Fraction(1, 2), Fraction(1, 3)),
+        "date": (date(2024, 1, 1), date(2024, 1, 2)),
+        "range": (range(3), range(4)),
+        "bytes": (bytearray(b"a"), bytearray(b"b")),
+        "built-in function": (max, min),
+        "function of numpy": (np.sin, np.cos),
+        "default of an argument": (limited(1, []), limited(2, [])),
+    }
+
+
+@pytest.mark.parametrize(("one", "other"), _pairs_of_values().values(), ids=list(_pairs_of_values()))
+def test_arguments_of_any_plain_kind_are_told_apart_by_value(one, other):
+    """Row B13: what is described by its class alone lets results of another environment in."""
+    assert describe(one) == json.loads(json.dumps(describe(one))) != describe(other)
+
+
+def test_what_no_episode_changes_is_described_alike_before_and_after():
+    """Row B13, the other way: no refusal of what is the same."""
+    seen: list[Any] = []
+    collecting = lambda answer, seen=seen: seen.append(answer)  # noqa: E731
+    before = describe(collecting)
+    collecting("x")
+    assert describe(collecting) == before
+    assert describe(float("nan")) == json.loads(json.dumps(describe(float("nan"))))
 
 
 def test_a_description_is_the_same_in_another_process_and_has_no_addresses(tmp_path):
