@@ -187,6 +187,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
+    config = folder / "tokenizer" / "tokenizer_config.json"  # transformers 5 has a class of its own, which 4 lacks
+    config.write_text(config.read_text("utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"), "utf-8")
     asyncio.run(write_trajectories(folder / "trajectories", tokenizer))
     asyncio.run(write_library_evaluation(folder / "library"))
     write_command_evaluation(folder / "command", tokenizer)
