@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ..core.types import Action, RewardError, StepResult
@@ -40,9 +41,15 @@ def truth_texts(truth: Any) -> list[str]:
         ValueError: There is none.
     """
     several = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
-    if not several or any(one is None or isinstance(one, bytes) or not str(one).strip() for one in several):
+    if not several or not all(_is_truth(one) for one in several):
         raise ValueError(f"no ground truth to compare with, but {truth!r:.200}")
     return [str(one) for one in several]
+
+
+def _is_truth(one: Any) -> bool:
+    """Whether something is a text or a number. NaN is what tables have where they have nothing."""
+    is_number = not isinstance(one, float) or not math.isnan(one)
+    return one is not None and is_number and not isinstance(one, bytes | Mapping | Set) and bool(str(one).strip())
 
 
 def question_of(action: Action) -> str:

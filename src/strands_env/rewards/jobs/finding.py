@@ -27,6 +27,11 @@ _HEDGE = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"(?:\s|[,;/^*+×$-]|\bor\b|\band\b|\bto\b|\bmaybe\b|\bperhaps\b|\bpossibly\b)*", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"\W*\((?:[^()]*[^()\w])?(?:or|but|not|maybe|perhaps|possibly|may|might|could|alternatively|unless)\b"
+    r"|\W*(?:or|alternatively|maybe|perhaps|possibly)\b|.*\botherwise\b",
+    re.IGNORECASE,
+)
 LONGEST_PHRASE = 400
 LONGEST_WORDS = 4
 
@@ -65,8 +70,13 @@ def answer_in(text: str) -> str | None:
 
 def _phrase(text: str) -> str | None:
     """The answer that a text begins with: up to the end of the sentence or to a reason."""
-    sentence = _SENTENCE.split(text.strip()[:LONGEST_PHRASE] + "\n\n", maxsplit=1)[0].partition("\n")[0]
+    text = text.strip()[:LONGEST_PHRASE]
+    sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
+    if _DOUBT.match(text[len(sentence) :]):
+        return text
     for said in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
+        if _DOUBT.match(sentence[len(said) :]):
+            break
         said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
         value = _value(said)
         if value is not None and not _is_talk(value, LONGEST_WORDS):

@@ -58,12 +58,15 @@ _ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{([a-zA-Z]+)\*?\}")
 
 def spelled(text: str) -> str:
     """The one spelling of a text: commands renamed, spacing reduced, wrappers of the whole taken off."""
-    text = _ascii(text).replace("\\$", CURRENCY).replace("{" + CURRENCY + "}", CURRENCY)
+    text = re.sub(r"(\\\\)\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]", r"\1", text)  # space between rows
+    text = _ascii(text).replace("{:}", ":").replace("\\$", CURRENCY).replace("{" + CURRENCY + "}", CURRENCY)
     text = re.sub(r"(?<!\\)\\%", "%", text)
     text = re.sub(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", DEGREE, text)
     text = text.replace("{,}", "\ue002").replace(",\\!", "\ue002").replace("\\!", "")
     text = re.sub(r"(?<=\d)\s*\ue002\s*(?=\d)", "", text).replace("\ue002", ",")
     text = _COMMAND.sub(_command, text)
+    text = re.sub(r"\\text\s*(?:\{\s*)?" + CURRENCY + r"(?:\s*\})?", CURRENCY, text)
+    text = re.sub(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
     text = re.sub(r"(?<=\d)\s*\\,\s*(?=\d{3}(?!\d))", "", text).replace("\\,", " ")
     text = _unwrapped(_SPACES.sub(" ", text))
     text = _dollars(text)
@@ -77,6 +80,7 @@ def spelled(text: str) -> str:
     text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
     text = re.sub(r"\\(frac|sqrt|binom)\s+", r"\\\1", text)
     text = re.sub(r"\\sqrt(\d|[a-zA-Z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(\\sqrt\[[^\[\]]*\])\s*(\d|[a-zA-Z])", r"\1{\2}", text)
     text = re.sub(r"\\(frac|binom)(\d|[a-zA-Z])", r"\\\1{\2}", text)
     text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})\s*(\d|[a-zA-Z])", r"\1{\2}", text)
     return _unwrapped(text)
@@ -86,7 +90,7 @@ def _ascii(text: str) -> str:
     """Full-width and other variants of characters as their plain ones, fractions and powers as LaTeX."""
     out: list[str] = []
     raised: str | None = None  # the kind of script that is open
-    for char in text:
+    for char in unicodedata.normalize("NFC", text):  # letters and their accents as one
         form = unicodedata.decomposition(char) if ord(char) > 127 else ""
         kind = form[1 : form.index(">")] if form.startswith("<") else None
         script = {"super": "^{", "sub": "_{"}.get(kind or "") if char not in _SYMBOLS else None

@@ -242,6 +242,8 @@ def _date(text: str) -> Value | None:
     found = re.fullmatch(r"(\d{1,2}):(\d\d)\s*([ap])\.?\s?m\.?", bare)
     if found is not None:
         return Text(f"time {int(found[1])}:{found[2]}{found[3]}m")
+    if (found := re.fullmatch(r"(\d{1,2}):(0\d)", bare)) is not None:  # no ratio has a term like 05
+        return Text(f"time {int(found[1])}:{found[2]}")
     names = "|".join(rf"{month[:3]}(?:{month[3:]})?\.?" for month in _MONTHS)
     day = r"(\d{1,2})(?:st|nd|rd|th)?"
     for pattern, order in (

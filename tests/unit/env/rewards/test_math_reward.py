@@ -120,7 +120,7 @@ async def test_info_says_what_was_compared() -> None:
     assert result.info == {"verdict": "wrong", "extracted": "43", "ground_truth": "42"}
 
 
-@pytest.mark.parametrize("truth", [None, "", "  ", [], [None]])
+@pytest.mark.parametrize("truth", [None, "", "  ", [], [None], float("nan"), {"answer": 42}, {42}])
 async def test_without_a_ground_truth_there_is_an_error_and_no_reward(truth: Any) -> None:
     with pytest.raises(RewardError, match="no ground truth"):
         await reward("42", truth)
@@ -133,7 +133,9 @@ def test_a_ground_truth_is_checked_before_any_episode(truth: Any) -> None:
     WeightedSum({"math": (MathReward(), 1.0), "exact": (ExactMatchReward(), 1.0)}).check_truth(truth)
 
 
-@pytest.mark.parametrize("truth", [None, "", [], [""], ["1", " "], r"\frac{", ["1", r"x^{"]])
+@pytest.mark.parametrize(
+    "truth", [None, "", [], [""], ["1", " "], r"\frac{", ["1", r"x^{"], float("nan"), {"a": "1"}, ["1", float("nan")]]
+)
 def test_a_ground_truth_that_cannot_be_read_is_refused_with_its_reason(truth: Any) -> None:
     """B3."""
     rewards = [MathReward(limits=SHORT), AllOf({"math": MathReward(limits=SHORT)})]
