@@ -40,6 +40,13 @@ COMMAND = [
 """The evaluation in `command/`, run in a folder with `sums.jsonl` and `tokenizer`; `--base-url` comes on top."""
 
 
+RENAMED_BY_TRANSFORMERS_5 = {
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+    "extra_special_tokens": "additional_special_tokens",
+}
+"""Names in a tokenizer's files that transformers 4 does not know; 5 reads the earlier ones, too."""
+
+
 def solve(request: Any) -> ScriptedAnswer:
     """A policy that asks the calculator and is right about every sum but those divisible by three."""
     left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
@@ -187,8 +194,11 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
-    config = folder / "tokenizer" / "tokenizer_config.json"  # transformers 5 has a class of its own, which 4 lacks
-    config.write_text(config.read_text("utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"), "utf-8")
+    config = folder / "tokenizer" / "tokenizer_config.json"
+    text = config.read_text("utf-8")
+    for new, old in RENAMED_BY_TRANSFORMERS_5.items():
+        text = text.replace(new, old)
+    config.write_text(text, "utf-8")
     asyncio.run(write_trajectories(folder / "trajectories", tokenizer))
     asyncio.run(write_library_evaluation(folder / "library"))
     write_command_evaluation(folder / "command", tokenizer)
