@@ -81,7 +81,10 @@ def as_failure(error: BaseException) -> Exception:
     if isinstance(error, SystemExit):
         failure = RuntimeError(f"SystemExit: it asked for the process to exit ({error.code!r})")
     else:
-        said = f": {error}" if str(error) else ""
+        try:
+            said = f": {error}" if str(error) else ""
+        except Exception:  # a text that cannot be made must not keep the caller waiting
+            said = ""
         failure = RuntimeError(f"it raised {type(error).__name__}{said}")
     if not isinstance(error, asyncio.CancelledError):  # nobody has cancelled what goes on with this error
         failure.__cause__ = error
