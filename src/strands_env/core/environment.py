@@ -424,4 +424,7 @@ async def _settled(value: Any) -> Any:
 def _told(error: BaseException) -> str:
     """An error in one line, without Strands' wrapper around it."""
     inner = getattr(error, "original_exception", None) or error
-    return f"{type(inner).__name__}: {inner}" if str(inner) else type(inner).__name__
+    try:
+        return f"{type(inner).__name__}: {inner}" if str(inner) else type(inner).__name__
+    except Exception:  # it cannot tell
+        return type(inner).__name__

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from strands_env.utils.threads import called
+from support.environments import ANSWER, ASK, CalculatorEnv, Contains
+from support.scripted_model import ScriptedModel
 
 
 class Speechless(BaseException):
@@ -22,3 +24,20 @@ async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> Non
 
     with pytest.raises(RuntimeError, match="Speechless"):
         await asyncio.wait_for(called(fails), 5)
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("place", ["reset", "compute_metrics"])
+async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place: str) -> None:
+    """B9."""
+
+    def fails(*args: object) -> None:
+        raise MuteError
+
+    env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), Contains())
+    setattr(env, place, fails)
+    assert "MuteError" in str((await env.step(ASK)).error)
