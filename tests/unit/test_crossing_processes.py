@@ -186,17 +186,17 @@ async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cr
     """A4: a chain of 400 turns was a RecursionError."""
     _, model = rollout(lambda request: ScriptedAnswer("ok"), server={"context_length": 10**6})
     messages, sizes = [], {}
-    for number in range(1, 801):
+    for number in range(1, 401):
         messages += [{"role": "user", "content": [{"text": "q"}]}]
         async for _ in model.stream(messages):
             pass
         messages += [{"role": "assistant", "content": [{"text": "ok"}]}]
-        if number in (400, 800):
+        if number in (200, 400):
             sizes[number] = len(pickle.dumps(model.trajectory.turns))
     there = cross(model.trajectory.turns)
-    assert len(there) == 800 and there[-1].token_ids() == model.trajectory.turns[-1].token_ids()
+    assert len(there) == 400 and there[-1].token_ids() == model.trajectory.turns[-1].token_ids()
     assert cross(model.trajectory.turns[-1]).token_ids() == there[-1].token_ids()
-    assert sizes[800] < 2.2 * sizes[400]
+    assert sizes[400] < 2.2 * sizes[200]
 
 
 def test_a_turn_without_a_trajectory_says_that_it_cannot_cross(rollout, cross):
