@@ -117,6 +117,9 @@ def private_copy(tokenizer: Any) -> Any:
         if backend is None:
             return copy.deepcopy(tokenizer)
         own = copy.copy(tokenizer)
+        # Special tokens and named templates are changed in place.
+        changeable = {name: value for name, value in vars(own).items() if isinstance(value, dict | list | set)}
+        vars(own).update({name: copy.copy(value) for name, value in changeable.items()})
         own._tokenizer = _without_settings(backend)
         return own
     except Exception as error:  # they hold whatever their authors put there
@@ -180,8 +183,16 @@ def _with_same_parts(backend: Tokenizer) -> Tokenizer:
     own = Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(backend, part) is not None:
-            setattr(own, part, getattr(backend, part))
+            setattr(own, part, _copied(getattr(backend, part)))
     return own
+
+
+def _copied(part: Any) -> Any:
+    """A part that its owner cannot change in place; the part itself if it is Python code, which nothing copies."""
+    try:
+        return copy.deepcopy(part)
+    except Exception:
+        return part
 
 
 def _state(tokenizer: Any) -> Any:

@@ -65,4 +65,4 @@ def _text(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} is {text!r}, which is no Unicode text: {error.reason}") from None
-    return str(text)
+    return str.__str__(text)  # of an enumeration's member the text, not its name

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from strands import Agent
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
@@ -260,3 +261,28 @@ def test_what_a_tokenizer_was_loaded_with_is_put_aside_but_its_splitting_of_cont
     )
     text = "a<|im_end|>b"
     assert get_encoder(tokenizer).encode(text) == tokenizer.encode(text) != chatml_tokenizer.encode(text)
+
+
+def test_what_the_owner_changes_in_place_is_not_seen(chatml_tokenizer):
+    """A1: transformers keeps special tokens in a dictionary, and parts of a tokenizer in Rust have settings, too."""
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = "{{ eos_token }}{{ messages[0].content }}"
+    encoder = get_encoder(tokenizer)
+    before = encoder.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}])
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
+    tokenizer.backend_tokenizer.decoder = None
+    assert encoder.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}]) == before
+    assert encoder.tokenizer.special_tokens_map == chatml_tokenizer.special_tokens_map
+    assert encoder.encode("there") == chatml_tokenizer.encode("there")
+    assert encoder.decode(encoder.encode(TEXT)) == TEXT
+
+
+def test_parts_written_in_python_are_shared(chatml_tokenizer):
+    class Words:
+        def pre_tokenize(self, text):
+            text.split(lambda _, words: words.split(" ", "isolated"))
+
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Words())
+    assert get_encoder(tokenizer).encode("a b") == tokenizer.encode("a b")

@@ -15,6 +15,10 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
+class Adapter(str, enum.Enum):
+    MATHS = "maths"
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -29,6 +33,8 @@ class Level(enum.IntEnum):
         (torch.tensor([[0.5]]), [[0.5]]),
         (array("i", [1, 2]), [1, 2]),
         (Level.HIGH, 3),
+        (Adapter.MATHS, "maths"),
+        ({Adapter.MATHS: 1}, {"maths": 1}),
         ((1, "a", None, True), [1, "a", None, True]),
         ({5: -100.0, np.int32(6): 1, "x": {"y": (np.float32(2),)}}, {"5": -100.0, "6": 1, "x": {"y": [2.0]}}),
     ],
