@@ -25,6 +25,7 @@ from strands_env.rewards import (
     last_boxed,
 )
 from support.episodes import answered, task
+from support.processes import has_ended
 
 pytest.importorskip("math_verify")
 
@@ -233,7 +234,7 @@ def test_workers_go_with_their_process() -> None:
     assert ran.returncode == 0, ran.stderr
     pids = [int(pid) for pid in ran.stdout.split()]
     assert len(pids) >= 2  # a worker, and ps itself
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(map(has_ended, pids))
 
 
 @settings(max_examples=300)
