@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -18,6 +19,9 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.tokenizers import build_chatml_tokenizer
 
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
+
+_next: ContextVar[ScriptedAnswer | None] = ContextVar("next", default=None)
+"""What the running call is answered with: some tests ask one model from two threads at once."""
 
 
 class BrainModel(SGLangModel):
@@ -32,11 +36,12 @@ class BrainModel(SGLangModel):
         self._calls = _CallIds()
         self._tokenizer = _tokenizer()
         self._server = ScriptedSGLang(self._tokenizer, self._sample, context_length=10_000_000)
-        self._next: list[ScriptedAnswer] = []
         super().__init__(tokenizer=self._tokenizer, client=self._server.client())
 
     def _sample(self, request: Any) -> ScriptedAnswer:
-        return self._next.pop()
+        answer = _next.get()
+        assert answer is not None, "a request that no call of the stand-in was made for"
+        return answer
 
     async def stream(  # type: ignore[override]
         self, messages: Any, tool_specs: Any = None, system_prompt: Any = None, tool_choice: Any = None, **kwargs: Any
@@ -51,7 +56,7 @@ class BrainModel(SGLangModel):
             for event in events:
                 yield event
             return
-        self._next = [ScriptedAnswer(said.text, finish_reason=_FINISH_REASONS[said.stop_reason])]
+        _next.set(ScriptedAnswer(said.text, finish_reason=_FINISH_REASONS[said.stop_reason]))
         ids = iter(said.call_ids)
         async for event in super().stream(self._calls.as_sampled(messages), tool_specs, system_prompt, **kwargs):
             start = event.get("contentBlockStart", {}).get("start", {})
