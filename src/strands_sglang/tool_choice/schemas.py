@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ..tool_parsers._schemas import JSON_TYPES, resolve_reference, same_json, type_name
+from ..tool_parsers.reading.schemas import JSON_TYPES, resolve_reference, same_json, type_name
 
 _NOT_ENFORCED = frozenset(
     ["$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas"]

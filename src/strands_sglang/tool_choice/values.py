@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..tool_parsers._schemas import same_json
-from ..tool_parsers._values import InvalidValueError, typed_value
+from ..tool_parsers.reading.schemas import same_json
+from ..tool_parsers.reading.values import InvalidValueError, typed_value
 from .grammar import (
     Element,
     constant_text,

@@ -21,8 +21,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from ._texts import reasoning_text, visible_text
-from .structure import (
+from .reading.structure import (
     CallSpan,
     Mark,
     MarkedText,
@@ -32,6 +31,7 @@ from .structure import (
     locate_marks,
     take_apart,
 )
+from .reading.texts import reasoning_text, visible_text
 
 MAX_CALLS = 1000
 """Calls of one turn that are read; each is a task for the agent. From the next one on, all is one malformed call."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.deepseek_v3 import DeepSeekV3ToolParser
+from strands_sglang.tool_parsers.formats.deepseek_v3 import DeepSeekV3ToolParser
 from support.parser_checks import Call, Format, ParserChecks, summary
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.deepseek_v3_1 import DeepSeekV31ToolParser
+from strands_sglang.tool_parsers.formats.deepseek_v3_1 import DeepSeekV31ToolParser
 from support.parser_checks import Call, Format, ParserChecks
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.deepseek_v3_2 import DeepSeekV4ToolParser, DeepSeekV32ToolParser
+from strands_sglang.tool_parsers.formats.deepseek_v3_2 import DeepSeekV4ToolParser, DeepSeekV32ToolParser
 from support.parser_checks import Call, Format, ParserChecks
 
 BEGIN, END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"

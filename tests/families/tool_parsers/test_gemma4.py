@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.gemma4 import Gemma4ToolParser
+from strands_sglang.tool_parsers.formats.gemma4 import Gemma4ToolParser
 from support.parser_checks import KEYS, SCALARS, Call, Format, ParserChecks, summary
 
 QUOTE = '<|"|>'

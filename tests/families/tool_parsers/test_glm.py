@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.glm import GLMToolParser
+from strands_sglang.tool_parsers.formats.glm import GLMToolParser
 from support.parser_checks import Call, Format, ParserChecks, summary, tools_for
 
 _ARGUMENT = r"<arg_key>[^<\n]+</arg_key>\s*<arg_value>"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.granite import GraniteToolParser
+from strands_sglang.tool_parsers.formats.granite import GraniteToolParser
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, ParserChecks, summary
 

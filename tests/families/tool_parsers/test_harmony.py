@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ToolCallStatus, ToolParseResult
-from strands_sglang.tool_parsers.harmony import HarmonyToolParser
+from strands_sglang.tool_parsers.formats.harmony import HarmonyToolParser
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, same, sampled, summary, tokenizer_with, tools_for
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.kimi_k2 import KimiK2ToolParser
+from strands_sglang.tool_parsers.formats.kimi_k2 import KimiK2ToolParser
 from support.parser_checks import Call, Format, ParserChecks
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

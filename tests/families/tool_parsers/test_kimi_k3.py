@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.kimi_k3 import KimiK3ToolParser
+from strands_sglang.tool_parsers.formats.kimi_k3 import KimiK3ToolParser
 from support.parser_checks import JSON_TYPE, Call, Format, ParserChecks, summary
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ToolCallStatus, get_tool_parser
-from strands_sglang.tool_parsers.llama3_json import Llama3JSONToolParser
+from strands_sglang.tool_parsers.formats.llama3_json import Llama3JSONToolParser
 from support.families import load_template, load_tokenizer, require_families
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, same, summary, tools_for

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.llama4_pythonic import Llama4PythonicToolParser
+from strands_sglang.tool_parsers.formats.llama4_pythonic import Llama4PythonicToolParser
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, same, summary
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.minimax_m2 import MiniMaxM2ToolParser
+from strands_sglang.tool_parsers.formats.minimax_m2 import MiniMaxM2ToolParser
 from support.parser_checks import Call, Format, ParserChecks, summary, tools_for
 
 BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.minimax_m3 import MiniMaxM3ToolParser
+from strands_sglang.tool_parsers.formats.minimax_m3 import MiniMaxM3ToolParser
 from support.parser_checks import KEYS, Call, Format, ParserChecks, summary, tools_for
 
 NS = "]<]minimax[>["

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.mistral import MistralToolParser
+from strands_sglang.tool_parsers.formats.mistral import MistralToolParser
 from support.listed_checks import ListedChecks
 from support.parser_checks import Call, Format, summary
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from strands_sglang.tool_parsers import ToolCallStatus
-from strands_sglang.tool_parsers.phi4 import Phi4ToolParser
+from strands_sglang.tool_parsers.formats.phi4 import Phi4ToolParser
 from support.parser_checks import Call, Format, ParserChecks, same, summary
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strands_sglang.tool_parsers.seed_oss import SeedOSSToolParser
+from strands_sglang.tool_parsers.formats.seed_oss import SeedOSSToolParser
 from support.parser_checks import Call, Format, ParserChecks, same, tools_for
 
 

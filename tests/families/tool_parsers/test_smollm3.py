@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from strands_sglang.tool_parsers import get_tool_parser
-from strands_sglang.tool_parsers.smollm3 import SmolLM3ToolParser
+from strands_sglang.tool_parsers.formats.smollm3 import SmolLM3ToolParser
 from support.parser_checks import Call, Format, ParserChecks
 
 

@@ -18,17 +18,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._arguments import typed_call
-from ._python_literals import read_literal
-from ._schemas import allowed_types, property_schema
-from ._values import InvalidValueError, skip_space, strict_json
-from .base import ToolParseResult
-from .marked import ToolSchemas
-from .nested import NestedText
-from .registry import register_tool_parser
-from .sections import BrokenCallError, SectionCall
-from .structure import MarkKind
-from .tagged import TaggedToolParser, Tags
+from ..base import ToolParseResult
+from ..reading.arguments import typed_call
+from ..reading.literals import read_literal
+from ..reading.marked import ToolSchemas
+from ..reading.nested import NestedText
+from ..reading.schemas import allowed_types, property_schema
+from ..reading.sections import BrokenCallError, SectionCall
+from ..reading.structure import MarkKind
+from ..reading.tagged import TaggedToolParser, Tags
+from ..reading.values import InvalidValueError, skip_space, strict_json
+from ..registry import register_tool_parser
 
 
 @register_tool_parser("seed_oss")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from .registry import register_tool_parser
-from .sections import JSONSectionToolParser
+from ..reading.sections import JSONSectionToolParser
+from ..registry import register_tool_parser
 
 
 @register_tool_parser("kimi_k2")

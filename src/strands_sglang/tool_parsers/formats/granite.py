@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ._json_calls import call_from_json
-from ._values import InvalidValueError, skip_space
-from .base import ToolParser
+from ..base import ToolParser
+from ..reading.json_calls import call_from_json
+from ..reading.listed import ListedToolParser, is_cut, name_of, read_json_list
+from ..reading.marked import ToolSchemas
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import InvalidValueError, skip_space
+from ..registry import register_tool_parser
 from .hermes import HermesToolParser
-from .listed import ListedToolParser, is_cut, name_of, read_json_list
-from .marked import ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
 
 
 @register_tool_parser("granite")

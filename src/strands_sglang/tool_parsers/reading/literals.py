@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
+from .values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
 
 _NAMES: dict[str, Any] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -12,16 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._arguments import nested_value_end
-from ._json_calls import json_call
-from ._schemas import JSON_TYPES
-from ._values import InvalidValueError, decode_json, shorten, typed_value
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, failed_call
-from .nested import NestedText
-from .registry import register_tool_parser
-from .sections import BrokenCallError, SectionCall
-from .tagged import TaggedToolParser, Tags
+from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from ..reading.arguments import nested_value_end
+from ..reading.json_calls import json_call
+from ..reading.marked import ToolSchemas, failed_call
+from ..reading.nested import NestedText
+from ..reading.schemas import JSON_TYPES
+from ..reading.sections import BrokenCallError, SectionCall
+from ..reading.tagged import TaggedToolParser, Tags
+from ..reading.values import InvalidValueError, decode_json, shorten, typed_value
+from ..registry import register_tool_parser
 
 _CALL = r'<\|open\|>call tool="(?P<name>[^"\n]+)" index="[0-9]+"<\|sep\|>'
 _JSON_CALL = re.compile(rf'{_CALL}<\|open\|>json type="object"<\|sep\|>\s*')

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from ..exceptions import PortableError
-from ._json_calls import json_call
-from ._values import InvalidValueError, decode_json, skip_space
-from .base import MAX_CALLS, ToolParseResult
+from ...exceptions import PortableError
+from ..base import MAX_CALLS, ToolParseResult
+from .json_calls import json_call
 from .marked import ToolSchemas, too_many_calls
 from .nested import NestedText, NestedToolParser
 from .structure import (
@@ -22,6 +21,7 @@ from .structure import (
     Span,
     SpanKind,
 )
+from .values import InvalidValueError, decode_json, skip_space
 
 
 class BrokenCallError(PortableError, ValueError):

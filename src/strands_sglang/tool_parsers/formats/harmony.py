@@ -15,13 +15,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._json_calls import json_call
-from ._marks import DetailedText, locate_details
-from ._values import InvalidValueError, decode_json, shorten, skip_space
-from .base import MAX_CALLS, ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
-from .listed import is_cut
-from .marked import failed_call, too_many_calls
-from .registry import register_tool_parser
+from ..base import MAX_CALLS, ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
+from ..reading.json_calls import json_call
+from ..reading.listed import is_cut
+from ..reading.marked import failed_call, too_many_calls
+from ..reading.marks import DetailedText, locate_details
+from ..reading.values import InvalidValueError, decode_json, shorten, skip_space
+from ..registry import register_tool_parser
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -16,12 +16,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._arguments import nested_value_end
-from ._values import InvalidValueError, shorten, strict_json
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, failed_call
-from .registry import register_tool_parser
-from .tagged import TaggedToolParser, Tags
+from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from ..reading.arguments import nested_value_end
+from ..reading.marked import ToolSchemas, failed_call
+from ..reading.tagged import TaggedToolParser, Tags
+from ..reading.values import InvalidValueError, shorten, strict_json
+from ..registry import register_tool_parser
 
 
 @register_tool_parser("deepseek_v3_2")

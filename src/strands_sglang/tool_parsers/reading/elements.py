@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any, Union
 
-from ._schemas import allowed_types, item_schema, property_schema
-from ._values import InvalidValueError, shorten, typed_value
+from .schemas import allowed_types, item_schema, property_schema
+from .values import InvalidValueError, shorten, typed_value
 
 Element = Union[str, "list[tuple[str, Element]]"]
 """The text of an element without elements in it, or the elements in it by name, in order."""

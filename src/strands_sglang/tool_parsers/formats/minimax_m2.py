@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ._arguments import typed_call
-from .base import ToolParseResult
-from .marked import ToolSchemas
-from .registry import register_tool_parser
-from .tagged import TaggedToolParser, Tags
+from ..base import ToolParseResult
+from ..reading.arguments import typed_call
+from ..reading.marked import ToolSchemas
+from ..reading.tagged import TaggedToolParser, Tags
+from ..registry import register_tool_parser
 
 
 @register_tool_parser("minimax_m2")

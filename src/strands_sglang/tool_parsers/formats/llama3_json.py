@@ -13,14 +13,14 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ._json_calls import call_from_json
-from ._python_literals import read_arguments
-from ._values import InvalidValueError, decode_json, skip_space
-from .base import MAX_CALLS, ToolParser, ToolParseResult
-from .listed import ListedToolParser, is_cut, name_of
-from .marked import ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..base import MAX_CALLS, ToolParser, ToolParseResult
+from ..reading.json_calls import call_from_json
+from ..reading.listed import ListedToolParser, is_cut, name_of
+from ..reading.literals import read_arguments
+from ..reading.marked import ToolSchemas
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import InvalidValueError, decode_json, skip_space
+from ..registry import register_tool_parser
 
 _BROKEN_CALL = re.compile(
     r'\{\s{0,8}(?:"type"\s{0,8}:\s{0,8}"function"\s{0,8},\s{0,8})?"name"\s{0,8}:\s{0,8}"([^"]{0,64})'

@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-from ._marks import DetailedText, locate_details
-from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, strict_json
-from .base import ToolParseResult, new_tool_call_id
-from .marked import MarkedToolParser, ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..base import ToolParseResult, new_tool_call_id
+from ..reading.marked import MarkedToolParser, ToolSchemas
+from ..reading.marks import DetailedText, locate_details
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import MAX_JSON_DEPTH, InvalidValueError, shorten, strict_json
+from ..registry import register_tool_parser
 
 _QUOTE = '<|"|>'
 _THOUGHT = "thought\n"

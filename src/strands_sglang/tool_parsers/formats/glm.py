@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import re
 
-from ._arguments import find_value_end, nested_value_end, typed_call
-from ._schemas import property_schema
-from ._values import shorten, skip_space
-from .base import ToolCallStatus
-from .marked import ToolSchemas, failed_call
-from .nested import NestedText, NestedToolParser
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..base import ToolCallStatus
+from ..reading.arguments import find_value_end, nested_value_end, typed_call
+from ..reading.marked import ToolSchemas, failed_call
+from ..reading.nested import NestedText, NestedToolParser
+from ..reading.schemas import property_schema
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import shorten, skip_space
+from ..registry import register_tool_parser
 
 _NAME = re.compile(r"[^\s<]+")
 _ARGUMENT = re.compile(r"<arg_key>(?P<key>[^<\n]+)</arg_key>[ \t\n\r]*<arg_value>")

@@ -14,14 +14,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ._elements import Element, typed_element
-from ._values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, failed_call
-from .nested import NestedText
-from .registry import register_tool_parser
-from .sections import BrokenCallError, SectionCall, SectionToolParser
-from .structure import MarkedText
+from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from ..reading.elements import Element, typed_element
+from ..reading.marked import ToolSchemas, failed_call
+from ..reading.nested import NestedText
+from ..reading.sections import BrokenCallError, SectionCall, SectionToolParser
+from ..reading.structure import MarkedText
+from ..reading.values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
+from ..registry import register_tool_parser
 
 _TOKEN = "]<]minimax[>["
 _TAG = re.compile(re.escape(_TOKEN) + r"(?=</?[^<>\n]+>)")

@@ -7,8 +7,8 @@ between `<code>` and `</code>`, for its `python_tools`, is text here: nothing ru
 
 from __future__ import annotations
 
+from ..registry import register_tool_parser
 from .hermes import HermesToolParser
-from .registry import register_tool_parser
 
 
 @register_tool_parser("smollm3")

@@ -25,15 +25,15 @@ from __future__ import annotations
 
 import re
 
-from ._arguments import find_value_end, nested_value_end, typed_call
-from ._schemas import property_schema
-from ._values import shorten, skip_space
-from .base import (
+from ..base import (
     ToolCallStatus,
 )
-from .marked import MarkedToolParser, ToolSchemas, failed_call
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.arguments import find_value_end, nested_value_end, typed_call
+from ..reading.marked import MarkedToolParser, ToolSchemas, failed_call
+from ..reading.schemas import property_schema
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import shorten, skip_space
+from ..registry import register_tool_parser
 
 _FUNCTION_END = "</function>"
 _FUNCTION = re.compile(r"<function=([^>\n]+)>")

@@ -14,8 +14,8 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
-from ..exceptions import PortableError
-from ._schemas import allowed_types, listed_values, same_json, type_name
+from ...exceptions import PortableError
+from .schemas import allowed_types, listed_values, same_json, type_name
 
 MAX_JSON_DEPTH = 64
 """Deepest nesting of lists and objects. Agents copy their history recursively; deeper values would end the agent."""

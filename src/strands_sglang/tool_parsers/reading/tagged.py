@@ -15,14 +15,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from ._arguments import find_value_end, nested_value_end
-from ._schemas import property_schema
-from ._values import shorten, skip_space
-from .base import ToolCallStatus, ToolParseResult
+from ..base import ToolCallStatus, ToolParseResult
+from .arguments import find_value_end, nested_value_end
 from .marked import ToolSchemas, failed_call
 from .nested import NestedText
+from .schemas import property_schema
 from .sections import BrokenCallError, SectionCall, SectionToolParser
 from .structure import MarkedText, MarkKind
+from .values import shorten, skip_space
 
 _SPACE = r"[ \t\n\r]*"
 

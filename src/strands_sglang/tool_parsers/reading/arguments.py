@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ._schemas import allowed_types, property_schema
-from ._values import (
+from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from .marked import ToolSchemas, failed_call
+from .schemas import allowed_types, property_schema
+from .structure import MarkedText
+from .values import (
     InvalidValueError,
     decode_json,
     shorten,
     skip_space,
     typed_value,
 )
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from .marked import ToolSchemas, failed_call
-from .structure import MarkedText
 
 
 def typed_call(name: str, values: Mapping[str, str], raw: str, tools: ToolSchemas | None) -> ToolParseResult:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from .registry import register_tool_parser
-from .sections import JSONSectionToolParser
+from ..reading.sections import JSONSectionToolParser
+from ..registry import register_tool_parser
 
 
 @register_tool_parser("deepseek_v3")

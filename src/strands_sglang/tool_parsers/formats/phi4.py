@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from ._json_calls import call_from_json
-from ._python_literals import read_literal
-from ._values import DecodedJSON, InvalidValueError, decode_json, skip_space
-from .base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
-from .listed import ListedToolParser, is_cut, name_of, read_json_list
-from .marked import ToolSchemas, failed_call
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
+from ..reading.json_calls import call_from_json
+from ..reading.listed import ListedToolParser, is_cut, name_of, read_json_list
+from ..reading.literals import read_literal
+from ..reading.marked import ToolSchemas, failed_call
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import DecodedJSON, InvalidValueError, decode_json, skip_space
+from ..registry import register_tool_parser
 
 _FUNCTOOLS = "functools["
 _OBJECT = re.compile(r'\{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\\n]{1,64})"\s{0,8},\s{0,8}"arguments"\s{0,8}:')

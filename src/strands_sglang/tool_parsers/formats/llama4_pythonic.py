@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from ._json_calls import call_from_json
-from ._python_literals import read_arguments
-from ._values import InvalidValueError, skip_space
-from .base import MAX_CALLS, ToolParser, ToolParseResult
-from .listed import ListedToolParser, is_cut
-from .marked import ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..base import MAX_CALLS, ToolParser, ToolParseResult
+from ..reading.json_calls import call_from_json
+from ..reading.listed import ListedToolParser, is_cut
+from ..reading.literals import read_arguments
+from ..reading.marked import ToolSchemas
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import InvalidValueError, skip_space
+from ..registry import register_tool_parser
 
 _CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,255})\(")
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._texts import reasoning_text, visible_text
-from .base import (
+from ..base import (
     MAX_CALLS,
     ParsedTurn,
     ToolCallStatus,
@@ -25,6 +24,7 @@ from .structure import (
     doubtful_calls,
     take_apart,
 )
+from .texts import reasoning_text, visible_text
 
 ToolSchemas = Mapping[str, Any]
 """The JSON schema of every tool's input, by tool name."""

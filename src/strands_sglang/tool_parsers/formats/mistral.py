@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from ._json_calls import call_from_json, json_call
-from ._marks import DetailedText
-from ._values import InvalidValueError, decode_json, skip_space
-from .listed import ListedToolParser, is_cut, name_of, read_json_list
-from .marked import ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.json_calls import call_from_json, json_call
+from ..reading.listed import ListedToolParser, is_cut, name_of, read_json_list
+from ..reading.marked import ToolSchemas
+from ..reading.marks import DetailedText
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import InvalidValueError, decode_json, skip_space
+from ..registry import register_tool_parser
 
 _ARGUMENTS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[^\[\]{}\s]{1,256}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-from ._json_calls import call_from_json
-from ._values import InvalidValueError, decode_json, skip_space
-from .marked import MarkedToolParser, ToolSchemas
-from .registry import register_tool_parser
-from .structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.json_calls import call_from_json
+from ..reading.marked import MarkedToolParser, ToolSchemas
+from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
+from ..reading.values import InvalidValueError, decode_json, skip_space
+from ..registry import register_tool_parser
 
 _NAME_IN_BROKEN_JSON = re.compile(r'"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"')
 _NAME_SEARCHED = 500  # characters

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ._marks import DetailedText, locate_details
-from ._values import DecodedJSON, InvalidValueError, decode_json, skip_space
-from .base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
+from ..base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
 from .marked import MarkedToolParser, failed_call
+from .marks import DetailedText, locate_details
 from .structure import CallSpan, Mark, MarkKind
+from .values import DecodedJSON, InvalidValueError, decode_json, skip_space
 
 
 class ListedToolParser(MarkedToolParser):

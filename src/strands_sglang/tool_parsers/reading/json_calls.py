@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ._values import DecodedJSON, shorten
-from .base import ToolCallStatus, ToolParseResult, new_tool_call_id
+from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
 from .marked import failed_call
+from .values import DecodedJSON, shorten
 
 
 def json_call(name: str, arguments: DecodedJSON, raw: str) -> ToolParseResult:
