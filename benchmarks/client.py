@@ -24,7 +24,7 @@ import aiohttp
 import httpx
 import orjson
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 
 LATENCY_S = 0.2
 OUTPUT_TOKENS = 512

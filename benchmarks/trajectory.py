@@ -13,8 +13,8 @@ import tracemalloc
 from array import array
 
 from strands_sglang import Trajectory
-from strands_sglang.generation import Generation
 from strands_sglang.messages import fingerprint
+from strands_sglang.protocol.generation import Generation
 
 PARTS = {"system prompt": "Be brief.", "tools": None, "chat template": "x" * 4000, "template arguments": "{}"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ._other_install import own_version, warn_of_other_installs
-from .client import SGLangClient
+from .client.cache import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
+from .client.client import SGLangClient
 from .exceptions import (
     SGLangAbortedError,
     SGLangCancelledError,
@@ -18,10 +19,8 @@ from .exceptions import (
     SGLangThrottledError,
     TokenizerMismatchError,
 )
-from .model import SGLangModel
+from .model.model import SGLangModel
 from .outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of, termination_reason
-from .shared import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
-from .tokens import Rollout, Segment, Token, TokenManager
 from .tool_limiter import (
     LoopLimiter,
     LoopLimitReachedError,
@@ -33,8 +32,9 @@ from .tool_limiter import (
     limit_cause,
 )
 from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register_tool_parser
-from .trajectory import Trajectory
-from .turns import Turn, TurnStatus
+from .trajectory.tokens import Rollout, Segment, Token, TokenManager
+from .trajectory.trajectory import Trajectory
+from .trajectory.turn import Turn, TurnStatus
 
 warn_of_other_installs()  # after the imports, so that the warning names the line that imported this package
 

@@ -108,8 +108,8 @@ def check(arguments: argparse.Namespace) -> int:
     """Print what is proven of a model; return the exit code."""
     import asyncio
 
-    from .model_check import check_model, report_lines
-    from .shared import get_tokenizer
+    from .check import check_model, report_lines
+    from .client.cache import get_tokenizer
 
     try:
         tokenizer = get_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)

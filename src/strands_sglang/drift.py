@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .encoder import Encoder, get_encoder
-from .tokens import TokenManager
+from .templates.encoder import Encoder, get_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from .trajectory.tokens import TokenManager
 
 CAUSES = ("sampled", "boundary", "template")
 """Where drifted tokens stand: inside a sampled turn, across the edge of one, or inside a prompt."""

@@ -46,7 +46,7 @@ from .tool_limiter import (
 
 if TYPE_CHECKING:
     from .tool_limiter import ToolLimiter
-    from .trajectory import Trajectory
+    from .trajectory.trajectory import Trajectory
 
 
 class TerminationReason(str, Enum):

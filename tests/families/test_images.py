@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from strands_sglang.chat_template import ChatTemplate
-from strands_sglang.content import UnsupportedContentError
-from strands_sglang.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
 from strands_sglang.messages import pictures_of, to_chat_messages
+from strands_sglang.messages.content import UnsupportedContentError
+from strands_sglang.templates.chat_template import ChatTemplate
+from strands_sglang.templates.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
 from support.families import load_template, load_tokenizer, require_families
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangContextLengthError, SGLangHTTPError
 from support.real_servers import at_best, running_requests
 

@@ -9,7 +9,7 @@ from strands.types.exceptions import MaxTokensReachedException
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from strands_sglang import SGLangClient, SGLangModel, get_tokenizer
-from strands_sglang.content import UnsupportedContentError
+from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from support.agents import make_agent
 from support.vision import image_block, load_without_videos, png

@@ -12,7 +12,7 @@ import pytest
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
-from strands_sglang.generation import Generation, read_generation
+from strands_sglang.protocol.generation import Generation, read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from support.agents import make_agent

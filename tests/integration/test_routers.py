@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from strands_sglang import SGLangModel, TurnStatus, get_tokenizer, local
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangClientError,

@@ -14,8 +14,8 @@ import pytest
 
 import support
 from strands_sglang import SGLangClient, get_tokenizer
-from strands_sglang.chat_template import ChatTemplate, ChatTemplateError
 from strands_sglang.messages import to_chat_messages, to_chat_tools
+from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, get_tool_parser
 from support.families import FAMILIES, Family, load_tokenizer, require_families

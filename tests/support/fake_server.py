@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from support.generations import generation
 
 BASE_URL = "http://sglang.test:30000"

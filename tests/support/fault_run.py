@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from strands import tool
 
 from strands_sglang import SGLangModel, TerminationReason, ToolLimiter, Trajectory, outcome_of, termination_reason
-from strands_sglang.turns import Turn
+from strands_sglang.trajectory.turn import Turn
 from support.agents import make_agent
 
 REASONS = frozenset(TerminationReason)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from strands_sglang.content import Picture
+from strands_sglang.messages.content import Picture
 from support.families import families_directory, load_template, load_tokenizer
 
 

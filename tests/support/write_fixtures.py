@@ -23,10 +23,10 @@ from strands.types.exceptions import MaxTokensReachedException
 from strands_env.cli import main as strands_env
 from strands_env.eval import Evaluator
 from strands_sglang import SGLangAbortedError, SGLangModel, Trajectory
-from strands_sglang.content import Picture
-from strands_sglang.generation import Generation
-from strands_sglang.images import ImageInputs
 from strands_sglang.messages import fingerprint
+from strands_sglang.messages.content import Picture
+from strands_sglang.protocol.generation import Generation
+from strands_sglang.templates.images import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import call, make_agent, make_tools
 from support.evaluation import StubEnvironment, step_result, tasks

@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 
-from strands_sglang.chat_template import (
+from strands_sglang.messages import to_chat_messages
+from strands_sglang.templates.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     UnprovenContinuationError,
     get_chat_template,
 )
-from strands_sglang.messages import to_chat_messages
 
 TOOLS = [
     {

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import respx
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import (
     SGLangDecodingError,
     SGLangHTTPError,

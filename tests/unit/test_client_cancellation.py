@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import (
     SGLangConnectionError,
 )

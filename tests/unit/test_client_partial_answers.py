@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangConnectionError,

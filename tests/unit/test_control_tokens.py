@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
-from strands_sglang.chat_template import ChatTemplate, ChatTemplateError
 from strands_sglang.messages import pictures_of, to_chat_messages
+from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError
 from strands_sglang.testing import ScriptedSGLang
 from support.tokenizers import MARKS, SPECIAL_TOKENS
 from support.vision import picture
@@ -163,7 +163,7 @@ def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, capl
 
 def test_placeholders_of_images_stay_real_and_imitations_become_text(chatml_tokenizer):
     torch = pytest.importorskip("torch")
-    from strands_sglang.images import ImageProcessor
+    from strands_sglang.templates.images import ImageProcessor
 
     class Processor:
         """Writes three tokens for one image."""

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.drift import measure_drift
-from strands_sglang.tokens import TokenManager
+from strands_sglang.trajectory.tokens import TokenManager
 
 
 def sequence(*segments):

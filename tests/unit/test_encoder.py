@@ -14,12 +14,12 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
-from strands_sglang.chat_template import ChatTemplate, get_chat_template
 from strands_sglang.drift import measure_drift
-from strands_sglang.encoder import get_encoder
-from strands_sglang.images import ImageProcessor
+from strands_sglang.templates.chat_template import ChatTemplate, get_chat_template
+from strands_sglang.templates.encoder import get_encoder
+from strands_sglang.templates.images import ImageProcessor
 from strands_sglang.testing import ScriptedSGLang
-from strands_sglang.tokens import TokenManager
+from strands_sglang.trajectory.tokens import TokenManager
 from support.vision import picture
 
 TEXT = "What is 17 times 23? Please use the calculator tool and tell me the result."

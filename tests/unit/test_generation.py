@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang import SGLangDecodingError
-from strands_sglang.generation import read_generation
+from strands_sglang.protocol.generation import read_generation
 
 
 def response(**changes):

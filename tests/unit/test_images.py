@@ -6,9 +6,9 @@ import httpx
 import pytest
 import torch
 
-from strands_sglang.content import UnsupportedContentError
 from strands_sglang.exceptions import SGLangDecodingError, SGLangHTTPError
-from strands_sglang.images import (
+from strands_sglang.messages.content import UnsupportedContentError
+from strands_sglang.templates.images import (
     ImageInputs,
     ImageProcessor,
     check_prompt,
@@ -16,7 +16,7 @@ from strands_sglang.images import (
     multimodal_train_inputs,
     require_image_understanding,
 )
-from strands_sglang.tokens import TokenManager
+from strands_sglang.trajectory.tokens import TokenManager
 from support.fake_server import OK, FakeServer
 from support.vision import picture
 
@@ -208,7 +208,7 @@ class TestServersThatTakeNoImages:
 
 
 def test_nothing_heavy_is_imported_until_an_image_comes():
-    code = "import strands_sglang.images, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
+    code = "import strands_sglang.templates.images, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
 

@@ -25,8 +25,8 @@ from strands_sglang import (
     TokenManager,
     TurnStatus,
 )
-from strands_sglang.chat_template import ChatTemplateError
 from strands_sglang.messages import UnsupportedContentError
+from strands_sglang.templates.chat_template import ChatTemplateError
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
 from support.agents import call, make_agent, make_tools

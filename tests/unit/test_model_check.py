@@ -5,7 +5,7 @@ import json
 import pytest
 
 from strands_sglang import cli
-from strands_sglang.model_check import check_model, report_lines
+from strands_sglang.check import check_model, report_lines
 from strands_sglang.testing import ScriptedSGLang
 
 MOVES_TOOLS = (  # writes the tools in front of the latest user message

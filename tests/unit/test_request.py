@@ -4,8 +4,8 @@ from array import array
 import pytest
 
 from strands_sglang import SGLangDecodingError
-from strands_sglang.generation import Generation
-from strands_sglang.request import check_answer
+from strands_sglang.model.request import check_answer
+from strands_sglang.protocol.generation import Generation
 
 ASKED = {"return_routed_experts": True}
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang import SGLangDecodingError
-from strands_sglang.generation import read_generation
-from strands_sglang.resumption import join_parts, sampling_params_of_the_rest
-from strands_sglang.top_p import kept_ids
+from strands_sglang.protocol.generation import read_generation
+from strands_sglang.protocol.resume import join_parts, sampling_params_of_the_rest
+from strands_sglang.protocol.top_p import kept_ids
 
 WIDTH = 2
 PROMPT = 3

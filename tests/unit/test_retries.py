@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands_sglang.retries import MAX_DELAY_S, RetryPolicy, retry_after_seconds
+from strands_sglang.client.retries import MAX_DELAY_S, RetryPolicy, retry_after_seconds
 
 
 @given(st.floats(0, 100), st.integers(0, 10**6), st.none() | st.floats(0, 1e6))

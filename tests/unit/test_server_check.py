@@ -117,8 +117,8 @@ async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
 
 
 async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_tokenizer, monkeypatch):
-    monkeypatch.setattr("strands_sglang.servers.FIRST_PROBE_S", 0.0)
-    monkeypatch.setattr("strands_sglang.servers.MAX_PROBE_S", 0.0)
+    monkeypatch.setattr("strands_sglang.client.balancer.FIRST_PROBE_S", 0.0)
+    monkeypatch.setattr("strands_sglang.client.balancer.MAX_PROBE_S", 0.0)
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     good = ScriptedSGLang(other, lambda request: "ok")

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from strands_sglang import servers as servers_module
-from strands_sglang.client import SGLangClient
+from strands_sglang.client import balancer as servers_module
+from strands_sglang.client.balancer import Servers
+from strands_sglang.client.client import SGLangClient
+from strands_sglang.client.retries import FailureKind
 from strands_sglang.exceptions import SGLangConnectionError
-from strands_sglang.retries import FailureKind
-from strands_sglang.servers import Servers
 from support.fake_server import OK, FakeServer, Network, never
 from support.generations import generation
 

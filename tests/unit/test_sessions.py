@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from strands_sglang.client import SGLangClient
+from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangDecodingError
 from support.generations import generation
 from support.raw_http import RawRequest, RawServer, free_port, http_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from strands_sglang.shared import get_client, get_client_from_slime_args, get_tokenizer
+from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
 
 
 def test_the_same_settings_give_the_same_client() -> None:

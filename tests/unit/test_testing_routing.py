@@ -1,7 +1,7 @@
 import pytest
 
 from strands_sglang import SGLangClient
-from strands_sglang.generation import read_generation
+from strands_sglang.protocol.generation import read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from support.agents import make_agent
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang import Trajectory, TurnStatus
-from strands_sglang.generation import Generation, VersionSpan
 from strands_sglang.messages import fingerprint
+from strands_sglang.protocol.generation import Generation, VersionSpan
 
 
 def user(text):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.exceptions import SGLangDecodingError
-from strands_sglang.wire import decode_generation, encode_generate, encode_token_ids, error_message
+from strands_sglang.protocol.wire import decode_generation, encode_generate, encode_token_ids, error_message
 
 NOT_AN_ID = st.one_of(
     st.none(), st.booleans(), st.floats(), st.text(), st.lists(st.integers()), st.integers(max_value=-1), st.binary()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ..encoder import get_encoder
+from ..templates.encoder import get_encoder
 from .script import Answer, ScriptedAnswer
 from .validation import CheckedRequest
 

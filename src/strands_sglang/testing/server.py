@@ -39,7 +39,7 @@ from .transport import ScriptedTransport
 from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
 
 if TYPE_CHECKING:
-    from ..client import SGLangClient
+    from ..client.client import SGLangClient
 
 _NO_HEADERS: Mapping[str, str] = {}
 
@@ -143,7 +143,7 @@ class ScriptedSGLang:
         Args:
             **kwargs: Arguments of `SGLangClient`.
         """
-        from ..client import SGLangClient
+        from ..client.client import SGLangClient
 
         return SGLangClient("http://scripted", **{"transport": self.transport(), "max_retries": 0, **kwargs})
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..chat_template import ChatTemplate, Prompt
+from ..templates.chat_template import ChatTemplate, Prompt
 from ..tool_parsers import ToolParser
 from .choice import GRAMMAR_PARAMETERS, forced_call
 from .formats import CALL_FORMATS

@@ -17,8 +17,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from strands_sglang.chat_template import ChatTemplate, ChatTemplateError, Prompt, UnprovenContinuationError
 from strands_sglang.messages import to_chat_messages, to_chat_tools
+from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError, Prompt, UnprovenContinuationError
 from support.families import FAMILIES, load_tokenizer
 
 CASES = (

@@ -16,11 +16,11 @@ from strands import Agent
 from strands.agent.conversation_manager import NullConversationManager
 from typing_extensions import override
 
-from ...model import SGLangModel
+from ...model.model import SGLangModel
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason, termination_reason
 from ...tool_limiter import ToolLimiter
-from ...trajectory import Trajectory
-from ...turns import TurnStatus
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import TurnStatus
 from .arguments import as_reward
 from .gate import EpisodeGate
 from .partial import Kept

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...client import SGLangClient
+from ...client.client import SGLangClient
 from ...exceptions import SGLangAbortedError
 from ...tool_limiter import LoopLimitReachedError
-from ...trajectory import Trajectory
-from ...turns import Turn, TurnStatus
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import Turn, TurnStatus
 
 
 class ResponseBudgetReachedError(LoopLimitReachedError):

@@ -21,8 +21,8 @@ from typing import Any
 
 from ...exceptions import SGLangAbortedError, causes
 from ...tool_limiter import ToolLimiter
-from ...trajectory import Trajectory
-from ...turns import Turn, TurnStatus
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import Turn, TurnStatus
 
 logger = logging.getLogger(__name__)
 

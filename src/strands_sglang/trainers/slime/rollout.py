@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
-from ...client import SGLangClient
-from ...model import SGLangModel
+from ...client.cache import get_client_from_slime_args
+from ...client.client import SGLangClient
+from ...model.model import SGLangModel
+from ...model.request import check_keys, sent_fields
 from ...outcomes import OUTCOMES, TerminationReason
-from ...request import check_keys, sent_fields
-from ...shared import get_client_from_slime_args
 from ...tool_limiter import ToolLimiter
-from ...trajectory import Trajectory
+from ...trajectory.trajectory import Trajectory
 from .arguments import SlimeExportError, context_limit, normalizes_by_group, runs_aborted_again
 from .episode import EpisodesModel, Part, Settings, clean_up, error_text, own_reward, reason_of, run, run_elsewhere
 from .gate import EpisodeGate, GatedClient

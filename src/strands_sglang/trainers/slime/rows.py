@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...exceptions import SGLangDecodingError
-from ...generation import Generation
-from ...tokens import TokenManager
-from ...top_p import kept_ids
-from ...turns import Turn, TurnStatus
+from ...protocol.generation import Generation
+from ...protocol.top_p import kept_ids
+from ...trajectory.tokens import TokenManager
+from ...trajectory.turn import Turn, TurnStatus
 from .arguments import Replay, SlimeExportError
 
 if TYPE_CHECKING:

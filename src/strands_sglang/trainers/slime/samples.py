@@ -30,12 +30,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...encoder import get_encoder
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
-from ...sequences import sequence_of
-from ...tokens import TokenManager
-from ...trajectory import Trajectory
-from ...turns import Turn, TurnStatus
+from ...templates.encoder import get_encoder
+from ...trajectory.export import sequence_of
+from ...trajectory.tokens import TokenManager
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import Turn, TurnStatus
 from .arguments import Replay, SlimeExportError, as_reward, context_limit, replay_of, reward_key
 from .rows import Rows, placeholder_experts, rows_of
 

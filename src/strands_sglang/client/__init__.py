@@ -1,0 +1,5 @@
+"""The HTTP client of SGLang servers."""
+
+from .client import SGLangClient
+
+__all__ = ["SGLangClient"]

@@ -1,0 +1,134 @@
+"""How a server is told to stop a request, also one behind a router.
+
+SGLang's own `/abort_request` takes the exact id of a request. Routers (sglang-router 0.3.2, smg 1.13.0) do not forward
+it and answer 404, so the workers that they name under `/workers` are told directly, all of them: which one has the
+request is not known before it answers. Promises: nothing is raised; a storm of aborts opens a few connections only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import httpx
+import orjson
+
+from ..protocol.wire import NO_SUCH_ENDPOINT
+
+logger = logging.getLogger(__name__)
+
+WORKERS_KEPT_S = 5.0
+"""How long a router's list of workers is used again."""
+ABORTS_AT_ONCE = 32
+"""Most aborts on their way to one address at a time."""
+
+WORKER_LISTS = ("/workers", "/list_workers")
+"""Where routers name their workers; the second one is that of older ones."""
+
+
+class Send(Protocol):
+    """Sends one request and returns the whole answer; raises whatever the network does."""
+
+    def __call__(self, method: str, url: str, content: bytes | None) -> Awaitable[httpx.Response]:
+        """Send it."""
+        ...
+
+
+Share = Callable[[Any, Callable[[], Coroutine[Any, Any, tuple[str, ...]]]], Awaitable[tuple[str, ...]]]
+"""Runs work once for all who ask under the same key while it runs."""
+
+
+class Aborter:
+    """Tells servers to stop requests, over the connections of one event loop."""
+
+    def __init__(self, send: Send, share: Share) -> None:
+        """Send with `send`; what several ask for at the same time goes through `share`."""
+        self._send, self._share = send, share
+        self._workers: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._gates: dict[str, asyncio.Semaphore] = {}
+
+    async def abort(self, base_url: str, rid: str, *, again: bool = False) -> bool:
+        """Tell the server, or the workers of the router, at `base_url`.
+
+        Args:
+            base_url: Where the request went.
+            rid: Its exact id.
+            again: It was told before, without effect: a router is asked for its workers anew.
+
+        Returns:
+            Whether anyone has heard. A server that does not know the id (any more) has.
+        """
+        if self._known_workers(base_url) is None:
+            status = await self._tell(base_url, rid)
+            if status is None or status not in NO_SUCH_ENDPOINT:
+                return status is not None and status < 300
+            again = False  # nothing is known yet that could be wrong
+        workers = (None if again else self._known_workers(base_url)) or await self._list(base_url)
+        heard = await self._tell_all(workers, rid)
+        if not all(heard.values()):  # the list may be an old one
+            others = set(await self._list(base_url)) - set(workers)
+            heard.update(await self._tell_all(tuple(others), rid))
+        logger.debug("base_url=<%s>, rid=<%s>, workers=<%s> | aborted behind a router", base_url, rid, heard)
+        return any(heard.values())
+
+    async def _tell_all(self, workers: tuple[str, ...], rid: str) -> dict[str, bool]:
+        statuses = await asyncio.gather(*(self._tell(worker, rid) for worker in workers))
+        return {worker: status is not None and status < 300 for worker, status in zip(workers, statuses, strict=True)}
+
+    async def _tell(self, base_url: str, rid: str) -> int | None:
+        """The status that the server answered, None if it did not."""
+        gate = self._gates.setdefault(base_url, asyncio.Semaphore(ABORTS_AT_ONCE))
+        try:
+            async with gate:
+                response = await self._send("POST", f"{base_url}/abort_request", orjson.dumps({"rid": rid}))
+        except Exception as error:
+            logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
+            return None
+        logger.debug("base_url=<%s>, rid=<%s>, status=<%d> | abort sent", base_url, rid, response.status_code)
+        return response.status_code
+
+    def _known_workers(self, base_url: str) -> tuple[str, ...] | None:
+        until, workers = self._workers.get(base_url, (0.0, ()))
+        return workers if workers and time.monotonic() < until else None
+
+    async def _list(self, base_url: str) -> tuple[str, ...]:
+        """Ask a router for its workers; those who ask at the same time share the answer."""
+        return await self._share(("workers", base_url), partial(self._ask, base_url))
+
+    async def _ask(self, base_url: str) -> tuple[str, ...]:
+        for path in WORKER_LISTS:
+            try:
+                response = await self._send("GET", f"{base_url}{path}", None)
+                workers = worker_urls(orjson.loads(response.content)) if response.is_success else ()
+            except Exception as error:
+                logger.debug("base_url=<%s>, error=<%r> | could not ask the router for its workers", base_url, error)
+                return ()
+            if workers:
+                self._workers[base_url] = (time.monotonic() + WORKERS_KEPT_S, workers)
+                return workers
+        return ()
+
+
+def worker_urls(listed: Any) -> tuple[str, ...]:
+    """The addresses in a router's list of workers: `{"workers": [{"url"}, ...]}`, `{"urls": [...]}` or a plain list.
+
+    With data parallelism a router names a worker once per rank, as `http://host:port@rank`; only HTTP counts.
+
+    Args:
+        listed: The decoded JSON.
+    """
+    entries = (listed.get("workers") or listed.get("urls")) if isinstance(listed, Mapping) else listed
+    urls: dict[str, None] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        url = entry.get("url") if isinstance(entry, Mapping) else entry
+        if isinstance(url, str) and url:
+            url = re.sub(r"@\d+$", "", url).rstrip("/")
+            url = url if "://" in url else f"http://{url}"
+            if url.startswith(("http://", "https://")):
+                urls[url] = None
+    return tuple(urls)

@@ -1,0 +1,376 @@
+"""The HTTP client: one `/generate` request in, the server's answer as it came out.
+
+Why not an OpenAI client: token ids go out and come back, so that nothing is tokenised twice. Promises: connections are
+shared by all agents of an event loop, and a client by all loops and threads; a request is answered, or fails with one
+`SGLangClientError` that says where and why; an attempt that nobody waits for any more is aborted on the server, and
+what it had sampled until then is not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..exceptions import SGLangDecodingError, SGLangHTTPError
+from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
+from .balancer import Servers
+from .cancellation import Waiting
+from .connections import SessionPool
+from .requests import Call, Question
+from .retries import RetryPolicy
+from .settings import checked_number, checked_routing_key, normalize_base_urls, slime_client_arguments
+from .transport import Transport, TransportSource, failure_kind
+
+logger = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 30.0
+"""Time limit of one attempt of everything but `/generate`; `/health` of a paused server takes 20 s to say so."""
+
+
+class SGLangClient:
+    """A pooled, retrying, never streaming client of SGLang servers: one, several, or a router in front of several.
+
+    It opens connections at the first request, one pool per running event loop, so it can be made anywhere, shared by
+    all agents of a process, and used again after `close`.
+
+    Attributes:
+        base_url: The (first) server's address without a slash at the end.
+        base_urls: The addresses of all its servers.
+        max_connections: Most generations at a time in each event loop; more of them wait for their turn.
+        timeout: Seconds that one attempt may take from being sent to the last byte of its answer; None for no limit.
+        connect_timeout: Seconds for making a connection.
+        max_retries: Attempts after the first one.
+        retry_delay: Seconds before the first retry; doubles up to 8.
+        vocab_size: Number of token ids that the model knows; None if not known.
+        unreachable_after: Seconds after which a server that has never answered counts as not being there.
+        deadline: Seconds that a whole `generate` may take, retries and waiting for a connection included; None for no
+            limit.
+        abort_grace: Seconds for which the answer of an aborted request is waited for.
+        closings: How often it was closed; a call that has seen one asks for nothing more.
+    """
+
+    def __init__(
+        self,
+        base_url: str | Sequence[str],
+        *,
+        max_connections: int = 1000,
+        timeout: float | None = None,
+        connect_timeout: float = 5.0,
+        max_retries: int = 60,
+        retry_delay: float = 1.0,
+        transport: TransportSource | None = None,
+        vocab_size: int | None = None,
+        unreachable_after: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        abort_grace: float = 2.0,
+    ) -> None:
+        """Check the settings; nothing is sent yet.
+
+        Args:
+            base_url: `http://host:port`, where `/generate` is. Several of them are several servers of one model: a
+                request goes to the one with the fewest in flight, requests with one routing key to the same one.
+            max_connections: See the class.
+            timeout: See the class.
+            connect_timeout: See the class.
+            max_retries: See the class.
+            retry_delay: See the class.
+            transport: An httpx transport to use as it is, or a factory that is called once per event loop.
+            vocab_size: See the class; ids at or above it are refused before they are sent.
+            unreachable_after: See the class.
+            headers: Sent with every request, e.g. `{"Authorization": "Bearer ..."}` for a server with `--api-key`.
+            deadline: See the class.
+            abort_grace: See the class.
+
+        Raises:
+            ValueError: A setting cannot work; says which and why.
+        """
+        self.base_urls = normalize_base_urls(base_url)
+        self.base_url = self.base_urls[0]
+        self.max_connections = checked_number("max_connections", max_connections, at_least=1)
+        self.timeout = None if timeout is None else checked_number("timeout", timeout, above=0)
+        self.connect_timeout = checked_number("connect_timeout", connect_timeout, above=0)
+        self.max_retries = checked_number("max_retries", max_retries, at_least=0)
+        self.retry_delay = checked_number("retry_delay", retry_delay, at_least=0)
+        self.vocab_size = None if vocab_size is None else checked_number("vocab_size", vocab_size, at_least=1)
+        self.unreachable_after = checked_number("unreachable_after", unreachable_after, at_least=0)
+        self.deadline = None if deadline is None else checked_number("deadline", deadline, above=0)
+        self.abort_grace = checked_number("abort_grace", abort_grace, at_least=0)
+        if transport is not None and not isinstance(transport, Transport) and not callable(transport):
+            raise ValueError("transport must be an httpx.AsyncBaseTransport or a function that makes one")
+        self._sessions = SessionPool(
+            https=any(url.startswith("https:") for url in self.base_urls),
+            max_connections=max_connections,
+            connect_timeout=connect_timeout,
+            abort_grace=abort_grace,
+            transport=transport,
+            headers=headers or {},
+        )
+        self._policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
+        self._servers = Servers(self.base_urls)
+        self._context_lengths: dict[str, int] = {}
+        self.closings = 0
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        vocab_size: int | None = None,
+        routing_key: str | None = None,
+        cancel_signal: threading.Event | None = None,
+        on_partial: Callable[[dict[str, Any]], None] | None = None,
+        deadline: float | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Generate from a prompt of token ids.
+
+        Transient failures are retried. Every attempt has a `rid` of its own (`meta_info.id` tells the one that
+        answered). One that is cancelled, runs out of time or loses its connection is aborted on the server, behind a
+        router on its workers. The server then answers with what it has sampled, which is waited for at most
+        `abort_grace` seconds, also by a caller that is cancelled; if the call fails, `on_partial` gets it.
+
+        Args:
+            input_ids: The prompt, shape (T,), T >= 1.
+            sampling_params: SGLang sampling parameters. Without `max_new_tokens` SGLang stops after 128.
+            vocab_size: Overrides the client's.
+            routing_key: Requests with the same key go to the same server, whose cache has their prefix: by this client
+                if it has several, and by routers (it is sent as `X-SMG-Routing-Key`).
+            cancel_signal: Ends the call once it is set, from any thread; looked at every 50 ms.
+            on_partial: Called at most once, right before the call raises, with the longest partial answer of its
+                attempts; in the form of an answer, with the finish reason "abort" unless it came just too late.
+            deadline: In place of the client's.
+            **fields: Further top-level keys of `/generate`: `return_logprob`, `logprob_start_len`,
+                `return_routed_experts`, ... A `rid` becomes the prefix of each attempt's.
+
+        Returns:
+            The server's JSON object as it came. That includes one whose `meta_info.finish_reason.type` is "abort".
+
+        Raises:
+            ValueError: A token id is not an int in [0, vocab_size), a stream or several answers are asked for, or
+                `deadline` is no number above 0.
+            SGLangContextLengthError: The prompt, or the prompt plus `max_new_tokens`, does not fit the model's context.
+            SGLangThrottledError: 429 or 503, also after all retries.
+            SGLangHTTPError: Any other HTTP error.
+            SGLangConnectionError: Nobody answered, the connection broke, or the time of the last attempt was over.
+            SGLangDecodingError: The answer is not one of `/generate`.
+            SGLangDeadlineError: The time of the whole call was over.
+            SGLangCancelledError: The cancel signal was set; if that was before the call, nothing was sent.
+        """
+        vocab_size = self.vocab_size if vocab_size is None else vocab_size
+        key = checked_routing_key(routing_key)
+        if key is not None:
+            fields["routing_key"] = key
+        body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
+        session = await self._sessions.current()
+        waiting = Waiting(
+            deadline=self.deadline if deadline is None else checked_number("deadline", deadline, above=0),
+            signal=cancel_signal,
+        )
+        call = Call(
+            session,
+            self._servers,
+            self._policy,
+            waiting,
+            body=body,
+            headers={} if key is None else {"x-smg-routing-key": key},
+            key=key,
+            prefix=f"{fields['rid']}-" if fields.get("rid") else "",
+            timeout=self.timeout,
+            grace=self.abort_grace,
+        )
+        try:
+            response = await call.answered()
+            call.server.history.usable = True
+            return response
+        except BaseException:
+            if call.partial is not None and on_partial is not None:
+                try:
+                    on_partial(call.partial)
+                except Exception:
+                    logger.exception("on_partial raised; the partial answer may be lost")
+            raise
+
+    async def health(self) -> bool:
+        """Whether a server, one of several at least, is up and generates (it samples one token for it, about 1 s).
+
+        False for servers that cannot be reached, are starting, or are paused; never raises for their sake.
+        """
+        return any((await self.health_by_server()).values())
+
+    async def health_by_server(self) -> dict[str, bool]:
+        """For each address whether that server is up and generates; see `health`."""
+        session = await self._sessions.current()
+
+        async def ask(base_url: str) -> bool:
+            try:
+                response = await session.request("GET", f"{base_url}/health", None, timeout=INFO_TIMEOUT_S)
+            except Exception as error:
+                if failure_kind(error) is None:
+                    raise
+                return False
+            return response.status_code == 200
+
+        answers = await asyncio.gather(*(ask(base_url) for base_url in self.base_urls))
+        return dict(zip(self.base_urls, answers, strict=True))
+
+    @property
+    def origin(self) -> SGLangClient:
+        """Itself. A client that stands before this one gives it, too: what is known of its servers is kept by it."""
+        return self
+
+    @property
+    def available_urls(self) -> tuple[str, ...]:
+        """The addresses that requests go to: all but those that take no connections, or all if none does."""
+        return tuple(server.base_url for server in self._servers.up())
+
+    async def model_info(self, base_url: str | None = None) -> dict[str, Any]:
+        """What a server tells about its model: `model_path`, `tokenizer_path`, `weight_version`, ...
+
+        Asks `/model_info`, and `/get_model_info` where that does not exist (older servers, routers).
+
+        Args:
+            base_url: Which one of several is asked; None for any.
+
+        Raises:
+            SGLangClientError: No answer, as for `generate`.
+        """
+        try:
+            return await self._ask("GET", "/model_info", base_url)
+        except SGLangHTTPError as error:
+            if error.status not in NO_SUCH_ENDPOINT:
+                raise
+        return await self._ask("GET", "/get_model_info", base_url)
+
+    get_model_info = model_info
+
+    async def context_length(self, base_url: str | None = None) -> int | None:
+        """Most tokens of prompt and answer together, from `/v1/models`; None where that does not tell (routers).
+
+        A number is remembered; None and failures are not. Callers that ask at the same time share one request.
+
+        Args:
+            base_url: Which one of several is asked; None for the first that gets requests.
+
+        Raises:
+            SGLangClientError: No answer, as for `generate`.
+        """
+        base_url = self._servers.up()[0].base_url if base_url is None else self._servers[base_url].base_url
+        if base_url not in self._context_lengths:
+            session = await self._sessions.current()
+            length = await session.shared(("context_length", base_url), lambda: self._ask_context_length(base_url))
+            if length is None:
+                return None
+            self._context_lengths[base_url] = length
+        return self._context_lengths[base_url]
+
+    async def tokenize(self, text: str, base_url: str | None = None) -> list[int] | None:
+        """The server's own tokens of `text`, no special ones added.
+
+        None where they are not to be had, whatever the status: routers have no `/tokenize`, and a server started with
+        `--skip-tokenizer-init` answers 500 for good, which must not be retried for minutes.
+
+        Args:
+            text: What is tokenised.
+            base_url: Which one of several is asked; None for any.
+
+        Raises:
+            SGLangClientError: No answer, as for `generate`.
+        """
+        content = {"prompt": text, "add_special_tokens": False}
+        try:
+            answer = await self._ask("POST", "/tokenize", base_url, content, retry_refusals=False)
+        except SGLangHTTPError:
+            return None
+        tokens = answer.get("tokens")
+        if not isinstance(tokens, list):
+            raise SGLangDecodingError(f"{base_url or self.base_url}/tokenize answered without `tokens` (a list)")
+        return tokens
+
+    async def abort(self, rid: str) -> None:
+        """Abort a request on its server; takes at most 2 s and never raises. `generate` then returns what there is.
+
+        Args:
+            rid: What was given to `generate` as `rid` in this event loop, or the exact id of an attempt.
+        """
+        session = await self._sessions.current()
+        await session.abort(rid, self.base_urls)
+
+    async def close(self) -> None:
+        """Abort what is in flight and close the connections of all event loops. A later request opens new ones.
+
+        The calls in flight return what the servers had sampled, or raise if that does not come within `abort_grace`.
+        """
+        self.closings += 1
+        await self._sessions.close()
+
+    async def __aenter__(self) -> SGLangClient:
+        """The client itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        await self.close()
+
+    def __repr__(self) -> str:
+        """The class and the addresses."""
+        where = self.base_url if len(self.base_urls) == 1 else list(self.base_urls)
+        return f"SGLangClient(base_url={where!r})"
+
+    @classmethod
+    def from_slime_args(cls, args: Any, **overrides: Any) -> SGLangClient:
+        """A client of slime's router: its address, its concurrency, no timeout, 60 retries.
+
+        Args:
+            args: slime's (or miles') parsed arguments.
+            **overrides: Arguments of `SGLangClient` that win over them.
+
+        Raises:
+            ValueError: The arguments name no router.
+        """
+        return cls(**slime_client_arguments(args, **overrides))
+
+    from_miles_args = from_slime_args
+
+    async def _ask_context_length(self, base_url: str) -> int | None:
+        try:
+            answer = await self._ask("GET", "/v1/models", base_url)
+        except SGLangHTTPError as error:
+            if error.status < 500:
+                return None
+            raise
+        models = answer.get("data")
+        first = models[0] if isinstance(models, list) and models else None
+        length = first.get("max_model_len") if isinstance(first, dict) else None
+        return length if isinstance(length, int) and length > 0 else None
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        base_url: str | None = None,
+        content: Mapping[str, Any] | None = None,
+        *,
+        retry_refusals: bool = True,
+    ) -> dict[str, Any]:
+        """Ask an endpoint for a JSON object, with the retries of `generate`; error statuses may be left out of them."""
+        session = await self._sessions.current()
+        question = Question(
+            session,
+            self._servers,
+            self._policy,
+            Waiting(),
+            method=method,
+            path=path,
+            content=content,
+            server=None if base_url is None else self._servers[base_url],
+            retry_refusals=retry_refusals,
+            timeout=INFO_TIMEOUT_S,
+        )
+        return await question.answered()

@@ -1,0 +1,374 @@
+"""HTTP connections, one pool per running event loop, and the requests in flight over them.
+
+Why per loop: a connection belongs to the event loop that opened it, and Strands' synchronous `agent(...)` makes a new
+loop for every call. Promises: a pool is closed when its loop ends, without "Unclosed client session" warnings; an abort
+gets out even when the pool is full, the caller is being cancelled, or the loop is shutting down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+import httpx
+
+from .aborts import Aborter
+from .balancer import Server
+from .cancellation import End, Waiting, consume, within
+from .transport import (
+    KEEPALIVE_EXPIRY_S,
+    LentTransport,
+    Transport,
+    TransportSource,
+    aiohttp_transport,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ABORT_TIMEOUT_S = 2.0
+"""How long telling a server to abort may take."""
+ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
+"""Seconds between the aborts of one request that does not come back: the first may have overtaken the request."""
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class Flight(NamedTuple):
+    """One attempt that was sent to `/generate`.
+
+    Attributes:
+        rid: Its id.
+        server: Where it was sent.
+        answer: Is done when the whole answer is there, or will not come.
+    """
+
+    rid: str
+    server: Server
+    answer: asyncio.Task[httpx.Response]
+
+    @property
+    def response(self) -> httpx.Response | None:
+        """The answer, if it has come."""
+        answer = self.answer
+        return answer.result() if answer.done() and not answer.cancelled() and answer.exception() is None else None
+
+
+class LoopSession:
+    """The connections of one event loop.
+
+    Attributes:
+        closed: Set once the session is closing; nothing new is sent over it.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
+        """Wrap an HTTP client of the running loop.
+
+        Args:
+            http: The client; its own connection limit must not be lower than `max_connections` plus some aborts.
+            max_connections: Most generations at a time; more of them wait for their turn.
+            drop: Lets go of the connections after the loop was closed, when nothing can be awaited any more.
+        """
+        self.closed = False
+        self._http = http
+        self._drop = drop
+        self._loop = asyncio.get_running_loop()
+        self._urls: dict[str, httpx.URL] = {}
+        # The limit is not the connector's: an abort must pass while all slots are taken, and an attempt's time limit
+        # should not run while it waits for its turn.
+        self._slots = asyncio.Semaphore(max_connections)
+        self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S), self.shared)
+        self._flights: dict[str, Flight] = {}
+        self._idle: set[Waiting] = set()
+        self._tasks: dict[Any, asyncio.Task[Any]] = {}
+        self._guard: AsyncGenerator[None, None] | None = None
+
+    async def request(self, method: str, url: str, content: bytes | None, *, timeout: float | None) -> httpx.Response:
+        """Send one request and read the whole answer.
+
+        Args:
+            method: HTTP method.
+            url: The whole address.
+            content: JSON body.
+            timeout: Seconds for everything, None for no limit.
+
+        Raises:
+            AttemptTimeoutError: The time has passed.
+        """
+        headers = JSON_HEADERS if content is not None else None
+        return await within(self._http.request(method, self._parsed(url), content=content, headers=headers), timeout)
+
+    def send(self, server: Server, content: bytes, rid: str, headers: Mapping[str, str]) -> Flight:
+        """POST one attempt to `/generate`, without waiting for the answer. `landed` has to be called in the end.
+
+        Args:
+            server: Where to.
+            content: JSON body.
+            rid: The id in it.
+            headers: Beside the session's.
+        """
+        url = self._parsed(f"{server.base_url}/generate")
+        request = self._http.request("POST", url, content=content, headers={**JSON_HEADERS, **headers})
+        flight = Flight(rid, server, self._loop.create_task(request))
+        self._flights[rid] = flight
+        return flight
+
+    def landed(self, flight: Flight) -> None:
+        """Forget a flight; one whose answer has not come is let go."""
+        self._flights.pop(flight.rid, None)
+        if not flight.answer.done():
+            flight.answer.add_done_callback(consume)
+            flight.answer.cancel()
+
+    async def call_back(self, flight: Flight, grace: float) -> None:
+        """Abort a flight, and wait up to `grace` seconds for the answer with what was sampled until then.
+
+        A caller that is cancelled meanwhile is held back for that time, then the cancellation goes on; the abort gets
+        out in any case.
+
+        Args:
+            flight: What was sent.
+            grace: Seconds; with 0 nothing is waited for.
+        """
+        # A cancel scope of anyio's cancels its tasks again in every round of the event loop, unless they are shielded.
+        with anyio.CancelScope(shield=True):
+            await self._call_back(flight, grace)
+
+    async def _call_back(self, flight: Flight, grace: float) -> None:
+        ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
+        abort = self._abort_task(flight.server.base_url, flight.rid)
+        retell_at = self._loop.time() + next(again, math.inf)
+        while (now := self._loop.time()) < ends_at:
+            if flight.response is not None or (flight.answer.done() and abort.done()):
+                break  # if there is no answer, the abort still has to get out
+            if abort.done() and (abort.cancelled() or not abort.result()):
+                break  # nobody has heard, so nothing will come
+            if abort.done() and now >= retell_at:
+                abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
+                retell_at = now + next(again, math.inf)
+            limit = min(ends_at, retell_at) if abort.done() else ends_at
+            pending = [task for task in (flight.answer, abort) if not task.done()]
+            try:
+                await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def take_slot(self, waiting: Waiting) -> End:
+        """Wait for the turn to send a generation; `End.DONE` if it has come, and `give_slot` is due."""
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return End.DONE
+        turn = self._loop.create_task(self._slots.acquire())
+        end = None
+        try:
+            end = await self.idle(waiting, turn)
+            return end
+        finally:
+            if end is not End.DONE:
+                turn.cancel()
+                turn.add_done_callback(self._give_back)
+
+    def _give_back(self, turn: asyncio.Task[Any]) -> None:
+        if not turn.cancelled():  # it came after all
+            self._slots.release()
+
+    def give_slot(self) -> None:
+        """Let the next one send."""
+        self._slots.release()
+
+    async def idle(self, waiting: Waiting, work: asyncio.Future[Any] | None, timeout: float | None = None) -> End:
+        """`waiting.until(work, timeout)` while nothing is in flight: it also ends when the session is closed."""
+        self._idle.add(waiting)
+        try:
+            return End.TIME_OVER if self.closed else await waiting.until(work, timeout)
+        finally:
+            self._idle.discard(waiting)
+
+    async def abort(self, rid: str, base_urls: tuple[str, ...], *, wait: float = ABORT_TIMEOUT_S) -> None:
+        """Tell servers to abort a request, and wait up to `wait` seconds for them to have heard.
+
+        Never fails. A caller that is cancelled while waiting leaves at once; the abort still goes out.
+
+        Args:
+            rid: The exact id of an attempt, or the prefix that attempts in flight over this session got from their
+                caller.
+            base_urls: Where to, if nothing of that name is in flight here.
+            wait: Seconds.
+        """
+        flights = [flight for flight in self._flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
+        where = [(flight.server.base_url, flight.rid) for flight in flights] or [(url, rid) for url in base_urls]
+        await asyncio.wait({self._abort_task(*one) for one in where}, timeout=wait)
+
+    async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` once for all who ask under `key` while it runs; a caller that is cancelled does not end it."""
+        return await asyncio.shield(self.background(key, work))
+
+    def background(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """The task that runs `work`, one at a time under each `key`."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = self._loop.create_task(work())
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return task
+
+    async def keep_until_loop_ends(self, at_end: Callable[[], object]) -> None:
+        """Close this session when the running loop shuts down its asynchronous generators, as `asyncio.run` does.
+
+        That is the one moment near the end of a loop at which a library can still await something.
+
+        Args:
+            at_end: Called then, or when the session is closed before.
+        """
+
+        async def guard() -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                self.closed = True
+                at_end()
+                await self._http.aclose()
+
+        self._guard = guard()
+        await self._guard.__anext__()
+
+    async def close(self, grace: float) -> None:
+        """Abort what is in flight, wait up to `grace` seconds for its answers, and close the connections."""
+        self.closed = True
+        for waiting in tuple(self._idle):
+            waiting.wake()
+        await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self._flights.values())))
+        if self._guard is not None:
+            await self._guard.aclose()
+
+    def drop(self) -> None:
+        """Let go of the connections of a loop that is not running any more."""
+        self.closed = True
+        self._drop()
+
+    def _parsed(self, url: str) -> httpx.URL:
+        if (parsed := self._urls.get(url)) is None:
+            parsed = self._urls[url] = httpx.URL(url)  # parsing one costs 0.1 ms
+        return parsed
+
+    def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
+        return self.background(("abort", base_url, rid), partial(self._abort, base_url, rid, again))
+
+    async def _abort(self, base_url: str, rid: str, again: bool) -> bool:
+        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
+            try:
+                return await within(self._aborter.abort(base_url, rid, again=again), timeout)
+            except asyncio.CancelledError:
+                continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
+            except Exception as error:
+                logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
+                break
+        return False
+
+    def _forget(self, key: Any, done: asyncio.Task[Any]) -> None:
+        self._tasks.pop(key, None)
+        consume(done)
+
+
+class SessionPool:
+    """One `LoopSession` per event loop, made at its first use. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        https: bool,
+        max_connections: int,
+        connect_timeout: float,
+        abort_grace: float,
+        transport: TransportSource | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Remember how to connect.
+
+        Args:
+            https: Whether certificates are needed.
+            max_connections: Most generations at a time in each loop.
+            connect_timeout: Seconds for making a connection.
+            abort_grace: Seconds for the answers of what is aborted when a session is closed.
+            transport: An httpx transport for all loops, or a factory that is called once for each.
+            headers: Sent with every request.
+        """
+        self._headers = dict(headers)
+        self._https = https
+        self._abort_grace = abort_grace
+        self._max_connections = max_connections
+        self._connect_timeout = connect_timeout
+        self._transport = transport
+        self._lock = threading.Lock()
+        # A session holds its loop, so weak keys would never let go: entries leave when their loop ends, or are swept
+        # out if it was closed without warning. The finalizer keeps them alive for long enough to be closed in order
+        # when nobody has closed the client.
+        self._sessions: dict[asyncio.AbstractEventLoop, LoopSession] = {}
+        weakref.finalize(self, _abandon, self._sessions, abort_grace)
+
+    async def current(self) -> LoopSession:
+        """The running loop's session."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is not None:
+            return session
+        with self._lock:
+            gone = [self._sessions.pop(other) for other in tuple(self._sessions) if other.is_closed()]
+            session = self._sessions[loop] = self._open()
+        for old in gone:
+            old.drop()
+        await session.keep_until_loop_ends(partial(self._sessions.pop, loop, None))
+        return session
+
+    async def close(self) -> None:
+        """Close the sessions of all loops; those of loops in other threads over there."""
+        with self._lock:
+            sessions = dict(self._sessions)
+            self._sessions.clear()
+        for loop, session in sessions.items():
+            if loop is asyncio.get_running_loop():
+                await session.close(self._abort_grace)
+            elif loop.is_running():
+                elsewhere = asyncio.run_coroutine_threadsafe(session.close(self._abort_grace), loop)
+                await asyncio.wait({asyncio.wrap_future(elsewhere)}, timeout=self._abort_grace + ABORT_TIMEOUT_S)
+            else:
+                session.drop()
+        if isinstance(self._transport, Transport):
+            await self._transport.aclose()
+
+    def _open(self) -> LoopSession:
+        drop: Callable[[], None] = lambda: None  # noqa: E731
+        if self._transport is None:
+            transport, drop = aiohttp_transport(https=self._https)
+        elif isinstance(self._transport, Transport):
+            transport = LentTransport(self._transport)
+        else:
+            transport = self._transport()
+        # The only limit below httpx is the time for a connection: one attempt as a whole is timed by `within`.
+        http = httpx.AsyncClient(
+            transport=transport,
+            headers=self._headers,
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=self._connect_timeout),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
+        )
+        return LoopSession(http, max_connections=self._max_connections, drop=drop)
+
+
+def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: float) -> None:
+    """Close what a client that is no more has left open; called in any thread, also at the end of the interpreter."""
+    for loop, session in tuple(sessions.items()):
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(session.close(grace), loop)
+        else:
+            session.drop()
+    sessions.clear()

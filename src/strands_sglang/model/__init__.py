@@ -1,0 +1,5 @@
+"""`SGLangModel`, and what one call of it does."""
+
+from .model import SGLangModel
+
+__all__ = ["SGLangModel"]

@@ -1,0 +1,156 @@
+"""What a server says of itself, asked once: its context length, and whether its tokenizer is the model's.
+
+A tokenizer that is not the served model's gives plausible text and worthless training data, so it is an error at the
+first call, before anything is sampled. Behind a router, which has no `/tokenize`, the match stays unproven and a log
+line says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..client.cancellation import consume
+from ..client.client import SGLangClient
+from ..exceptions import SGLangConnectionError, TokenizerMismatchError
+from ..templates.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_PROBE = "Tokens: naïve 日本語 🙂 12345 \t\n  def f(x):\n    return x"
+
+_PROBED_MARKS = 256  # some vocabularies hold a thousand reserved tokens
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server, or several of one client together, say of themselves.
+
+    Attributes:
+        context_length: Longest prompt plus answer, in tokens; None if the server does not tell.
+        tokenizer_proven: Whether its tokenizer was seen to be the model's.
+    """
+
+    context_length: int | None
+    tokenizer_proven: bool
+
+
+_Checked = dict[str, ServerFacts]  # by address
+_Key = tuple[asyncio.AbstractEventLoop, int]
+_facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Checked]]
+_facts = weakref.WeakKeyDictionary()
+_with_a_reserved_token: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
+_checks: weakref.WeakKeyDictionary[SGLangClient, dict[_Key, asyncio.Task[None]]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
+    """What is known already of the servers that requests go to now; None if one of them was not asked yet.
+
+    Of several servers the shortest context counts, and the tokenizer is proven if it is for all of them.
+    """
+    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
+    facts = [checked.get(base_url) for base_url in client.available_urls]
+    if None in facts:
+        return None
+    known = [one for one in facts if one is not None]
+    reserved = client.origin in _with_a_reserved_token
+    lengths = [one.context_length - reserved for one in known if one.context_length is not None]
+    return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in known))
+
+
+def reserve_last_token(client: SGLangClient) -> None:
+    """Note that a client's servers refuse requests that fill their context to the last token, as older SGLang does."""
+    _with_a_reserved_token.add(client.origin)
+
+
+async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
+    """What the client's servers say of themselves. Success is kept per server and tokenizer; a failure never is.
+
+    Calls that come while a check is running share it, so a thousand agents that start together ask once. One of several
+    servers that cannot be reached is left out, and asked when it gets requests again.
+
+    Raises:
+        TokenizerMismatchError: The server's tokenizer gives other ids.
+        SGLangClientError: The server cannot be reached.
+    """
+    while (facts := known_facts(client, template)) is None:
+        with _lock:
+            key = (asyncio.get_running_loop(), id(template.tokenizer))
+            checks = _checks.setdefault(client.origin, {})
+            if key not in checks:
+                checks[key] = asyncio.ensure_future(_check(client, template))
+                checks[key].add_done_callback(functools.partial(_forget, checks, key))
+            check = checks[key]
+        await asyncio.shield(check)
+    return facts
+
+
+def _forget(checks: dict[_Key, asyncio.Task[None]], key: _Key, task: asyncio.Task[None]) -> None:
+    checks.pop(key, None)
+    consume(task)  # its waiters may all have been cancelled
+
+
+async def _check(client: SGLangClient, template: ChatTemplate) -> None:
+    """Ask all servers that get requests and were not asked yet.
+
+    Raises:
+        SGLangClientError: A tokenizer is not the model's, or none of the servers could be asked.
+    """
+    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
+    base_urls = [base_url for base_url in client.available_urls if base_url not in checked]
+    answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in errors:
+        # A server that takes no connections is not available any more, unless all of them are such.
+        if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
+            raise error
+    with _lock:
+        kept = _facts.setdefault(client.origin, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
+        for base_url, answer in zip(base_urls, answers, strict=True):
+            if isinstance(answer, ServerFacts):
+                kept[base_url] = answer
+    unasked = [base_url for base_url in client.available_urls if base_url not in kept]
+    if errors and unasked:  # it answers other requests, but not these
+        raise errors[0]
+
+
+async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str) -> ServerFacts:
+    context_length = await client.context_length(base_url)
+    if context_length is None:
+        logger.warning(
+            "base_url=<%s> | the server does not tell its context length: without max_new_tokens its default of 128 "
+            "tokens holds, and context managers have nothing to go by; set max_new_tokens or max_context_tokens "
+            "for the one, context_window_limit for the other",
+            base_url,
+        )
+    return ServerFacts(context_length, await _compare_tokenizers(client, template, base_url))
+
+
+async def _compare_tokenizers(client: SGLangClient, template: ChatTemplate, base_url: str) -> bool:
+    # Added tokens are what tokenizers of one family differ in: `<think>` is one token for Qwen3 and three for Qwen2.5.
+    added = template.tokenizer.added_tokens_decoder.values()
+    marks = " ".join(token.content for token in list(added)[:_PROBED_MARKS])
+    text = _PROBE + marks + template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    served = await client.tokenize(text, base_url)
+    if served is None:
+        logger.warning("base_url=<%s> | no usable /tokenize there, so the tokenizer's match is unproven", base_url)
+        return False
+    own = template.encode(text)
+    if served == own:
+        return True
+    first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
+    raise TokenizerMismatchError(
+        f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "
+        f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here, and the server has "
+        f"{served[first : first + 3]} there; load the tokenizer from the path that the server's /model_info names as "
+        "tokenizer_path, and add no tokens to it"
+    )

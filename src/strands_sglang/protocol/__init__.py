@@ -1,0 +1,1 @@
+"""SGLang's `/generate`: what is sent, and what an answer says."""

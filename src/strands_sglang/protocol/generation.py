@@ -1,0 +1,277 @@
+"""What one `/generate` request returned, checked and typed.
+
+Source of the format: SGLang 0.5.23 (`GenerateReqInput` and the tokenizer manager's response), with the keys that older
+versions lack optional. Promise: a `Generation` is complete and consistent, or `SGLangDecodingError` is raised; nothing
+is filled in.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from array import array
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..exceptions import SGLangDecodingError
+from .sampling_masks import SamplingMask, read_sampling_logprobs, read_sampling_mask
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class VersionSpan(NamedTuple):
+    """A run of sampled tokens that one version of the weights sampled.
+
+    Attributes:
+        version: As the server names it.
+        start: Position of the first of them.
+        end: Position behind the last of them.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of the tokens from `start` to `end`, counted from `start`."""
+    clipped = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start) for s in spans)
+    return tuple(span for span in clipped if span.start < span.end)
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """The sampled tokens of one request and what the server said about them.
+
+    Attributes:
+        output_ids: Sampled ids, the stop token included; shape (T,).
+        logprobs: Their logprobs under the sampling distribution before top-p and top-k, shape (T,); None if they were
+            not asked for.
+        finish_type: "stop", "length" or "abort".
+        stop_token_id: The sampled token that ended the turn, the last of `output_ids`; None if the turn was cut off or
+            ended at a stop string.
+        stop_string: The stop string that ended the turn, else None.
+        abort_message: For "abort": the server's message.
+        prompt_tokens: Number of prompt tokens (0 if an aborted request never ran).
+        cached_tokens: How many of them came from the server's prefix cache.
+        weight_version: Version of the weights at the end of the request; None from servers that do not tell.
+        weight_versions: Which weights sampled which of the tokens: spans in their order, without gaps between known
+            ones. From servers that name only one version it is one span; empty where nothing is known.
+        prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
+        request_id: The `rid` of the attempt that was answered.
+        resumed_ids: The `rid`s of the earlier requests whose tokens this answer begins with, where the server aborted
+            them and the call went on (see `strands_sglang.resumption`).
+        routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
+            `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
+        sampling_mask: The ids that each token was sampled from, T rows; None if it was not asked for, or not returned.
+        sampling_logprobs: The logprobs of the sampled tokens among those ids alone, shape (T,), NaN where unknown;
+            None as `sampling_mask`.
+        latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
+        meta_info: The server's whole `meta_info` without its per-token lists.
+    """
+
+    output_ids: array[int]
+    logprobs: array[float] | None
+    finish_type: str
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    abort_message: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+    prompt_logprobs: array[float] = field(default_factory=lambda: array("d"))
+    request_id: str = ""
+    resumed_ids: tuple[str, ...] = ()
+    routed_experts: str | None = None
+    sampling_mask: SamplingMask | None = None
+    sampling_logprobs: array[float] | None = None
+    latency_s: float = 0.0
+    meta_info: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.output_ids)
+
+    @property
+    def routed_rows(self) -> int:
+        """Number of tokens that went through the model and so were routed: prompt and answer without its last token."""
+        return max(self.prompt_tokens + self.completion_tokens - 1, 0)
+
+    @property
+    def routed_width(self) -> int | None:
+        """Number of expert ids per token, layers times experts per token; None where nothing tells."""
+        if self.routed_experts is None or not self.routed_rows:
+            return None
+        return _decoded_length(self.routed_experts) // (_ID_BYTES * self.routed_rows)
+
+    def expert_ids(self) -> NDArray[np.int32] | None:
+        """The experts that each token of prompt and answer but the last was routed to.
+
+        Row i belongs to token i of the sequence up to this turn: the experts behind the logits that token i + 1 was
+        sampled from. Decoded at every call, about 4 ms per MB.
+
+        Returns:
+            Ids from 0, shape (`routed_rows`, layers * top_k), read-only, a row in the order of the layers (all of the
+            model's, those without experts too); None if `routed_experts` is.
+
+        Raises:
+            SGLangDecodingError: The text is not base64, or an id is negative.
+        """
+        import numpy as np  # there wherever transformers is, and not cheap
+
+        if self.routed_experts is None:
+            return None
+        try:
+            content = base64.b64decode(self.routed_experts, validate=True)
+        except binascii.Error as error:
+            raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
+        ids = np.frombuffer(content, dtype="<i4").reshape(self.routed_rows, self.routed_width or 0)
+        if ids.size and ids.min() < 0:
+            raise SGLangDecodingError(f"the server's routed_experts hold the negative id {ids.min()}")
+        return ids
+
+
+_ID_BYTES = 4
+_FINISH_TYPES = frozenset({"stop", "length", "abort"})
+_PER_TOKEN_KEYS = frozenset(
+    {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
+    | {"output_token_sampling_mask", "output_token_sampling_logprobs"}
+)
+
+
+def read_generation(
+    response: Mapping[str, Any], *, logprobs_expected: bool, end_token_ids: Collection[int] = ()
+) -> Generation:
+    """Check a `/generate` response and type it.
+
+    Args:
+        response: The server's JSON object.
+        logprobs_expected: Whether `return_logprob` was asked for.
+        end_token_ids: Tokens that end a turn, for servers that say "stop" without saying which token it was.
+
+    Raises:
+        SGLangDecodingError: A needed key is missing or of the wrong type, or the logprobs do not belong to the ids.
+    """
+    try:
+        return _read(response, logprobs_expected, end_token_ids)
+    except SGLangDecodingError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
+        raise SGLangDecodingError(
+            f"the server's answer is not a complete /generate response: {error!r} (missing, or of the wrong type)"
+        ) from error
+
+
+def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: Collection[int]) -> Generation:
+    meta: Mapping[str, Any] = response["meta_info"]
+    output_ids = array("i", response["output_ids"])
+    finish = meta["finish_reason"]
+    finish_type = finish["type"]
+    if finish_type not in _FINISH_TYPES:
+        # Whatever it is, an answer that did not end in a known way must not look complete.
+        raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
+    aborted = finish_type == "abort"
+    entries = meta.get("output_token_logprobs")
+    wanted = logprobs_expected and (entries or output_ids)
+    generation = Generation(
+        output_ids=output_ids,
+        logprobs=_read_logprobs(entries, output_ids) if wanted else None,
+        finish_type=finish_type,
+        stop_token_id=_stop_token(finish, output_ids, end_token_ids),
+        stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,
+        abort_message=str(finish.get("message")) if aborted else None,
+        # A request that was aborted in the queue comes back with a short meta_info.
+        prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        weight_version=meta.get("weight_version"),
+        weight_versions=_read_versions(meta, len(output_ids)),
+        prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
+        request_id=str(meta.get("id", "")),
+        routed_experts=meta.get("routed_experts"),
+        sampling_mask=read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
+        sampling_logprobs=read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
+        latency_s=float(meta.get("e2e_latency") or 0.0),
+        meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
+    )
+    check_routed_rows(generation)
+    return generation
+
+
+def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+    """The spans that the server tells, or its one version for all tokens (SGLang before 0.5.23)."""
+    told = meta.get("weight_versions")
+    if told is None:
+        version = meta.get("weight_version")
+        return (VersionSpan(str(version), 0, count),) if version is not None and count else ()
+    spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in told]
+    spans = [span for span in spans if span.start < span.end]
+    bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), count]
+    if bounds != sorted(bounds):
+        raise SGLangDecodingError(f"the server's weight_versions are no spans of its {count} sampled tokens: {told!r}")
+    return tuple(spans)
+
+
+def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids: Collection[int]) -> int | None:
+    matched = finish.get("matched")
+    if finish["type"] != "stop" or isinstance(matched, str):
+        return None
+    last = output_ids[-1] if output_ids else None
+    if matched is None:
+        return last if last in end_token_ids else None
+    if type(matched) is not int or matched != last:
+        raise SGLangDecodingError(
+            f"the server says that the answer stopped at {matched!r}, and the last token that it sampled is {last}"
+        )
+    return last
+
+
+def check_routed_rows(generation: Generation) -> None:
+    """Check the number of rows by the length of the text alone: it may have many megabytes.
+
+    Raises:
+        SGLangDecodingError: There is not the same number of ids for each token.
+    """
+    text, rows = generation.routed_experts, generation.routed_rows
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise TypeError(f"routed_experts are {type(text).__name__}, not str")
+    ids, rest = divmod(_decoded_length(text), _ID_BYTES)
+    whole = ids % rows == 0 and ids > 0 if rows else ids == 0
+    if rest or len(text) % 4 or not whole:
+        raise SGLangDecodingError(
+            f"the server returned {ids} ids of routed experts, which cannot be the same number for each of {rows} "
+            f"tokens ({generation.prompt_tokens} prompt and {generation.completion_tokens} sampled ones without the "
+            "last); a `routed_experts_start_len` set on the way does this, or a text that was cut"
+        )
+
+
+def _decoded_length(text: str) -> int:
+    """Number of bytes in a base64 text."""
+    return len(text) // 4 * 3 - text[-2:].count("=")
+
+
+def _read_prompt_logprobs(entries: list[Any]) -> array[float]:
+    return array("d", (math.nan if entry[0] is None else entry[0] for entry in entries))
+
+
+def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
+    """The logprobs of `[[logprob, token_id, text], ...]`, which must name the returned ids in their order."""
+    if not isinstance(entries, list) or len(entries) != len(output_ids):
+        count = len(entries) if isinstance(entries, list) else "no"
+        raise SGLangDecodingError(
+            f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were asked for; "
+            "a proxy that drops `return_logprob` does this"
+        )
+    if any(entry[1] != token_id for entry, token_id in zip(entries, output_ids, strict=True)):
+        raise SGLangDecodingError("the server's output_token_logprobs name other token ids than its output_ids")
+    try:
+        return array("d", (entry[0] for entry in entries))
+    except TypeError as error:
+        raise SGLangDecodingError(f"a logprob of a sampled token is not a number: {error}") from error

@@ -1,0 +1,1 @@
+"""What the next prompt is: chat templates, and the tokens of what they write."""

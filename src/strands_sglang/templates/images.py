@@ -1,0 +1,344 @@
+"""Images: from the placeholder that a chat template writes to what the server and the trainer take.
+
+A prompt with images has two forms. SGLang's `/generate` takes what the chat template writes, one placeholder per image,
+with the images beside it, and puts the many tokens of each image in itself. Training takes the ids with those many
+tokens in place, and the tensors that the model's processor makes of the images. The recorded sequence is the second
+form, so that lengths, masks and logprobs are those of what the model saw; the first is kept beside it, per turn.
+
+Promises: placeholders are expanded by the model's own processor; one that the template drops, or that a text or a
+sampled token imitates, is an error before anything is sent; the images of a request are collected anew for each
+request; the prompt that the server made is compared with the recorded one.
+
+The forms that SGLang 0.5.23 takes were seen on a real server (Qwen2.5-VL, Qwen3-VL): ids with one placeholder per image
+are kept as they are; ids that are expanded already never get an answer, or a 500.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import os
+import threading
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..exceptions import SGLangDecodingError, SGLangHTTPError
+from ..messages.content import Picture, UnsupportedContentError
+from .encoder import EncodedText, Encoder, get_encoder, private_copy
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What a processor returns per token; the rest is per image."""
+
+_FIRST, _SECOND = "sentinelone", "sentineltwo"
+
+
+# By processor, for models share them: its tokenizer's encoder, a copy of it with a tokenizer of its own, and a lock.
+_copies: weakref.WeakKeyDictionary[Any, tuple[Encoder, Any, threading.Lock]] = weakref.WeakKeyDictionary()
+_copies_lock = threading.Lock()
+
+
+class Template(Protocol):
+    """What is needed of a `ChatTemplate`."""
+
+    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The template's text for a conversation."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control token."""
+
+
+class ImageClient(Protocol):
+    """What is needed of a `SGLangClient`."""
+
+    base_url: str
+
+    @property
+    def origin(self) -> Any:
+        """The client itself; of one that stands before another one, that one."""
+
+    async def model_info(self) -> dict[str, Any]:
+        """What the server tells about its model."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageInputs:
+    """The images of one turn's prompt.
+
+    Attributes:
+        pictures: In the order in which the prompt has them, shape (N,).
+        sent_ids: The prompt tokens with every placeholder once, as the server takes them, shape (S,).
+        train_inputs: The processor's tensors without those per token, e.g. `pixel_values` and `image_grid_thw`.
+    """
+
+    pictures: tuple[Picture, ...]
+    sent_ids: array[int]
+    train_inputs: Mapping[str, Any]
+
+
+class ImageProcessor:
+    """A model's processor together with its chat template. Safe to share between threads.
+
+    Attributes:
+        numbered: Whether the template numbers the images of a conversation, so that what it writes for one depends on
+            how many came before.
+    """
+
+    def __init__(self, processor: Any, template: Template) -> None:
+        """Find out what the template writes for an image.
+
+        Args:
+            processor: The model's Hugging Face processor, from `AutoProcessor.from_pretrained`.
+            template: The chat template.
+
+        Raises:
+            ValueError: `processor` is none for images, or the template has no place for images.
+        """
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"processor= must be the Hugging Face processor of a model that takes images, not {processor!r:.60}; "
+                "AutoProcessor.from_pretrained(path) loads one"
+            )
+        self._processor, self._lock = _private_copy(processor)
+        self._template = template
+        first, second = self._written_for_images()
+        self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
+        if not self._marks:
+            raise ValueError("processor= was given, and the chat template writes no control token for an image")
+        self.numbered = first != second
+
+    def _written_for_images(self) -> tuple[str, str]:
+        """What the template writes for the first and for the second image of a conversation."""
+        text = {"type": "text", "text": _FIRST}
+        contents: list[Any] = [[text], [{"type": "image"}, text], [{"type": "image"}, {"type": "image"}, text]]
+        try:
+            none, one, two = (
+                self._template.render(
+                    [{"role": "user", "content": content}, {"role": "assistant", "content": _SECOND}],
+                    add_generation_prompt=False,
+                )
+                for content in contents
+            )
+        except ValueError as error:
+            raise ValueError(f"processor= was given, and the chat template takes no images: {error}") from error
+        return _inserted(none, one), _inserted(one, two)
+
+    def expand(
+        self, token_ids: Sequence[int], text: str | Sequence[EncodedText], pictures: Sequence[Picture]
+    ) -> tuple[list[int], ImageInputs | None]:
+        """A turn's prompt as the model sees it. Takes up to a second per image: call it in a thread.
+
+        Args:
+            token_ids: The prompt with one placeholder per image, shape (S,).
+            text: The rendered text whose tokens they end with; or whose tokens end with them, where its first one is
+                not a prompt token but was sampled. As text, or encoded.
+            pictures: The images of the text, in its order.
+
+        Returns:
+            The ids with expanded placeholders, shape (P,), and the images; None where there are none.
+
+        Raises:
+            UnsupportedContentError: An image cannot be read or processed, or the template left one out.
+            ValueError: The processor's tokenizer is another one than the template's.
+        """
+        if not pictures:
+            return list(token_ids), None
+        self._check_marks(token_ids, pictures)
+        images = [_opened(picture) for picture in pictures]
+        where = ", ".join(picture.where for picture in pictures)
+        parts = [EncodedText(text, self._template.encode(text))] if isinstance(text, str) else text
+        length = sum(len(part.token_ids) for part in parts)
+        added, lacking = max(len(token_ids) - length, 0), max(length - len(token_ids), 0)
+        expanded: list[int] = []
+        processed: list[ImageInputs] = []
+        mark, per_image = next(iter(self._marks.items()))
+        for part in parts:
+            count = 0 if part.is_plain else part.token_ids.count(mark) // per_image
+            if not count:
+                expanded += part.token_ids
+                continue
+            taken = sum(len(one.pictures) for one in processed)
+            outputs = self._process(part, images[taken : taken + count], where)
+            expanded += outputs["input_ids"][0].tolist()
+            tensors = {key: value for key, value in outputs.items() if key not in TOKEN_KEYS}
+            sent = array("i", part.token_ids)
+            processed.append(ImageInputs(tuple(pictures[taken : taken + count]), sent, tensors))
+        train_inputs = processed[0].train_inputs if len(processed) == 1 else multimodal_train_inputs(processed) or {}
+        expanded = [*token_ids[:added], *expanded[lacking:]]
+        return expanded, ImageInputs(tuple(pictures), array("i", token_ids), train_inputs)
+
+    def _process(self, part: EncodedText, images: Sequence[Image], where: str) -> Mapping[str, Any]:
+        with self._lock:
+            if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
+                raise ValueError("processor= has another tokenizer than tokenizer=: pass tokenizer=processor.tokenizer")
+            try:
+                outputs: Mapping[str, Any] = self._processor(
+                    text=[part.text], images=images, add_special_tokens=False, return_tensors="pt"
+                )
+            except Exception as error:  # every processor has its own errors
+                raise UnsupportedContentError(f"{where}: the model's processor refuses the images: {error}") from error
+        return outputs
+
+    def _check_marks(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
+        for mark, count in self._marks.items():
+            found, expected = token_ids.count(mark), count * len(pictures)
+            where = ", ".join(picture.where for picture in pictures)
+            if found < expected:
+                raise UnsupportedContentError(
+                    f"{where}: the chat template leaves images of such a message out ({found} placeholders for "
+                    f"{expected}); many have a place for images in user messages only"
+                )
+            if found > expected:
+                raise UnsupportedContentError(
+                    f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
+                    f"{expected}); take it out of the text"
+                )
+
+    def request_fields(self, sent_ids: Sequence[int], inputs: Iterable[ImageInputs]) -> dict[str, Any]:
+        """What a request has beside the ids: the images of the whole conversation, once each. New at every call.
+
+        Args:
+            sent_ids: The ids of the request.
+            inputs: The images of the turns of the sequence, in order.
+
+        Raises:
+            UnsupportedContentError: The ids hold placeholders without an image, e.g. since the model sampled one;
+                SGLang 0.5.23 would answer that with a 500, or never.
+        """
+        pictures = [picture for turn in inputs for picture in turn.pictures]
+        if not pictures:
+            return {}
+        for mark, count in self._marks.items():
+            found, expected = sent_ids.count(mark), count * len(pictures)
+            if found != expected:
+                raise UnsupportedContentError(
+                    f"the sequence holds {found} placeholders for {expected} images, for the model sampled one or a "
+                    "message holds it as text: no server could tell which are images"
+                )
+        return {"image_data": [data_uri(picture) for picture in pictures], "return_prompt_token_ids": True}
+
+
+def _private_copy(processor: Any) -> tuple[Any, threading.Lock]:
+    """A copy of a processor whose tokenizer nobody else calls, and the lock that its own calls take turns with."""
+    encoder = get_encoder(processor.tokenizer)
+    with _copies_lock:
+        known = _copies.get(processor)
+        if known is None or known[0] is not encoder:
+            own = copy.copy(processor)
+            own.tokenizer = private_copy(processor.tokenizer)  # processors pad, which an encoder's copy must not
+            known = _copies[processor] = encoder, own, threading.Lock()
+        return known[1:]
+
+
+def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+    """Compare the prompt that the server made of ids and images with the recorded one, where the server tells it.
+
+    Raises:
+        SGLangDecodingError: It is another one.
+    """
+    served = response.get("prompt_token_ids")
+    if served is None or served == list(token_ids):
+        return
+    pairs = enumerate(zip(served, token_ids, strict=False))
+    first = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(served), len(token_ids)))
+    raise SGLangDecodingError(
+        f"the server's prompt is not the recorded one from token {first} on ({served[first : first + 3]} there, "
+        f"{list(token_ids[first : first + 3])} here): its processor has other settings than processor=, or it decodes "
+        "the ids and encodes the text again, as SGLang does for some models and before mid-2026 for all"
+    )
+
+
+def multimodal_train_inputs(inputs: Iterable[ImageInputs]) -> dict[str, Any] | None:
+    """The tensors of several turns in one, joined along their first dimension; None where there are no images.
+
+    Args:
+        inputs: The images of the turns of a sequence, in order.
+
+    Raises:
+        ValueError: The tensors of one name cannot be joined.
+    """
+    by_name: dict[str, list[Any]] = {}
+    for turn in inputs:
+        for name, value in turn.train_inputs.items():
+            by_name.setdefault(name, []).append(value)
+    if not by_name:
+        return None
+    import torch
+
+    joined = {}
+    for name, values in by_name.items():
+        try:
+            joined[name] = torch.cat([torch.as_tensor(value) for value in values], dim=0)
+        except RuntimeError as error:
+            raise ValueError(f"the processor's {name} of several turns cannot be joined: {error}") from error
+    return joined
+
+
+def data_uri(picture: Picture) -> str:
+    """An image as SGLang takes it in JSON."""
+    kind = "jpeg" if picture.format == "jpg" else picture.format
+    return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
+
+
+_understood: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+async def require_image_understanding(client: ImageClient, picture: Picture) -> None:
+    """Refuse an image where the server says that its model takes none. What it says is kept per client.
+
+    Raises:
+        UnsupportedContentError: The server takes no images.
+        SGLangClientError: The server cannot be reached.
+    """
+    origin = client.origin
+    if origin not in _understood:
+        try:
+            told = (await client.model_info()).get("has_image_understanding")
+        except SGLangHTTPError as error:
+            if error.status >= 500:
+                raise
+            told = None  # routers have no such endpoint
+        if told is None:
+            return  # one that drops the images answers a shorter prompt, which is an error then
+        _understood[origin] = bool(told)
+    if not _understood[origin]:
+        raise UnsupportedContentError(
+            f"{picture.where}: the model served at {client.base_url} takes no images (has_image_understanding of its "
+            "/model_info is false): serve one that does, or turn the image into text before the call"
+        )
+
+
+def _opened(picture: Picture) -> Image:
+    """The image as SGLang opens it: three colours, no alpha, not rotated."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(picture.data)) as image:
+            return image.convert("RGB")
+    except Exception as error:  # every format's reader has its own errors
+        raise UnsupportedContentError(
+            f"{picture.where}: the {len(picture.data)} bytes are no image that can be read ({error}); "
+            f"it came as {picture.format!r}"
+        ) from error
+
+
+def _inserted(text: str, longer: str) -> str:
+    """What `longer` has more than `text`, in one piece."""
+    start = _common(text, longer)
+    end = _common(text[start:][::-1], longer[start:][::-1])
+    return longer[start : len(longer) - end]
+
+
+def _common(one: str, other: str) -> int:
+    """The length of what two texts begin with."""
+    return len(os.path.commonprefix([one, other]))

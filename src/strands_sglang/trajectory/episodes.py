@@ -1,0 +1,307 @@
+"""Whose call it is: which episode a call belongs to, and which agent asks.
+
+A model has one trajectory at a time, or one per `with model.episode()`. A call belongs to the running episode that its
+code is inside of (context variables: tasks and threads started with a copied context inherit it), or else to the one in
+which its agent asked before, as Strands keeps it for each agent. Context and agents hold names of episodes, never their
+trajectories: an episode that has ended is found by nobody, takes no call, and is not kept alive.
+
+Where an agent has the model's hooks (`hooks`), the agent itself is known: copies of one agent are told apart, and an
+agent whose first call failed is recognised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+from strands.types.content import Message
+
+from .trajectory import Trajectory
+from .turn import Turn
+
+logger = logging.getLogger(__name__)
+
+_STATE_KEY = "strands_sglang"
+_NAMES_KEY = "strands_sglang_names"
+
+
+@dataclass(frozen=True)
+class _Name:
+    """An episode by name.
+
+    Attributes:
+        model: The model that it is an episode of.
+        episode: It.
+    """
+
+    model: str
+    episode: str
+
+
+_entered: ContextVar[tuple[_Name, ...]] = ContextVar("strands_sglang_episodes", default=())
+"""The episodes that the running code is inside of, the innermost one last; some may have ended."""
+
+
+def written_names(model_state: Any) -> dict[str, str]:
+    """The names that an agent's model wrote and no tool may have, by toolUseId.
+
+    Strands hands such calls back under another name. The agent's `model_state` has the written one, also after its
+    session was restored.
+
+    Args:
+        model_state: What Strands passed under that name.
+    """
+    names = model_state.get(_NAMES_KEY) if isinstance(model_state, dict) else None
+    return names if isinstance(names, dict) else {}
+
+
+def keep_written_names(model_state: Any, names: Mapping[str, str]) -> None:
+    """Add to `written_names`."""
+    if names and isinstance(model_state, dict):
+        model_state[_NAMES_KEY] = {**written_names(model_state), **names}
+
+
+@dataclass(eq=False)
+class KnownAgent:
+    """What is known of an agent that has the model's hooks.
+
+    Attributes:
+        id: Its id; None before its first call.
+        episode: The episode that it was made in, or asked in last.
+        trajectory: Where its latest call is recorded.
+        calls: Its model calls under way, and the latest one, until it is known what became of its answer.
+    """
+
+    id: str | None = None
+    episode: str | None = None
+    trajectory: ref[Trajectory] | None = None
+    calls: list[ModelCall] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """A model call of an agent's loop, for which middleware may ask the model several times, or not at all.
+
+    Attributes:
+        agent: Whose.
+        invocation_state: What tells its requests from those of others that are made meanwhile.
+        outer: The call during which it is made; None if it is made during none.
+        is_over: Whether Strands has the answer.
+        answers: What was sampled for it, with the trajectories that record it.
+        message: What came into the agent's history for it; None if nothing has yet.
+        position: Of that message.
+    """
+
+    agent: KnownAgent
+    invocation_state: Any
+    outer: ModelCall | None
+    is_over: bool = False
+    answers: list[tuple[Trajectory, Turn]] = field(default_factory=list)
+    message: Message | None = None
+    position: int = 0
+
+    def close(self) -> dict[int, tuple[Trajectory, list[Turn]]]:
+        """Forget the call, of which contexts may be left, and return its answers by trajectory."""
+        self.agent.calls.remove(self)
+        turns: dict[int, tuple[Trajectory, list[Turn]]] = {}
+        for trajectory, turn in self.answers:
+            turns.setdefault(id(trajectory), (trajectory, []))[1].append(turn)
+        self.is_over, self.answers = True, []
+        self.outer = self.invocation_state = self.message = None
+        return turns
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request to the model comes from.
+
+    Attributes:
+        trajectory: Where it is recorded.
+        agent: The id of the agent that asks; None outside of an agent's loop.
+        call: The agent's model call that it is made for, if the agent has the model's hooks.
+    """
+
+    trajectory: Trajectory
+    agent: str | None
+    call: ModelCall | None
+
+    def note(self, turn: Turn) -> None:
+        """Note an answer that the agent is about to get."""
+        if self.call is not None:
+            turn.was_added = False
+            self.call.answers.append((self.trajectory, turn))
+
+
+_asking: ContextVar[ModelCall | None] = ContextVar("strands_sglang_asking", default=None)
+"""The model call that the running code is inside of; it may be over."""
+
+_known: WeakKeyDictionary[Any, KnownAgent] = WeakKeyDictionary()
+_holders: WeakValueDictionary[str, KnownAgent] = WeakValueDictionary()
+"""Who has an id, so that copies of an agent get others."""
+
+
+def known_agent(agent: Any) -> KnownAgent:
+    """What is known of an agent.
+
+    Args:
+        agent: A Strands agent.
+    """
+    return _known.setdefault(agent, KnownAgent())
+
+
+def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
+    """Note that an agent's model call begins: what is asked inside is the agent's."""
+    call = ModelCall(agent, invocation_state, _asking.get())
+    agent.calls.append(call)
+    _asking.set(call)
+
+
+def end_call(agent: KnownAgent, invocation_state: Any) -> ModelCall | None:
+    """Note that the latest one of an agent's model calls is over, and return it."""
+    under_way = [call for call in agent.calls if not call.is_over and call.invocation_state is invocation_state]
+    if not under_way:
+        return None
+    call = under_way[-1]
+    if _asking.get() is call:
+        _asking.set(call.outer)
+    call.is_over = True
+    return call
+
+
+def cycle_of(invocation_state: Any) -> str | None:
+    """The turn of the agent's loop that a call belongs to, as Strands names it; None where it does not.
+
+    Args:
+        invocation_state: What Strands passed under that name.
+    """
+    cycle = invocation_state.get("event_loop_cycle_id") if isinstance(invocation_state, dict) else None
+    return None if cycle is None else str(cycle)
+
+
+def _id_of(agent: KnownAgent, remembered: str | None) -> str:
+    """The id of an agent: the one that Strands remembers, unless a copy of it has that one."""
+    if agent.id is None:
+        agent.id = remembered if remembered is not None and remembered not in _holders else uuid.uuid4().hex
+        _holders[agent.id] = agent
+    return agent.id
+
+
+class Episodes:
+    """The trajectories of one model. Safe to use from several threads and event loops."""
+
+    def __init__(self) -> None:
+        """Start with an empty trajectory for calls outside of episodes."""
+        self.outside = Trajectory()
+        self._id = uuid.uuid4().hex
+        self._running: dict[str, Trajectory] = {}
+        self._warned = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the running code is inside an episode."""
+        return self._of_context() is not None
+
+    @property
+    def current(self) -> Trajectory:
+        """The trajectory of the running code."""
+        return self._running.get(self._of_context() or "", self.outside)
+
+    @contextmanager
+    def episode(self) -> Iterator[Trajectory]:
+        """Give the code inside a trajectory of its own."""
+        trajectory = Trajectory()
+        name = _Name(self._id, uuid.uuid4().hex)
+        with self._lock:
+            self._running[name.episode] = trajectory
+        _entered.set((*_entered.get(), name))
+        try:
+            yield trajectory
+        finally:
+            with self._lock:
+                del self._running[name.episode]
+            # Perhaps in another task than the one that entered it, where nothing has to be undone.
+            _entered.set(tuple(other for other in _entered.get() if other != name))
+
+    def of_call(self, model_state: Any, invocation_state: Any = None) -> Origin:
+        """Where a call comes from.
+
+        What tells it stays in the agent's `model_state`. Strands hands out a copy of it with each call, and takes it
+        back only if the call succeeds. An agent that asks in another episode than before has another id there: it may
+        be one of several copies.
+
+        Args:
+            model_state: What Strands passed under that name, a dictionary that may be written to.
+            invocation_state: What Strands passed under that name.
+        """
+        call = _asking.get()
+        if call is not None and (call.is_over or call.invocation_state is not invocation_state):
+            call = None  # it is somebody else's, whose code runs inside of it
+        state = model_state.get(_STATE_KEY) if isinstance(model_state, dict) else None
+        before: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
+        with self._lock:
+            name = self._find(call.agent.episode if call is not None else before["episode"])
+            trajectory = self.outside if name is None else self._running[name]
+            if name is None and (self._running or self._was_inside()):
+                self._warn_of_outside()
+            agent = None
+            if call is not None:
+                call.agent.episode, call.agent.trajectory = name, ref(trajectory)
+                agent = _id_of(call.agent, before["agent"])
+            elif isinstance(model_state, dict):
+                agent = before["agent"] if before["episode"] == name else None
+                agent = agent or uuid.uuid4().hex
+        if agent is not None and isinstance(model_state, dict):
+            model_state[_STATE_KEY] = {"agent": agent, "episode": name}
+        return Origin(trajectory, agent, call)
+
+    def adopt(self, agent: KnownAgent) -> None:
+        """Note that an agent is made here."""
+        agent.episode = self._of_context()
+
+    def expect(self, agent: KnownAgent) -> None:
+        """Note that an agent is about to ask, so that what is asked on its behalf before is known for a helper's."""
+        with self._lock:
+            name = self._find(agent.episode)
+            trajectory = self.outside if name is None else self._running[name]
+        trajectory.expect_agent()
+
+    def _find(self, asked_before: str | None) -> str | None:
+        """The running episode that the running code belongs to; None if none does.
+
+        Args:
+            asked_before: The episode in which the agent asked before.
+        """
+        name = self._of_context()
+        if name is None and asked_before in self._running:
+            name = asked_before
+        if name is None and self._was_inside() and len(self._running) == 1:
+            (name,) = self._running  # its own has ended, and this one has what it works for
+        return name
+
+    def _of_context(self) -> str | None:
+        """The innermost running episode that the running code is inside of."""
+        names = (name.episode for name in reversed(_entered.get()) if name.model == self._id)
+        return next((name for name in names if name in self._running), None)
+
+    def _was_inside(self) -> bool:
+        """Whether the running code was started inside an episode that has ended, and outlived it."""
+        return any(name.model == self._id for name in _entered.get())
+
+    def _warn_of_outside(self) -> None:
+        """Say once that a call is in no episode: it outlived its own, or came from a thread without the context."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and is "
+                "recorded in none of them; threads need their context: asyncio.to_thread, or "
+                "contextvars.copy_context().run",
+                len(self._running),
+            )

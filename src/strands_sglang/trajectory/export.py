@@ -1,0 +1,97 @@
+"""From a forest of turns to the token sequences that a trainer takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..protocol.generation import clip_spans
+from .tokens import Segment, TokenManager
+from .turn import Turn, TurnStatus
+
+_NONE: Mapping[int, int] = {}
+
+
+def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[tuple[Turn, TokenManager]]:
+    """The sequences from each root to each leaf, each behind its leaf; by their last call, auxiliary and cut ones last.
+
+    Every sampled token has loss mask 1 in exactly one of them, the first that contains it, unless a grammar constrained
+    it.
+
+    Args:
+        turns: All turns in the order of their calls.
+        discarded: Whether answers that the agent threw away are given out, too.
+        auxiliary: Whether calls from outside the agents' loops are given out, too.
+    """
+    shown = [
+        turn
+        for turn in turns
+        if turn.is_answered
+        and (discarded or turn.status is not TurnStatus.DISCARDED)
+        and (auxiliary or not turn.is_auxiliary)
+    ]
+    given_out = {id(turn) for turn in shown}
+    inner: set[int] = set()
+    for turn in shown:
+        step = turn
+        # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
+        # An auxiliary call goes on in a sequence of its own, which the main one must not need.
+        while (
+            step.parent is not None and step.parent_kept is None and (step.parent.is_auxiliary or not turn.is_auxiliary)
+        ):
+            step = step.parent
+            inner.add(id(step))
+            if id(step) in given_out:
+                break
+    leaves = [turn for turn in shown if id(turn) not in inner]
+    leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
+    trained: dict[int, int] = {}
+    if not auxiliary:  # what an agent goes on from is context there, and a helper's tokens are not trained
+        trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
+    sequences = []
+    for leaf in leaves:
+        sequences.append((leaf, sequence_of(leaf, trained)))
+        for turn, kept in leaf.steps():
+            trained[id(turn)] = max(kept, trained.get(id(turn), 0))
+    return sequences
+
+
+def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> TokenManager:
+    """The tokens from the root to a turn.
+
+    Args:
+        leaf: The turn that the sequence ends with.
+        already_trained: By `id` of a turn, how many of its sampled tokens other sequences train: they have loss mask 0
+            here.
+    """
+    return TokenManager(
+        (segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, already_trained.get(id(turn), 0))),
+        leaf.image_inputs(),
+    )
+
+
+def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
+    """A turn's prompt, and the first `kept` of its sampled tokens; another sequence trains the first `trained`."""
+    logprobs: array[float] | None = turn.prompt_logprobs
+    if logprobs is None and turn.parent is not None:
+        # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
+        logprobs = array("d", bytes(8 * len(turn.prompt_ids)))
+    yield Segment(turn.prompt_ids, logprobs, is_response=False)
+    generation = turn.generation
+    if generation is None:
+        return
+    trained = min(trained, kept)
+    for start, stop, train in ((0, trained, False), (trained, kept, True)):
+        yield Segment(
+            generation.output_ids[start:stop],
+            None if generation.logprobs is None else generation.logprobs[start:stop],
+            is_response=True,
+            loss_mask=int(train and not turn.constrained),
+            finish_reason=generation.finish_type,
+            weight_version=generation.weight_version,
+            weight_versions=clip_spans(generation.weight_versions, start, stop),
+            sampling_mask=None if generation.sampling_mask is None else generation.sampling_mask.part(start, stop),
+            sampling_logprobs=None
+            if generation.sampling_logprobs is None
+            else generation.sampling_logprobs[start:stop],
+        )

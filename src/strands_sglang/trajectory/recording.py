@@ -1,0 +1,427 @@
+"""Recording an episode: where a model call belongs among those before it, what it asked, what became of it.
+
+A call extends the recorded turn whose conversation (what it was asked, plus its own answer) is an exact prefix of what
+arrived; anything else starts a new sequence, with the reason why. The key is the conversation itself, never a cursor,
+so rewritten histories, retries, several agents and several threads on one model object cannot corrupt what is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from strands.types.content import Message, Messages
+
+from ..messages import Conversation, block_digests, chain_of, message_digest, next_link
+from ..protocol.generation import Generation
+from ..templates.images import ImageInputs
+from .discards import AnsweredTurns, settle
+from .explain import why_here, why_new
+from .turn import Turn, TurnStatus
+
+if TYPE_CHECKING:
+    from .trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call belongs.
+
+    Attributes:
+        turn: The turn that it extends; None if it opens a sequence.
+        new_messages: The messages that came since.
+        reason: Why, for people.
+        kept: How many of that turn's sampled ids stay before the call's prompt; None for all of them.
+    """
+
+    turn: Turn | None
+    new_messages: Messages
+    reason: str
+    kept: int | None = None
+
+
+class Recording:
+    """The turns of an episode as they are asked and answered. Safe to use from several threads.
+
+    Attributes:
+        tool_parse_errors: How many tool calls did not parse, by the name that they seemed to mean.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._id = uuid.uuid4().hex
+        self._turns: list[Turn] = []
+        self._answered = AnsweredTurns()
+        self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: what a retry takes the place of
+        self._notices: dict[str, str] = {}
+        self._call_ids: dict[str, str] = {}
+        self.tool_parse_errors: dict[str, int] = {}
+        self._agents: set[str] = set()  # who has asked
+        self._helpers: set[str] = set()  # and who has asked as an auxiliary
+        self._lock = threading.RLock()
+        self._expects_agent = False
+        self._calls = 0
+        self._warned_of_several = False
+        self._warned_of_rewriting = False
+
+    def attach(self, conversation: Conversation, messages: Messages, *, agent: str | None = None) -> Place:
+        """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived.
+
+        Args:
+            conversation: What arrived, as fingerprints.
+            messages: The same as messages.
+            agent: Who asks. Of two turns that said the same after the same, the agent's own one is extended.
+        """
+        with self._lock:
+            retried = self._retried(conversation.key, agent)
+            if retried is not None and retried.waits_to_go_on:
+                known = len(messages) - len(retried.digests)
+                return Place(retried.parent, messages[known:], retried.reason)
+            found = self.recorded(conversation, agent=agent)
+            if found is not None:
+                turn, known = found
+                return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
+            return Place(None, messages, why_new(self._turns, conversation, messages))
+
+    def ask(
+        self,
+        place: Place,
+        conversation: Conversation,
+        prompt_ids: Iterable[int],
+        *,
+        reasoning_open: bool = False,
+        constrained: bool = False,
+        agent: str | None = None,
+        cycle: str | None = None,
+        auxiliary: bool | None = None,
+        images: ImageInputs | None = None,
+    ) -> Turn:
+        """Record that a call is about to be made: its prompt is known from here on.
+
+        What the same agent asked in vain is replaced, so that retrying never duplicates anything; a cut turn only by a
+        call that goes on from its tokens.
+
+        Args:
+            place: Where the call belongs.
+            conversation: What it asks.
+            prompt_ids: The prompt tokens that it adds, shape (P,).
+            reasoning_open: Whether the prompt ends inside reasoning.
+            constrained: Whether a grammar constrains the sampling.
+            agent: Who asks; None for a call from outside an agent's loop.
+            cycle: The turn of the agent's loop that it asks in.
+            auxiliary: Whether the call is none of a rollout's own (a summary, a judge). Left out, one from outside an
+                agent's loop is, if an agent has asked before.
+            images: The images of the prompt.
+        """
+        known = len(conversation.digests) - len(place.new_messages)
+        with self._lock:
+            if agent is not None:
+                extended, new = place.turn, place.new_messages
+                self._tell_rewritten(self._answered.judge_by_call(conversation, new, extended, agent, cycle))
+            ids = array("i", prompt_ids)
+            retried = self._retried(conversation.key, agent, cycle)
+            resumed = None
+            if retried is not None and retried.parent is place.turn:
+                # What was sampled goes on behind exactly the tokens that it was sampled behind.
+                if retried.waits_to_go_on and not constrained and retried.prompt_ids == ids:
+                    resumed = retried
+                if resumed is not None or not retried.waits_to_go_on:
+                    self._turns.remove(retried)
+                    self._unanswered[conversation.key].remove(retried)
+            turn = Turn(
+                index=self._calls,
+                parent=place.turn,
+                reason=place.reason,
+                key=conversation.key,
+                parts=conversation.parts,
+                digests=conversation.digests[known:],
+                roles=conversation.roles[known:],
+                prompt_ids=ids,
+                prompt_logprobs=None if resumed is None else resumed.prompt_logprobs,
+                reasoning_open=reasoning_open,
+                constrained=constrained,
+                agent=agent,
+                cycle=cycle,
+                is_auxiliary=agent is None and self._has_agents() if auxiliary is None else auxiliary,
+                parent_kept=place.kept,
+                images=images,
+                resumes=None if resumed is None else resumed.resumes,
+            )
+            self._calls += 1
+            turn.trajectory = cast("Trajectory", self)
+            self._turns.append(turn)
+            if agent is not None and auxiliary:
+                self._helpers.add(agent)
+            elif agent is not None:
+                if not self._has_agents():
+                    self._tell_of_earlier(self._turns[:-1])
+                self._agents.add(agent)
+            return turn
+
+    def _has_agents(self) -> bool:
+        return bool(self._agents) or self._expects_agent
+
+    def expect_agent(self) -> None:
+        """Note that an agent is about to ask: a call from outside its loop is auxiliary from here on."""
+        with self._lock:
+            if not self._has_agents():
+                self._tell_of_earlier(self._turns)
+            self._expects_agent = True
+
+    def _tell_of_earlier(self, turns: Sequence[Turn]) -> None:
+        """Say that calls before the first agent's count as a rollout's own: what is recorded stays what it is."""
+        own = [turn for turn in turns if turn.agent is None and not turn.is_auxiliary]
+        if own:
+            logger.warning(
+                "call=<%d>, calls=<%d> | what was asked from outside an agent's loop before the first agent asked is "
+                "trained, and later calls of that kind are auxiliary; stream(auxiliary=...) and model.auxiliary say "
+                "which they are",
+                own[0].index,
+                len(own),
+            )
+
+    def _tell_rewritten(self, rewritten: Sequence[Turn]) -> None:
+        """Warn once that sampled answers were replaced, which costs training data and may well be an oversight."""
+        if rewritten and not self._warned_of_rewriting:
+            self._warned_of_rewriting = True
+            logger.warning(
+                "call=<%d>, note=<%s> | a sampled answer was replaced in the agent's history, by a hook, a cancel or a "
+                "guardrail: it is discarded and not trained, as are others like it; see trajectory.explain()",
+                rewritten[0].index,
+                rewritten[0].note,
+            )
+
+    def answer(
+        self,
+        turn: Turn,
+        generation: Generation,
+        message: Message,
+        *,
+        tool_calls: Iterable[Mapping[str, Any]] = (),
+        result_notices: Mapping[str, str] | None = None,
+        parse_errors: Iterable[str] = (),
+        ends_in_reasoning: bool = False,
+        has_reasoning: bool = False,
+    ) -> None:
+        """Record a turn's answer.
+
+        Args:
+            turn: The turn that was asked.
+            generation: What the server returned.
+            message: The answer as the agent will hand it back.
+            tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
+            result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
+            parse_errors: The names that the calls which did not parse seemed to mean.
+            ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
+            has_reasoning: Whether it holds reasoning.
+        """
+        with self._lock:
+            turn.tool_calls = tuple(tool_calls)
+            turn.ends_in_reasoning = ends_in_reasoning
+            turn.has_reasoning = has_reasoning
+            self._call_ids.update((call["toolUseId"], call["id"]) for call in turn.tool_calls)
+            self._notices.update(result_notices or {})
+            for name in parse_errors:
+                self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
+            turn.answer_digest = message_digest(message)
+            turn.answer_blocks = block_digests(message)
+            turn.answer_key = next_link(turn.key, turn.answer_digest)
+            self._record(turn, generation, TurnStatus.ANSWERED)
+            self._index(turn)
+
+    def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
+        """Record what a turn had sampled when it was aborted or found unreadable. Nothing extends a cut turn."""
+        with self._lock:
+            turn.cause = cause
+            if generation.output_ids:
+                self._record(turn, generation, TurnStatus.CUT)
+                self._index(turn)
+            else:
+                self.fail(turn, cause)
+
+    def resume(self, turn: Turn) -> None:
+        """Let the call that asks the same as a cut turn go on from its tokens, in place of asking anew.
+
+        That is what a partial rollout does, perhaps after `save` and `load`. The call that goes on replaces the turn,
+        so its tokens are recorded once; until then, and if none comes, they stay those of a cut turn. Of several agents
+        that were cut at the same question, each goes on from its own turn, and one that had no answer before (its first
+        call was cut, or it was made anew) from the earliest that is left.
+
+        Args:
+            turn: A cut turn of this trajectory. One that waits to go on already does so still.
+
+        Raises:
+            ValueError: It is no cut turn, or a grammar constrained it: a grammar begins at the first token.
+        """
+        with self._lock:
+            if turn.status is not TurnStatus.CUT or turn.constrained:
+                raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
+            if not turn.waits_to_go_on:
+                turn.resumes = turn.generation
+                self._index(turn)
+
+    def fail(self, turn: Turn, cause: BaseException) -> None:
+        """Record that a turn got no answer. What an earlier attempt had sampled stays, and waits to go on."""
+        with self._lock:
+            turn.cause = cause
+            turn.generation = turn.resumes
+            turn.status = TurnStatus.FAILED if turn.resumes is None else TurnStatus.CUT
+            self._index(turn)
+
+    def _index(self, turn: Turn) -> None:
+        """Make a turn that has ended findable by what it was asked and what it answered."""
+        if turn.status is TurnStatus.FAILED or turn.waits_to_go_on:
+            self._unanswered.setdefault(turn.key, []).append(turn)
+        self._answered.add(turn)
+
+    def _retried(self, key: bytes, agent: str | None, cycle: str | None = None) -> Turn | None:
+        """What a call with this conversation takes the place of: what the same agent asked in vain, if anything.
+
+        Strands forgets the id of an agent whose first call fails, and a restarted rollout has new agents. So an agent
+        that never had an answer here may be any of those that wait for one.
+
+        Args:
+            key: Identifies the conversation.
+            agent: Who asks.
+            cycle: The turn of its loop that it asks in.
+        """
+        turns = sorted(self._unanswered.get(key, ()), key=lambda turn: turn.index)
+        own = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
+        if not own and not self._answered.knows(agent):
+            own = [turn for turn in turns if turn.waits_to_go_on]
+            own.sort(key=lambda turn: self._answered.knows(turn.agent))  # those that may still come for theirs are last
+        own.sort(key=lambda turn: not turn.waits_to_go_on)
+        return own[0] if own else None
+
+    def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
+        turn.generation = generation
+        turn.status = status
+        logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
+        if len(logprobs) == len(turn.prompt_ids):
+            turn.prompt_logprobs = logprobs
+        parent = turn.parent
+        if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
+            settle(parent, TurnStatus.COMMITTED)
+
+    def put_in_history(self, turns: Sequence[Turn], message: Message, *, position: int) -> None:
+        """Settle which of the answers to one model call an agent took, from the message that came into its history.
+
+        Args:
+            turns: The turns with these answers.
+            message: The message.
+            position: Of the message in the agent's history.
+        """
+        with self._lock:
+            self._tell_rewritten(self._answered.judge_by_message(turns, message, position))
+
+    def throw_away(self, turns: Iterable[Turn], why: str) -> None:
+        """Record that no answer to a model call came into the agent's history.
+
+        Args:
+            turns: The turns with these answers.
+            why: For people.
+        """
+        with self._lock:
+            for turn in turns:
+                if turn.status is TurnStatus.ANSWERED:
+                    turn.status, turn.note = TurnStatus.DISCARDED, why
+
+    def settle(self, messages: Messages) -> None:
+        """Fix the status of what no later call can tell, from the messages that an agent ended with.
+
+        The latest answer in them is final. Answers of the same agent to a question that stands in them, which are not
+        the answer that stands there, were thrown away. Call it once per agent, when its episode is over; what the
+        messages do not tell (they were shortened, or are another agent's) stays as it is.
+
+        Args:
+            messages: The agent's messages.
+        """
+        with self._lock:
+            self._tell_rewritten(self._answered.judge_by_messages(self._turns, messages))
+
+    # --- what calls ask of it ---
+
+    def recorded(
+        self, conversation: Conversation, *, agent: str | None = None, whatever_before: bool = False
+    ) -> tuple[Turn, int] | None:
+        """The deepest turn whose conversation and answer are an exact prefix of some messages, and how many that are.
+
+        Args:
+            conversation: The messages, and what stands before them.
+            agent: Whose turn is preferred.
+            whatever_before: Whether what stands before them (system prompt, tools) is not known, and may be any.
+        """
+        with self._lock:
+            chains = [conversation.chain]
+            if whatever_before:
+                before = {tuple(turn.parts.values()): turn.parts for turn in self._turns}
+                chains += [chain_of(parts, conversation.digests) for parts in before.values()]
+            for known in range(len(conversation.digests), 0, -1):
+                for chain in chains:
+                    turn = self._answered.find(chain[known], agent)
+                    if turn is not None:
+                        return turn, known
+            return None
+
+    def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:
+        """The latest turn with an answer, one that made some tool calls if ids of such are given."""
+        with self._lock:
+            for turn in reversed(self._turns):
+                calls = {call["toolUseId"] for call in turn.tool_calls}
+                if turn.answer_key is not None and calls.issuperset(tool_use_ids):
+                    return turn
+            return None
+
+    def routing_key(self, turn: Turn) -> str:
+        """What keeps the calls of one root conversation, its forks and retries included, on one server.
+
+        Other episodes have other keys, also for the same conversation: samples of one prompt are spread.
+
+        Args:
+            turn: A turn of that conversation.
+        """
+        return f"{self._id}-{turn.root.key.hex()[:16]}"
+
+    def result_notice(self, tool_use_id: str) -> str | None:
+        """What the model is told instead of the result of a tool call, if that call did not parse."""
+        return self._notices.get(tool_use_id)
+
+    def call_id(self, tool_use_id: str) -> str | None:
+        """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
+        return self._call_ids.get(tool_use_id)
+
+    def sampled_name(self, tool_use_id: str) -> str | None:
+        """The name that the model wrote in a recorded tool call; None for a call that is not recorded."""
+        with self._lock:
+            calls = (call for turn in reversed(self._turns) for call in turn.tool_calls)
+            return next((call["name"] for call in calls if call["toolUseId"] == tool_use_id), None)
+
+    # --- all of it, for files ---
+
+    def _facts(self) -> dict[str, Any]:
+        """What is known beside the turns, JSON-like."""
+        return {
+            "result_notices": self._notices,
+            "call_ids": self._call_ids,
+            "tool_parse_errors": self.tool_parse_errors,
+            "agents": sorted(self._agents),
+            "helpers": sorted(self._helpers),
+        }
+
+    def _restore(self, turns: list[Turn], facts: Mapping[str, Any]) -> None:
+        """Take what was recorded elsewhere."""
+        self._notices, self._call_ids = facts["result_notices"], facts["call_ids"]
+        self.tool_parse_errors = facts["tool_parse_errors"]
+        self._agents, self._helpers = set(facts["agents"]), set(facts["helpers"])
+        self._turns = turns
+        self._calls = max((turn.index + 1 for turn in turns), default=0)
+        for turn in turns:
+            turn.trajectory = cast("Trajectory", self)
+            self._index(turn)

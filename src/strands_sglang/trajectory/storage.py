@@ -1,0 +1,287 @@
+"""Trajectories as files: one safetensors file, bit-equal when read back, readable without this library.
+
+Layout (format version 2). Tensors hold the tokens of all turns, one after the other: `prompt_ids` and `output_ids`
+(int32), `logprobs` (float64, of the sampled tokens), `prompt_logprobs` (float64, of the turns that recorded them), and
+`routed_experts.<n>` (int32, rows x columns, of turn n) where there are any. Turns with sampling masks have the ids of
+all rows in `sampling_mask.ids` and the lengths of the rows in `sampling_mask.lengths` (int32), their logprobs in
+`sampling_logprobs` (float64). The images of turn n's prompt are in `images.<n>.sent_ids` (int32, the prompt with one
+placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (what the model's
+processor made of them; bfloat16 as int16, named in `bfloat16` of the turn's description).
+
+`trajectory` (uint8) is JSON with `turns` in the order of their calls (`parent` is a position in that list;
+`prompt_tokens`, `sampled_tokens` say how many entries of the tensors are theirs), and what else the trajectory knows:
+`agents` and `helpers` that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls. Digests are
+hexadecimal. The file's metadata has `format` and `version`. Version 1 has `trajectory` in the metadata, too, where
+safetensors takes 100 MB.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..messages.content import Picture
+from ..protocol.generation import Generation, VersionSpan
+from ..protocol.sampling_masks import SamplingMask
+from ..templates.images import ImageInputs
+from .turn import RecordedError, Turn, TurnStatus
+
+FORMAT = "strands-sglang trajectory"
+VERSION = "2"
+_READABLE = ("1", VERSION)
+
+_TURN_FIELDS: tuple[str, ...] = (
+    *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
+    *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
+    *("roles", "note", "was_added"),
+)
+_GENERATION_FIELDS: tuple[str, ...] = (
+    *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
+    *("weight_version", "weight_versions", "request_id", "resumed_ids", "latency_s", "meta_info"),
+)
+
+
+class TrajectoryFileError(ValueError):
+    """A file is no trajectory, or one of a version that this library does not know."""
+
+
+def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
+    """The content of a file with these turns.
+
+    Args:
+        turns: In the order of their calls, parents first.
+        facts: What is known beside them; JSON-like.
+
+    Raises:
+        TypeError: A tensor of an image's processor is of a type that numpy lacks.
+    """
+    import numpy as np
+    from safetensors.numpy import save
+
+    positions = {id(turn): position for position, turn in enumerate(turns)}
+    answers = [answer for turn in turns if (answer := turn.generation) is not None]
+
+    def joined(arrays: Sequence[Any], kind: str) -> Any:
+        return np.concatenate([np.zeros(0, kind), *(np.asarray(values, dtype=kind) for values in arrays)])
+
+    tensors = {
+        "prompt_ids": joined([turn.prompt_ids for turn in turns], "<i4"),
+        "output_ids": joined([answer.output_ids for answer in answers], "<i4"),
+        "logprobs": joined([answer.logprobs for answer in answers if answer.logprobs is not None], "<f8"),
+        "prompt_logprobs": joined([turn.prompt_logprobs for turn in turns if turn.prompt_logprobs is not None], "<f8"),
+    }
+    masks = [answer.sampling_mask for answer in answers if answer.sampling_mask is not None]
+    if masks:
+        tensors["sampling_mask.ids"] = joined([mask.token_ids for mask in masks], "<i4")
+        tensors["sampling_mask.lengths"] = joined([mask.lengths for mask in masks], "<i4")
+    sampling_logprobs = [answer.sampling_logprobs for answer in answers if answer.sampling_logprobs is not None]
+    if sampling_logprobs:
+        tensors["sampling_logprobs"] = joined(sampling_logprobs, "<f8")
+    for position, turn in enumerate(turns):
+        answer = turn.generation
+        experts = answer.expert_ids() if answer is not None else None
+        if experts is not None:
+            tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
+        for name, values in _image_tensors(turn.images):
+            tensors[f"images.{position}.{name}"] = np.ascontiguousarray(values)
+    content = {"turns": [_described(turn, positions) for turn in turns], **facts}
+    tensors["trajectory"] = np.frombuffer(json.dumps(content).encode(), "uint8")
+    return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION}))
+
+
+def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]:
+    """Read the turns of a file, and what was known beside them.
+
+    Args:
+        content: The file's content.
+        name: What an error calls it.
+
+    Raises:
+        TrajectoryFileError: It is no trajectory, or one of another version.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise TrajectoryFileError(f"{name}: not a safetensors file, or cut off: {error}") from error
+    # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+    if metadata.get("format") != FORMAT or metadata.get("version") not in _READABLE:
+        found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
+        raise TrajectoryFileError(f"{name}: holds {found}, and not {FORMAT!r}, version {' or '.join(_READABLE)}")
+    recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
+    reader = _Reader(tensors)
+    turns: list[Turn] = []
+    for position, described in enumerate(recorded.pop("turns")):
+        turns.append(reader.turn(described, position, turns))
+    return turns, recorded
+
+
+def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
+    """The images of a turn as arrays, by name."""
+    import numpy as np
+
+    if images is None:
+        return
+    yield "sent_ids", np.asarray(images.sent_ids, dtype="<i4")
+    for i, picture in enumerate(images.pictures):
+        yield f"file.{i}", np.frombuffer(picture.data, dtype="uint8")
+    for name, values in images.train_inputs.items():
+        yield f"train.{name}", np.asarray(values.view(_int16()) if _is_bfloat16(values) else values)
+
+
+def _is_bfloat16(values: Any) -> bool:
+    return str(getattr(values, "dtype", "")) == "torch.bfloat16"
+
+
+def _int16() -> Any:
+    import torch
+
+    return torch.int16
+
+
+def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
+    """A turn without its tokens."""
+    generation = turn.generation
+    return {
+        **{name: getattr(turn, name) for name in _TURN_FIELDS},
+        "parent": None if turn.parent is None else positions[id(turn.parent)],
+        "status": turn.status.value,
+        "key": turn.key.hex(),
+        "parts": {name: digest.hex() for name, digest in turn.parts.items()},
+        "digests": [digest.hex() for digest in turn.digests],
+        "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
+        "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
+        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
+        "cause": turn.failure,
+        "prompt_tokens": len(turn.prompt_ids),
+        "has_prompt_logprobs": turn.prompt_logprobs is not None,
+        "images": None
+        if turn.images is None
+        else [{"format": picture.format, "where": picture.where} for picture in turn.images.pictures],
+        "bfloat16": []
+        if turn.images is None
+        else [name for name, values in turn.images.train_inputs.items() if _is_bfloat16(values)],
+        "answer": None
+        if generation is None
+        else {
+            **{name: getattr(generation, name) for name in _GENERATION_FIELDS},
+            "sampled_tokens": len(generation.output_ids),
+            "has_logprobs": generation.logprobs is not None,
+            "has_sampling_mask": generation.sampling_mask is not None,
+            "has_sampling_logprobs": generation.sampling_logprobs is not None,
+            "is_resumed": turn.waits_to_go_on,
+        },
+    }
+
+
+class _Reader:
+    """Hands out the tokens of one turn after the other."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        self._read = dict.fromkeys(tensors, 0)
+
+    def _next(self, name: str, kind: str, count: int) -> array[Any]:
+        start = self._read[name]
+        self._read[name] = start + count
+        return array(kind, self._tensors[name][start : start + count].tobytes())
+
+    def _sampling_mask(self, answer: Mapping[str, Any]) -> SamplingMask | None:
+        if not answer.get("has_sampling_mask"):
+            return None
+        lengths = self._next("sampling_mask.lengths", "i", answer["sampled_tokens"])
+        return SamplingMask(self._next("sampling_mask.ids", "i", sum(lengths)), lengths)
+
+    def _train_input(self, values: Any, is_bfloat16: bool) -> Any:
+        if not is_bfloat16:
+            return values
+        import torch
+
+        return torch.from_numpy(values).view(torch.bfloat16)
+
+    def _images(self, prefix: str, described: Sequence[Mapping[str, str]], bfloat16: Sequence[str]) -> ImageInputs:
+        train = prefix + "train."
+        files = [self._tensors[f"{prefix}file.{i}"].tobytes() for i in range(len(described))]
+        return ImageInputs(
+            tuple(Picture(data, **picture) for data, picture in zip(files, described, strict=True)),
+            array("i", self._tensors[prefix + "sent_ids"].tobytes()),
+            {
+                name.removeprefix(train): self._train_input(values, name.removeprefix(train) in bfloat16)
+                for name, values in self._tensors.items()
+                if name.startswith(train)
+            },
+        )
+
+    def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
+        parent = None if described["parent"] is None else turns[described["parent"]]
+        turn = Turn(
+            **{
+                name: described[name]
+                for name in _TURN_FIELDS
+                if name in described and name not in ("tool_calls", "roles")  # earlier files lack some
+            },
+            roles=tuple(described["roles"]),
+            tool_calls=tuple(described["tool_calls"]),
+            parent=parent,
+            key=bytes.fromhex(described["key"]),
+            parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
+            digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),
+            prompt_ids=self._next("prompt_ids", "i", described["prompt_tokens"]),
+            status=TurnStatus(described["status"]),
+            cause=None if described["cause"] is None else RecordedError(described["cause"]),
+            answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
+            answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
+            answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
+        )
+        if described["images"] is not None:
+            turn.images = self._images(f"images.{position}.", described["images"], described.get("bfloat16", ()))
+        if described["has_prompt_logprobs"]:
+            turn.prompt_logprobs = self._next("prompt_logprobs", "d", described["prompt_tokens"])
+        answer = described["answer"]
+        if answer is not None:
+            experts = self._tensors.get(f"routed_experts.{position}")
+            generation = Generation(
+                **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
+                weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
+                resumed_ids=tuple(answer["resumed_ids"]),
+                output_ids=self._next("output_ids", "i", answer["sampled_tokens"]),
+                logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
+                sampling_mask=self._sampling_mask(answer),
+                sampling_logprobs=self._next("sampling_logprobs", "d", answer["sampled_tokens"])
+                if answer.get("has_sampling_logprobs")
+                else None,
+                routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
+            )
+            turn.generation = generation
+            if answer.get("is_resumed"):
+                turn.resumes, turn.status = generation, TurnStatus.CUT  # earlier files call it failed
+        return turn
+
+
+def write_file(path: str | PathLike[str], content: bytes) -> None:
+    """Put a whole file in place at once: a full disk or a kill leaves what was there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
