@@ -6,6 +6,7 @@ import time
 import pytest
 
 from strands_sglang.messages import to_chat_messages
+from strands_sglang.templates.chat_template import CASES as TEMPLATE_CASES
 from strands_sglang.templates.chat_template import ChatTemplate
 from support.families import FAMILIES, load_tokenizer, require_families
 from support.families.matrix import CASES, DOCUMENT, REFUSED, document, judge
@@ -26,9 +27,7 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_self_check_says_what_the_matrix_finds(family):
     check = ChatTemplate(load_tokenizer(family)).self_check()
-    refused = {
-        case for (name, case) in REFUSED if name == family and case in strands_sglang.templates.chat_template.CASES
-    }
+    refused = {case for (name, case) in REFUSED if name == family and case in TEMPLATE_CASES}
     if "user turn" in refused:
         refused.add("cut turn")  # a user message is what follows a cut turn
     assert {case for case, reason in check.items() if reason} == refused

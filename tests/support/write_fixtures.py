@@ -1,7 +1,7 @@
 """Writes the files that later versions must still read: `PYTHONPATH=tests python -m support.write_fixtures FOLDER`.
 
-Run it with the code of a release, never again afterwards: `tests/unit/test_old_files.py` reads the folders under
-`tests/fixtures`. Beside each trajectory stands, as plain JSON, what the code that wrote it read from it.
+Run it with the code of a release, never again afterwards: `tests/unit/trajectory/test_old_files.py` reads the
+folders under `tests/fixtures`. Beside each trajectory stands, as plain JSON, what the code that wrote it read from it.
 """
 
 from __future__ import annotations

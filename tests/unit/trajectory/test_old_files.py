@@ -17,7 +17,7 @@ from support.agents import make_agent, make_tools
 from support.evaluation import StubEnvironment, lines, tasks
 from support.write_fixtures import COMMAND, QUESTIONS, facts, solve
 
-RELEASES = sorted((Path(__file__).parent.parent / "fixtures").iterdir())
+RELEASES = sorted((Path(__file__).parents[2] / "fixtures").iterdir())
 TRAJECTORIES = [path for release in RELEASES for path in sorted(release.glob("trajectories/*.safetensors"))]
 
 
