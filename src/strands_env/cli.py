@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
+import inspect
 import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -28,16 +31,28 @@ FAILED = 1
 WRONG_USAGE = 2
 STOPPED = 130
 NO_READER = 141
-"""What a shell tells of a command that was ended by SIGPIPE."""
+"""What a shell reports for a command that SIGPIPE ended."""
 
 BACKENDS = ("sglang", "openai", "bedrock")
 
+ENVIRONMENTS = {
+    "calculator": "strands_env.environments.CalculatorEnvironment",
+    "python": "strands_env.environments.PythonEnvironment",
+    "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
+    "mcp": "strands_env.environments.MCPServersEnvironment",
+}
 
-class OutputError(Exception):
-    """Standard output cannot be written; its argument is the reason."""
+REWARDS = {
+    "math": "strands_env.rewards.MathReward",
+    "exact": "strands_env.rewards.ExactMatchReward",
+    "regex": "strands_env.rewards.RegexReward",
+}
+
+OWN_REWARD = "env"
+"""The environment brings its own."""
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """The command line, or something named on it, is wrong."""
 
 
@@ -47,20 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
-    parser, commands = build_parsers()
+    parser = build_parser()
     try:
-        try:
-            arguments = parser.parse_args(argv)
-        finally:
-            say()  # what the parser printed, such as its help
+        arguments = parser.parse_args(argv)
         if getattr(arguments, "config", None) is not None:
-            take_config_file(commands["eval"], arguments.config)
-            arguments = parser.parse_args(argv)
+            command, *options = sys.argv[1:] if argv is None else argv
+            arguments = parser.parse_args([command, *options_in_file(arguments.config), *options])
         code: int = arguments.run(arguments)
-    except OutputError as error:
-        return give_up_output(error.args[0])
+    except SystemExit as ended:  # the parser has printed its help, or what is wrong
+        raise SystemExit(say(code=ended.code)) from None
     except UsageError as error:
-        tell(f"strands-env: {error}")
+        tell(f"strands-env: {one_line(error)}")
         return WRONG_USAGE
     except ModuleNotFoundError as error:  # what subcommands import is in the extra
         tell(f"strands-env: {one_line(error)}: pip install 'strands-sglang[env]'")
@@ -71,11 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and those of the subcommands by name.
-
-    `run` of what the first one parses is the subcommand's function.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `run` of what it parses is the subcommand's function."""
     parser = argparse.ArgumentParser(prog="strands-env", description="Evaluate agents in environments.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -100,7 +109,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
         command.set_defaults(run=function)
         command.add_argument("--json", action="store_true", help="print JSON")
         _add_threshold(command)
-    return parser, {"list": listing, "eval": evaluation, "report": report, "compare": compare}
+    return parser
 
 
 def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
@@ -110,7 +119,6 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     tasks.add_argument("--benchmark", metavar="NAME", help="see `strands-env list`")
     tasks.add_argument(
         "--dataset",
-        type=Path,
         metavar="FILE",
         help=".jsonl, .json, .csv, .tsv or .parquet; with --benchmark: a local copy",
     )
@@ -136,7 +144,7 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     model.add_argument("--base-url", metavar="URL", help="the server (default for sglang: http://localhost:30000)")
     model.add_argument("--model", metavar="NAME", help="the model's name")
     model.add_argument("--tokenizer", metavar="PATH", help="sglang: folder or name (default: that of --model)")
-    model.add_argument("--chat-template", type=Path, metavar="FILE", help="sglang: Jinja file in place of the model's")
+    model.add_argument("--chat-template", metavar="FILE", help="sglang: Jinja file in place of the model's")
     model.add_argument("--tool-parser", metavar="NAME", help="sglang: in place of the one that the template tells")
     model.add_argument("--region", metavar="NAME", help="bedrock: AWS region")
     model.add_argument("--temperature", type=finite, metavar="X")
@@ -148,7 +156,7 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
         "--client-args", type=json_object, default={}, metavar="JSON", help="sglang, openai: the client's"
     )
     run = command.add_argument_group("run")
-    run.add_argument("--output", type=Path, metavar="DIR", help="where results are kept (needed)")
+    run.add_argument("--output", metavar="DIR", help="where results are kept (needed)")
     run.add_argument("--n-samples", type=at_least_one, default=1, metavar="N", help="of each task (default: 1)")
     run.add_argument("--concurrency", type=at_least_one, default=10, metavar="N", help="episodes at once (default: 10)")
     run.add_argument("--keep-tokens", action="store_true", help="keep token ids, loss masks and logprobs")
@@ -197,35 +205,36 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def take_config_file(command: argparse.ArgumentParser, path: Path) -> None:
-    """Make a file's options the defaults of a command.
+def options_in_file(path: Path) -> list[str]:
+    """The options in a JSON file, as on a command line.
 
     Raises:
-        UsageError: It cannot be read, or has options or values that the command line has not.
+        UsageError: It cannot be read, or has options or values that the command line does not have.
     """
     try:
         content = json_object(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    options = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
-    defaults: dict[str, Any] = {}
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    _add_evaluation_options(parser)
+    known = vars(parser.parse_args([]))
+    options: list[str] = []
     for name, value in content.items():
-        action = options.get(name.replace("-", "_"))
-        if action is None:
+        option = name.replace("-", "_")
+        if option not in known or option == "config":
             raise UsageError(f"--config {path}: there is no option {name!r}")
-        if isinstance(value, bool) or action.nargs == 0:
-            is_right = isinstance(value, bool) and action.nargs == 0
-        elif action.type is json_object:
-            is_right = isinstance(value, dict)
-        elif action.type in (at_least_one, finite):
-            is_right = isinstance(value, int | float)
-            value = str(value)  # parsed like on the command line, where a default is text
-        else:
-            is_right = isinstance(value, str)
-        if not is_right or (action.choices is not None and value not in action.choices):
-            raise UsageError(f"--config {path}: {name} cannot be {json.dumps(content[name])}")
-        defaults[action.dest] = value
-    command.set_defaults(**defaults)
+        argument = f"--{option.replace('_', '-')}"
+        if not isinstance(value, bool):
+            argument += f"={value if isinstance(value, str) else json.dumps(value)}"
+        given = [] if value is False else [argument]
+        try:
+            parsed = vars(parser.parse_args(given))[option]
+        except argparse.ArgumentError:
+            parsed = None
+        if parsed is None or parsed != value:
+            raise UsageError(f"--config {path}: {name} cannot be {json.dumps(value)}")
+        options += given
+    return options
 
 
 # --- subcommands ---
@@ -235,16 +244,13 @@ def list_names(arguments: argparse.Namespace) -> int:
     """Print what has a name; return the exit code."""
     from .eval.benchmarks import BENCHMARKS
     from .eval.comparison import table_lines
-    from .eval.setup import ENVIRONMENTS, REWARDS
 
     rows = [["benchmark", "tasks", "from"]]
     rows += [[one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values()]
-    told = table_lines(rows, texts=True)
+    lines = table_lines(rows)
     for title, names in (("environment", ENVIRONMENTS), ("reward", REWARDS)):
-        rows = [[title, "is"], *([name, path] for name, path in names.items())]
-        told += ["", *table_lines(rows, texts=True)]
-    say(*told, "", f"backends: {', '.join(BACKENDS)}")
-    return 0
+        lines += ["", *table_lines([[title, "is"], *([name, path] for name, path in names.items())])]
+    return say(*lines, "", f"backends: {', '.join(BACKENDS)}")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -252,11 +258,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from strands_sglang import SGLangClientError
 
     from .core import RewardError
+    from .core.models import build_model_factory
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
     from .eval.checkpoint import replace_file
     from .eval.comparison import end_lines, metric_lines
     from .eval.json_lines import encode
-    from .eval.setup import model_config, named_environment, run_config, served_model
     from .eval.storage import results_file, side_file
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
@@ -269,18 +275,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UsageError("--benchmark NAME or --dataset FILE is needed")
     try:
         model = model_config(arguments)
-        named = named_environment(arguments, model)
+        model_factory: Any = build_model_factory(model)
+        env_factory, reward = named_environment(arguments, model_factory)
+        actions = load_actions(arguments, reward)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise UsageError(one_line(error)) from error
-    except Exception as error:  # code that is named on the command line raises what it likes
-        raise UsageError(f"--env or --reward: {type(error).__name__}: {one_line(error)}") from error
-    try:
-        actions = load_actions(arguments, check_truth=getattr(named.reward, "check_truth", None))
+        raise UsageError(error) from error
     except RewardError as error:  # the machine starts no worker that could read a ground truth
         tell(f"strands-env: {one_line(error)}")
         return FAILED
+    except Exception as error:  # code that is named on the command line raises what it likes
+        raise UsageError(f"--env or --reward: {type(error).__name__}: {error}") from error
     evaluator = Evaluator(
-        named.factory,
+        env_factory,
         n_samples_per_prompt=arguments.n_samples,
         max_concurrency=arguments.concurrency,
         keep_tokens=arguments.keep_tokens,
@@ -291,10 +297,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         stop_after_failures=arguments.stop_after_failures,
         retry_errors=arguments.retry_errors,
     )
-    evaluator.benchmark_name = arguments.benchmark or arguments.dataset.stem
+    evaluator.benchmark_name = arguments.benchmark or Path(arguments.dataset).stem
 
     async def run() -> Any:
-        evaluator.config.update(await served_model(model))
+        if model["backend"] == "sglang":  # results depend on the weights that it serves; others have them by name
+            served = await model_factory.served()
+            evaluator.config.update({f"served_{name}": value for name, value in served.items()})
         return await evaluator.run(actions)
 
     try:
@@ -305,15 +313,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         tell(f"strands-env: {one_line(error)}")
         return FAILED
     except DuplicateTaskError as error:
-        raise UsageError(one_line(error)) from error
+        raise UsageError(error) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; what is finished is kept in {arguments.output}, the same command goes on with it")
         return STOPPED
-    if arguments.json:
-        say(json.dumps(metrics, indent=2))
-    else:
-        say(*metric_lines(metrics), *end_lines(results))
-    return FAILED if metrics["dropped_samples"] else 0
+    lines = [json.dumps(metrics, indent=2)] if arguments.json else [*metric_lines(metrics), *end_lines(results)]
+    return say(*lines, code=FAILED if metrics["dropped_samples"] else 0)
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:
@@ -324,16 +329,14 @@ def report_metrics(arguments: argparse.Namespace) -> int:
     try:
         run, results = read_results(arguments.folder)
     except CheckpointError as error:
-        raise UsageError(one_line(error)) from error
+        raise UsageError(error) from error
     metrics = standard_metrics(
         results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
     )
     if arguments.json:
-        say(json.dumps(metrics, indent=2))
-    else:
-        title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-        say(title, *metric_lines(metrics), *end_lines(results))
-    return 0
+        return say(json.dumps(metrics, indent=2))
+    title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+    return say(title, *metric_lines(metrics), *end_lines(results))
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
@@ -347,46 +350,10 @@ def compare_results(arguments: argparse.Namespace) -> int:
         first, second = (read_results(folder) for folder in (arguments.first, arguments.second))
         comparison = compare(first, second, success_threshold=arguments.success_threshold)
     except (CheckpointError, ValueError) as error:
-        raise UsageError(one_line(error)) from error
+        raise UsageError(error) from error
     if arguments.json:
-        say(json.dumps(dataclasses.asdict(comparison), indent=2))
-    else:
-        say(*comparison_lines(comparison))
-    return 0
-
-
-def load_actions(arguments: argparse.Namespace, check_truth: Callable[[Any], None] | None = None) -> list[Action]:
-    """The tasks that the command line names.
-
-    Args:
-        arguments: The command line's.
-        check_truth: What refuses a ground truth that the reward cannot compare with.
-
-    Raises:
-        UsageError: It names none, or they cannot be loaded.
-    """
-    from .eval.benchmarks import load_benchmark
-    from .eval.tasks import TaskError, load_tasks
-
-    fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
-    try:
-        if arguments.benchmark is not None:
-            if any(fields.values()):
-                raise UsageError("--question-field, --answer-field and --id-field go with --dataset alone")
-            actions = load_benchmark(
-                arguments.benchmark, arguments.dataset, limit=arguments.limit, check_truth=check_truth
-            )
-        else:
-            actions = load_tasks(
-                arguments.dataset,
-                **fields,
-                needs_answer=arguments.reward != "env",
-                limit=arguments.limit,
-                check_truth=check_truth,
-            )
-    except TaskError as error:
-        raise UsageError(one_line(error)) from error
-    return actions
+        return say(json.dumps(dataclasses.asdict(comparison), indent=2))
+    return say(*comparison_lines(comparison))
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
@@ -404,29 +371,149 @@ async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
     return await task
 
 
+# --- what the command line names ---
+
+
+def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The model's configuration, as `build_model_factory` takes it.
+
+    Raises:
+        OSError: The chat template's file cannot be read.
+        ValueError: An option is another backend's.
+    """
+    given = {
+        "base_url": arguments.base_url,
+        "model_id": arguments.model,
+        "tokenizer": arguments.tokenizer,
+        "tool_parser": arguments.tool_parser,
+        "region_name": arguments.region,
+        "client": arguments.client_args or None,
+    }
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
+    config = dict(arguments.model_args)
+    if arguments.chat_template is not None:
+        if arguments.backend != "sglang":
+            raise ValueError("--chat-template goes with --backend sglang")
+        config["chat_template"] = Path(arguments.chat_template).read_text(encoding="utf-8")
+    return {
+        "backend": arguments.backend,
+        **{name: value for name, value in given.items() if value is not None},
+        "sampling_params": {
+            **arguments.sampling_params,
+            **{name: value for name, value in sampling.items() if value is not None},
+        },
+        "config": config,
+    }
+
+
+def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
+    """What the results depend on: all of it but where the server is and how it is talked to."""
+    return {
+        "env": arguments.env,
+        "env_args": arguments.env_args,
+        "system_prompt": arguments.system_prompt,
+        "reward": arguments.reward,
+        # Left out where there are none, as in the files of releases that knew none.
+        **({"reward_args": arguments.reward_args} if arguments.reward_args else {}),
+        **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
+    }
+
+
+def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tuple[Any, Any]:
+    """What makes the environment of a sample, and its reward function, if that is known before there is one.
+
+    The environment is made with `model_factory`, `reward_fn` (unless it takes none, or `--reward env`),
+    `system_prompt` if one is given, and `--env-args`.
+
+    Raises:
+        ValueError: It does not exist, or it or its reward refuses its arguments.
+    """
+    target = load_object(arguments.env, ENVIRONMENTS)
+    if not callable(target):
+        raise ValueError(f"--env {arguments.env} is nothing that makes an environment")
+    parameters = inspect.signature(target).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    given: dict[str, Any] = {"model_factory": model_factory, **arguments.env_args}
+    if arguments.system_prompt is not None:
+        given["system_prompt"] = arguments.system_prompt
+    reward = named_reward(arguments)
+    if reward is not None and (takes_any or "reward_fn" in parameters):
+        given["reward_fn"] = reward
+    try:
+        inspect.signature(target).bind(**given)
+    except TypeError as error:
+        raise ValueError(f"--env {arguments.env}: {error}") from error
+    if inspect.isclass(target):
+        reward = getattr(target(**given), "reward_fn", None)  # what it refuses is told now, and once
+    return lambda action: target(**given), reward
+
+
+def named_reward(arguments: argparse.Namespace) -> Any:
+    """The reward that `--reward` names; None where the environment brings its own."""
+    if arguments.reward == OWN_REWARD:
+        if arguments.reward_args:
+            raise ValueError("--reward-args goes with a --reward that is made here; an environment's own: --env-args")
+        return None
+    target = load_object(arguments.reward, REWARDS)
+    try:
+        return target(**arguments.reward_args)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"--reward {arguments.reward}: {error}") from error
+
+
+def load_object(path: str, names: dict[str, str]) -> Any:
+    """What a name or a dotted path (`package.module.Name`, or with `:` before the last part) stands for.
+
+    Modules are also looked for in the current folder.
+
+    Raises:
+        ValueError: There is no such thing.
+    """
+    module_name, _, name = names.get(path, path).replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ValueError(f"{path} is neither one of {', '.join(names)} nor a dotted path")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{module_name} cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{module_name} has no {name}")
+    return getattr(module, name)
+
+
+def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
+    """The tasks that the command line names, with ground truths that the reward can compare with.
+
+    Raises:
+        ValueError: There are none, or they cannot be loaded.
+    """
+    from .eval.benchmarks import load_benchmark
+    from .eval.tasks import load_tasks
+
+    fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
+    further = {"limit": arguments.limit, "check_truth": getattr(reward, "check_truth", None)}
+    if arguments.benchmark is None:
+        return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
+    if any(fields.values()):
+        raise ValueError("--question-field, --answer-field and --id-field go with --dataset alone")
+    return load_benchmark(arguments.benchmark, arguments.dataset, **further)
+
+
+# --- what it prints ---
+
+
 def one_line(error: BaseException) -> str:
     """An error as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def say(*lines: str) -> None:
-    """Print lines of the command's result, and whatever is still to be printed.
-
-    Raises:
-        OutputError: Nobody reads them, or they cannot be written.
-    """
-    try:
-        if lines:
-            print(*lines, sep="\n")
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        raise OutputError(error) from error
-
-
-def give_up_output(error: OSError) -> int:
-    """Say what is wrong with standard output, if it is not that its reader has enough; return the exit code."""
-    discard(sys.stdout)
+def say(*lines: str, code: Any = 0) -> Any:
+    """Print lines of the command's result, and whatever is still to be printed; return the exit code."""
+    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
+    if error is None:
+        return code
     if isinstance(error, BrokenPipeError):
         return NO_READER
     tell(f"strands-env: standard output: {error.strerror or error}")
@@ -435,16 +522,18 @@ def give_up_output(error: OSError) -> int:
 
 def tell(line: str) -> None:
     """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
+    _print(f"{line}\n", sys.stderr)
+
+
+def _print(text: str, stream: TextIO | None) -> OSError | None:
     try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        discard(sys.stderr)
-
-
-def discard(stream: TextIO | None) -> None:
-    """Have what a broken stream still holds go nowhere, for the interpreter writes it when it ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        # What the stream still holds goes nowhere; else the interpreter writes it when it ends.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        return error
+    return None
 
 
 if __name__ == "__main__":

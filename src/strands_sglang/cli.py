@@ -28,10 +28,6 @@ DEFAULT_PORT = 30000
 """SGLang's own."""
 
 
-class OutputError(Exception):
-    """Standard output cannot be written; its argument is the reason."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
@@ -39,13 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; those of the process if None.
     """
     try:
-        try:
-            arguments = build_parser().parse_args(argv)
-        finally:
-            say()  # what the parser printed, such as its help
-        code: int = arguments.run(arguments)
-    except OutputError as error:
-        return give_up_output(error.args[0])
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as ended:  # the parser has printed its help, or what is wrong
+        raise SystemExit(say(code=ended.code)) from None
+    code: int = arguments.run(arguments)
     return code
 
 
@@ -137,11 +130,8 @@ def check(arguments: argparse.Namespace) -> int:
     except ValueError as error:  # ChatTemplateError is one
         tell(f"{arguments.model}: {error}")
         return WRONG_USAGE
-    if arguments.json:
-        say(json.dumps(report.as_dict(), ensure_ascii=False, indent=2))
-    else:
-        say(*report_lines(report))
-    return 0 if report.is_proven else FAILED
+    shown = [json.dumps(report.as_dict(), ensure_ascii=False, indent=2)] if arguments.json else report_lines(report)
+    return say(*shown, code=0 if report.is_proven else FAILED)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -176,7 +166,9 @@ def serve(arguments: argparse.Namespace) -> int:
             python, model, host=arguments.host, port=arguments.port or None, progress=tell
         ) as server:
             tell("Ctrl-C stops it")
-            say(server.base_url)
+            unread = say(server.base_url)
+            if unread:
+                return unread
             code = server.wait()
             tell(f"the SGLang server ended by itself with exit code {code}; its log: {server.log_path}")
             return FAILED
@@ -196,24 +188,11 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def say(*lines: str) -> None:
-    """Print lines of the command's result, and whatever is still to be printed.
-
-    Raises:
-        OutputError: Nobody reads them, or they cannot be written.
-    """
-    try:
-        if lines:
-            print(*lines, sep="\n")
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        raise OutputError(error) from error
-
-
-def give_up_output(error: OSError) -> int:
-    """Say what is wrong with standard output, if it is not that its reader has enough; return the exit code."""
-    discard(sys.stdout)
+def say(*lines: str, code: Any = 0) -> Any:
+    """Print lines of the command's result, and whatever is still to be printed; return the exit code."""
+    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
+    if error is None:
+        return code
     if isinstance(error, BrokenPipeError):
         return NO_READER
     tell(f"strands-sglang: standard output: {error.strerror or error}")
@@ -222,16 +201,18 @@ def give_up_output(error: OSError) -> int:
 
 def tell(line: str) -> None:
     """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
+    _print(f"{line}\n", sys.stderr)
+
+
+def _print(text: str, stream: TextIO | None) -> OSError | None:
     try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        discard(sys.stderr)
-
-
-def discard(stream: TextIO | None) -> None:
-    """Have what a broken stream still holds go nowhere, for the interpreter writes it when it ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        # What the stream still holds goes nowhere; else the interpreter writes it when it ends.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        return error
+    return None
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     return [*table_lines(rows), "", counts]
 
 
-def table_lines(rows: Sequence[Sequence[str]], *, texts: bool = False) -> list[str]:
-    """Columns side by side: the first to the left, the others to the right unless they are `texts`."""
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns side by side, the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
