@@ -41,7 +41,7 @@ class End(Enum):
     """The caller's cancel signal."""
 
 
-class Waiting:
+class Cancellation:
     """The waiting of one call in one event loop, for one thing at a time.
 
     Attributes:
@@ -49,7 +49,7 @@ class Waiting:
         signal: Ends the waiting once it is set; None for none.
     """
 
-    def __init__(self, *, deadline: float | None = None, signal: threading.Event | None = None) -> None:
+    def __init__(self, deadline: float | None = None, signal: threading.Event | None = None) -> None:
         """Start the clock.
 
         Args:
@@ -172,15 +172,15 @@ class _Watch:
     """The signals that one event loop's calls wait for."""
 
     def __init__(self) -> None:
-        self.signals: dict[Waiting, threading.Event] = {}
+        self.signals: dict[Cancellation, threading.Event] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, waiting: Waiting, signal: threading.Event) -> None:
+    def add(self, waiting: Cancellation, signal: threading.Event) -> None:
         self.signals[waiting] = signal
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: Cancellation) -> None:
         self.signals.pop(waiting, None)
         if not self.signals and self._timer is not None:
             self._timer.cancel()

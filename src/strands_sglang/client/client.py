@@ -18,7 +18,7 @@ from typing import Any
 from ..exceptions import SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
-from .cancellation import Waiting
+from .cancellation import Cancellation
 from .connections import SessionPool
 from .requests import Call, Question
 from .retries import RetryPolicy
@@ -51,6 +51,7 @@ class SGLangClient:
             limit.
         abort_grace: Seconds for which the answer of an aborted request is waited for.
         closings: How often it was closed; a call that has seen one asks for nothing more.
+        retry_policy: How long to wait before each retry, and when to stop.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class SGLangClient:
             transport=transport,
             headers=headers or {},
         )
-        self._policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
+        self.retry_policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
         self._servers = Servers(self.base_urls)
         self._context_lengths: dict[str, int] = {}
         self.closings = 0
@@ -122,7 +123,7 @@ class SGLangClient:
         *,
         vocab_size: int | None = None,
         routing_key: str | None = None,
-        cancel_signal: threading.Event | None = None,
+        cancel_signal: threading.Event | Cancellation | None = None,
         on_partial: Callable[[dict[str, Any]], None] | None = None,
         deadline: float | None = None,
         **fields: Any,
@@ -140,7 +141,8 @@ class SGLangClient:
             vocab_size: Overrides the client's.
             routing_key: Requests with the same key go to the same server, whose cache has their prefix: by this client
                 if it has several, and by routers (it is sent as `X-SMG-Routing-Key`).
-            cancel_signal: Ends the call once it is set, from any thread; looked at every 50 ms.
+            cancel_signal: Ends the call once it is set, from any thread; looked at every 50 ms. A `Cancellation` made
+                in this event loop brings its own deadline, which then counts alone.
             on_partial: Called at most once, right before the call raises, with the longest partial answer of its
                 attempts; in the form of an answer, with the finish reason "abort" unless it came just too late.
             deadline: In place of the client's.
@@ -167,15 +169,15 @@ class SGLangClient:
             fields["routing_key"] = key
         body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
         session = await self._sessions.current()
-        waiting = Waiting(
-            deadline=self.deadline if deadline is None else checked_number("deadline", deadline, above=0),
-            signal=cancel_signal,
+        deadline = self.deadline if deadline is None else checked_number("deadline", deadline, above=0)
+        cancellation = (
+            cancel_signal if isinstance(cancel_signal, Cancellation) else Cancellation(deadline, cancel_signal)
         )
         call = Call(
             session,
             self._servers,
-            self._policy,
-            waiting,
+            self.retry_policy,
+            cancellation,
             body=body,
             headers={} if key is None else {"x-smg-routing-key": key},
             key=key,
@@ -364,8 +366,8 @@ class SGLangClient:
         question = Question(
             session,
             self._servers,
-            self._policy,
-            Waiting(),
+            self.retry_policy,
+            Cancellation(),
             method=method,
             path=path,
             content=content,

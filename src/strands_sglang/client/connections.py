@@ -21,7 +21,7 @@ import httpx
 
 from .aborts import Aborter
 from .balancer import Server
-from .cancellation import End, Waiting, consume, within
+from .cancellation import Cancellation, End, consume, within
 from .transport import (
     KEEPALIVE_EXPIRY_S,
     LentTransport,
@@ -87,7 +87,7 @@ class LoopSession:
         self._slots = asyncio.Semaphore(max_connections)
         self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S), self.shared)
         self._flights: dict[str, Flight] = {}
-        self._idle: set[Waiting] = set()
+        self._idle: set[Cancellation] = set()
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
         self._guard: AsyncGenerator[None, None] | None = None
 
@@ -163,7 +163,7 @@ class LoopSession:
         if cancelled:
             raise asyncio.CancelledError
 
-    async def take_slot(self, waiting: Waiting) -> End:
+    async def take_slot(self, waiting: Cancellation) -> End:
         """Wait for the turn to send a generation; `End.DONE` if it has come, and `give_slot` is due."""
         if not self._slots.locked():
             await self._slots.acquire()
@@ -186,7 +186,7 @@ class LoopSession:
         """Let the next one send."""
         self._slots.release()
 
-    async def idle(self, waiting: Waiting, work: asyncio.Future[Any] | None, timeout: float | None = None) -> End:
+    async def idle(self, waiting: Cancellation, work: asyncio.Future[Any] | None, timeout: float | None = None) -> End:
         """`waiting.until(work, timeout)` while nothing is in flight: it also ends when the session is closed."""
         self._idle.add(waiting)
         try:

@@ -25,7 +25,7 @@ from ..exceptions import (
 )
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 from .balancer import Server, Servers
-from .cancellation import AttemptTimeoutError, End, Waiting
+from .cancellation import AttemptTimeoutError, Cancellation, End
 from .connections import Flight, LoopSession
 from .retries import (
     PERHAPS_RUNNING_STATUSES,
@@ -48,7 +48,7 @@ ROUTER_ERROR_HEADER = "x-smg-error-code"
 class _Attempts:
     """Makes attempts until one is answered or there is no point in another one."""
 
-    def __init__(self, session: LoopSession, servers: Servers, policy: RetryPolicy, waiting: Waiting) -> None:
+    def __init__(self, session: LoopSession, servers: Servers, policy: RetryPolicy, waiting: Cancellation) -> None:
         self._session = session
         self.servers = servers
         self._waiting = waiting
@@ -153,7 +153,7 @@ class Question(_Attempts):
         session: LoopSession,
         servers: Servers,
         policy: RetryPolicy,
-        waiting: Waiting,
+        waiting: Cancellation,
         *,
         method: str,
         path: str,
@@ -211,7 +211,7 @@ class Call(_Attempts):
         session: LoopSession,
         servers: Servers,
         policy: RetryPolicy,
-        waiting: Waiting,
+        waiting: Cancellation,
         *,
         body: GenerateBody,
         headers: Mapping[str, str],

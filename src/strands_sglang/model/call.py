@@ -17,7 +17,7 @@ from typing import Any
 from strands.types.content import ContentBlock, Message, Messages
 from strands.types.tools import ToolSpec
 
-from ..client.cancellation import Waiting
+from ..client.cancellation import Cancellation
 from ..client.client import SGLangClient
 from ..exceptions import SGLangAbortedError, SGLangCancelledError
 from ..messages import Conversation
@@ -95,7 +95,7 @@ class Caller:
         if cancel_signal is not None and cancel_signal.is_set():
             raise SGLangCancelledError("the call was cancelled by its signal before it was made")
         template, config = self.template, self.config
-        waiting = Waiting(deadline=self.client.deadline, signal=cancel_signal)
+        waiting = Cancellation(deadline=self.client.deadline, signal=cancel_signal)
         place = trajectory.attach(conversation, messages, agent=agent)
         place, prompt = next_prompt(
             template,
@@ -230,7 +230,7 @@ class Caller:
             )
         return parsed, blocks
 
-    async def _expand(self, prompt: Prompt, waiting: Waiting) -> tuple[list[int], ImageInputs | None]:
+    async def _expand(self, prompt: Prompt, waiting: Cancellation) -> tuple[list[int], ImageInputs | None]:
         """The prompt tokens with images in place of their placeholders, and the images."""
         if self.images is None or not prompt.pictures:
             return prompt.token_ids, None

@@ -13,7 +13,7 @@ from typing import Any
 
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
-from ..client.cancellation import Waiting
+from ..client.cancellation import Cancellation
 from ..client.client import SGLangClient
 from ..exceptions import SGLangContextLengthError, SGLangDecodingError, SGLangThrottledError
 from ..protocol.generation import Generation, read_generation
@@ -31,9 +31,6 @@ from .request import RequestPlan, check_answer, check_stop, plan_request, wants_
 from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_PAUSE_S = 8.0
-_LEAST_S = 0.001  # a deadline that is over by now is for the client to find
 
 
 @dataclass
@@ -63,7 +60,7 @@ class TurnRequests:
     turn: Turn
     grammar: Mapping[str, Any] | None
     routing_key: str
-    waiting: Waiting
+    waiting: Cancellation
     input_ids: list[int] = field(init=False)
     known: int = field(init=False)
     parts: list[Generation] = field(default_factory=list)
@@ -121,8 +118,7 @@ class TurnRequests:
                 return self._ended_by_length()
             logger.debug("call=<%d>, tokens=<%d> | aborted, going on", self.turn.index, answer.completion_tokens)
             if in_vain:
-                pause = min(client.retry_delay * 2 ** (in_vain - 1), _LONGEST_PAUSE_S)
-                await self.waiting.finish(asyncio.sleep(pause))
+                await self.waiting.finish(asyncio.sleep(client.retry_policy.delay(in_vain - 1)))
                 self.client_closed = client.closings != closings
                 if self.client_closed:
                     return answer
@@ -210,9 +206,8 @@ class TurnRequests:
                 sampling_params_of_the_rest(plan.sampling_params, len(so_far), self._begun),
                 vocab_size=vocab_size,
                 routing_key=self.routing_key,
-                cancel_signal=self.waiting.signal,
+                cancel_signal=self.waiting,
                 on_partial=keep,
-                deadline=None if self.waiting.deadline is None else max(self.waiting.seconds_left, _LEAST_S),
                 **fields,
             )
         except SGLangContextLengthError as error:

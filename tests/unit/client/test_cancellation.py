@@ -8,10 +8,9 @@ import anyio
 import httpx
 import pytest
 
+from strands_sglang.client.cancellation import Cancellation
 from strands_sglang.client.client import SGLangClient
-from strands_sglang.exceptions import (
-    SGLangConnectionError,
-)
+from strands_sglang.exceptions import SGLangConnectionError, SGLangDeadlineError
 from support.fake_server import BASE_URL, OK, FakeServer, never
 from support.generations import generation
 
@@ -221,3 +220,14 @@ async def test_a_closed_client_opens_again_when_it_is_used() -> None:
     async with client:
         await client.generate([1])
     assert await client.generate([1]) == generation()
+
+
+async def test_the_deadline_of_a_cancellation_counts_from_when_it_was_made_and_alone() -> None:
+    server = FakeServer(never)
+    cancellation = Cancellation(0.3)
+    await asyncio.sleep(0.2)
+    started = time.monotonic()
+    with pytest.raises(SGLangDeadlineError, match="0.3 s after the request was made"):
+        await server.client(deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
+    assert 0.05 < time.monotonic() - started < 0.25
+    assert len(server.bodies("/abort_request")) == 1
