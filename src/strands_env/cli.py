@@ -260,10 +260,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from .core import RewardError
     from .core.models import build_model_factory
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
-    from .eval.checkpoint import replace_file
+    from .eval.checkpoint import replace_file, results_file, side_file
     from .eval.comparison import end_lines, metric_lines
     from .eval.json_lines import encode
-    from .eval.storage import results_file, side_file
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are a model's everyday life, and in the results
@@ -489,8 +488,7 @@ def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
     Raises:
         ValueError: There are none, or they cannot be loaded.
     """
-    from .eval.benchmarks import load_benchmark
-    from .eval.tasks import load_tasks
+    from .eval.benchmarks import load_benchmark, load_tasks
 
     fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
     further = {"limit": arguments.limit, "check_truth": getattr(reward, "check_truth", None)}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strands_env.eval.statistics import mean_bounds, pass_at_k
+from strands_env.eval.metrics import mean_bounds, pass_at_k
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 PROMPTS = (5, 6, 8, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500)

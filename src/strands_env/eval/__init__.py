@@ -1,10 +1,9 @@
 """Evaluation: many samples of many tasks, kept as they finish, and metrics with their uncertainty."""
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, read_results
 from .evaluator import EvaluationStoppedError, Evaluator
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
 from .records import DuplicateTaskError, EvalSample, Results
-from .storage import read_results
 
 __all__ = [
     "AnswerFn",

@@ -1,14 +1,27 @@
-"""Benchmarks by name: where their tasks are, and which field is what."""
+"""Tasks: benchmarks by name, files and tables. Rows become actions; one that is no task is refused with its place."""
 
 from __future__ import annotations
 
+import csv
+import itertools
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..core.types import Action
-from .tasks import TaskError, actions_of, load_tasks
+from ..core.types import Action, TaskContext
+
+QUESTION_FIELDS = ("question", "problem", "prompt", "input", "message")
+ANSWER_FIELDS = ("answer", "ground_truth", "label", "target", "expected_answer")
+_LONGEST_FIELD = 1 << 30
+
+ID_FIELDS = ("id", "unique_id", "task_id", "problem_id")
+
+
+class TaskError(ValueError):
+    """A file has no tasks, or a row of it is none."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +121,244 @@ def load_benchmark(
         limit=limit,
         check_truth=check_truth,
     )
+
+
+# --- files and tables ---
+
+
+def load_tasks(
+    path: str | os.PathLike[str],
+    *,
+    question_field: str | None = None,
+    answer_field: str | None = None,
+    id_field: str | None = None,
+    needs_answer: bool = True,
+    read_answer: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    check_truth: Callable[[Any], None] | None = None,
+) -> list[Action]:
+    """The tasks of a file.
+
+    JSON lines (`.jsonl`), a JSON list (`.json`), a table whose first line names its fields (`.csv`, `.tsv`), or Parquet
+    (`.parquet`, needs pyarrow).
+
+    Fields are looked for under their usual names, whatever their case, if none is named; `a.b` is the field `b` of the
+    object `a`. All further fields are kept in the task's context. A row with `message` and `task_context` is taken as
+    an `Action` as it is.
+
+    Args:
+        path: The file.
+        question_field: Which field is the question: text, or a chat list.
+        answer_field: Which field is the ground truth.
+        id_field: Which field names the task; without one it is named by its content.
+        needs_answer: Whether a row without an answer is refused.
+        read_answer: Makes the ground truth of a row's answer (None, where it may be without one).
+        limit: The first so many tasks only; None for all.
+        check_truth: Raises a ValueError for a ground truth that cannot be compared with: a reward's `check_truth`.
+
+    Raises:
+        TaskError: The file cannot be read, is empty, or a row is no task; the message has its line, or its number from
+            1 where a file has no lines.
+    """
+    path = Path(path)
+    return _actions(
+        _rows(path),
+        _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth),
+        source=str(path),
+        limit=limit,
+    )
+
+
+def actions_of(
+    rows: Iterable[Any],
+    question_field: str | None = None,
+    answer_field: str | None = None,
+    id_field: str | None = None,
+    *,
+    source: str,
+    needs_answer: bool = True,
+    read_answer: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    check_truth: Callable[[Any], None] | None = None,
+) -> list[Action]:
+    """The tasks of rows; see `load_tasks`.
+
+    Args:
+        rows: Mappings.
+        question_field: As in `load_tasks`.
+        answer_field: As in `load_tasks`.
+        id_field: As in `load_tasks`.
+        source: Where the rows are from, for messages.
+        needs_answer: As in `load_tasks`.
+        read_answer: As in `load_tasks`.
+        limit: As in `load_tasks`.
+        check_truth: As in `load_tasks`.
+
+    Raises:
+        TaskError: There are no rows, or a row is no task.
+    """
+    reader = _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth)
+    return _actions(_numbered(rows), reader, source=source, limit=limit)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How a row is read: its fields (question, answer, id), and what becomes of its answer."""
+
+    fields: tuple[str | None, str | None, str | None]
+    needs_answer: bool
+    read_answer: Callable[[Any], Any] | None
+    check_truth: Callable[[Any], None] | None
+
+
+def _actions(rows: Iterable[tuple[str, Any]], reader: _Reader, *, source: str, limit: int | None) -> list[Action]:
+    """The tasks of rows, each with its place for messages."""
+    actions: list[Action] = []
+    for place, row in itertools.islice(rows, limit):
+        try:
+            if not isinstance(row, Mapping):
+                raise TaskError("not an object")
+            action = _action(row, reader.fields, reader.needs_answer, reader.read_answer)
+            if reader.check_truth is not None:
+                reader.check_truth(action.task_context.ground_truth)
+        except ValueError as error:
+            raise TaskError(f"{source}, {place}: {_line(error)}") from error
+        actions.append(action)
+    if not actions:
+        raise TaskError(f"{source}: no tasks in it")
+    return actions
+
+
+def _action(
+    row: Mapping[str, Any],
+    fields: tuple[str | None, str | None, str | None],
+    needs_answer: bool,
+    read_answer: Callable[[Any], Any] | None,
+) -> Action:
+    if "message" in row and "task_context" in row and not any(fields):
+        action = Action.model_validate(dict(row))
+        context = action.task_context
+        if needs_answer and _is_missing(context.ground_truth):
+            raise TaskError("no ground_truth in its task_context")
+        if read_answer is not None:
+            context.ground_truth = read_answer(context.ground_truth)
+        return action
+    question_name, question = _field(row, fields[0], QUESTION_FIELDS, "question")
+    answer_name, answer = _field(row, fields[1], ANSWER_FIELDS, "answer", required=needs_answer)
+    id_name, task_id = _field(row, fields[2], ID_FIELDS, "id", required=fields[2] is not None)
+    if not isinstance(question, str | list | dict):
+        raise TaskError(f"{question_name} is no text and no chat: {question!r:.80}")
+    if task_id is not None and not isinstance(task_id, str | int):
+        task_id = str(task_id)
+    taken = {question_name, answer_name, id_name, "id", "ground_truth", "conversation_history"}
+    further = {name: value for name, value in row.items() if name not in taken}
+    if read_answer is not None:
+        answer = read_answer(answer)
+    history = row.get("conversation_history") or []
+    context = TaskContext(id=task_id, ground_truth=answer, conversation_history=history, **further)
+    return Action(message=question, task_context=context)
+
+
+def _field(
+    row: Mapping[str, Any], named: str | None, usual: Sequence[str], what: str, *, required: bool = True
+) -> tuple[str | None, Any]:
+    """The name and value of a field; (None, None) if it is not there and need not be."""
+    name: str | None
+    value: Any = None
+    if named is not None:
+        name, value = named, row.get(named)
+        if value is None and "." in named:
+            value = row
+            for part in named.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+    else:
+        lower = {key.lower(): key for key in reversed(list(row))}
+        name = next((lower[one] for one in usual if one in lower), None)
+        value = None if name is None else row[name]
+    if not _is_missing(value):
+        return name, value
+    if not required:
+        return name, None
+    if name is not None and (named is None or name in row):
+        raise TaskError(f"its {what} is empty (field {name!r})")
+    looked = repr(named) if named is not None else ", ".join(usual)
+    raise TaskError(f"no {what}: looked for {looked} among {', '.join(map(str, row)) or 'no fields'}")
+
+
+def _is_missing(value: Any) -> bool:
+    return (
+        value is None
+        or (isinstance(value, str | list | dict) and not value)
+        or (isinstance(value, str) and value.isspace())
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place in it."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _numbered(_parquet_rows(path))
+        elif path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, list):
+                raise TaskError(f"{path}: a .json file of tasks holds one list")
+            yield from _numbered(content)
+        elif path.suffix in (".jsonl", ".ndjson"):
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        yield f"line {number}", json.loads(line)
+                    except ValueError as error:
+                        raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
+        elif path.suffix in (".csv", ".tsv"):
+            yield from _table_rows(path, "," if path.suffix == ".csv" else "\t")
+        else:
+            raise TaskError(f"{path}: tasks are read from .jsonl, .json, .csv, .tsv and .parquet files")
+    except OSError as error:
+        raise TaskError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path}: not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{path}: not JSON: {error}") from error
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _table_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a table; its first line names the fields. A row that spans lines is at the last of them."""
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        limit = csv.field_size_limit(_LONGEST_FIELD)
+        try:
+            for row in reader:
+                place = f"line {reader.line_num}"
+                if None in row or None in row.values():
+                    count = len(reader.fieldnames or ())
+                    raise TaskError(f"{path}, {place}: it has not the {count} fields that the first line names")
+                yield place, row
+        except csv.Error as error:
+            raise TaskError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise TaskError(f"{path}: Parquet files need pyarrow: pip install -e '.[datasets]'") from error
+    if not path.is_file():
+        raise TaskError(f"{path}: no such file")
+    try:
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+    except ValueError as error:  # pyarrow's own errors are
+        raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
+    return rows
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .metrics import SUCCESS_THRESHOLD, Score, reward_scale, scores
+from .checkpoint import Run
+from .metrics import SUCCESS_THRESHOLD, Interval, Score, mean_over_prompts, reward_scale, scores
 from .records import Results
-from .statistics import Interval, mean_over_prompts
-from .storage import Run
 
 
 @dataclass(frozen=True)

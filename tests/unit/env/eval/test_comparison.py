@@ -5,9 +5,9 @@ import pytest
 
 from strands_env.core import Action
 from strands_env.eval import EvalSample
+from strands_env.eval.checkpoint import Run
 from strands_env.eval.comparison import compare, comparison_lines
-from strands_env.eval.statistics import mean_over_prompts
-from strands_env.eval.storage import Run
+from strands_env.eval.metrics import mean_over_prompts
 from support.evaluation import step_result
 
 

@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from strands_env.eval.benchmarks import BENCHMARKS, load_benchmark
-from strands_env.eval.tasks import TaskError, load_tasks
+from strands_env.eval.benchmarks import BENCHMARKS, TaskError, load_benchmark, load_tasks
 
 
 def write(path, rows):
