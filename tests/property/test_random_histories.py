@@ -174,11 +174,11 @@ def turn_told(turn) -> tuple[object, ...]:
 attach, sequences, continuation = Trajectory.attach, Trajectory.sequences, ChatTemplate.continuation
 
 
-def always_a_fresh_sequence(self, conversation, messages, *, agent=None):
+def always_a_fresh_sequence(self, conversation, messages, caller):
     return Place(None, messages, "opens a sequence: always")
 
 
-def always_after_the_last_turn(self, conversation, messages, *, agent=None):
+def always_after_the_last_turn(self, conversation, messages, caller):
     last = next((turn for turn in reversed(self.turns) if turn.answer_key is not None), None)
     if last is None:
         return Place(None, messages, "opens the first sequence")
@@ -186,20 +186,20 @@ def always_after_the_last_turn(self, conversation, messages, *, agent=None):
     return Place(last, new, f"extends call {last.index} with {len(new)} new message(s)")
 
 
-def one_turn_too_early(self, conversation, messages, *, agent=None):
-    place = attach(self, conversation, messages, agent=agent)
+def one_turn_too_early(self, conversation, messages, caller):
+    place = attach(self, conversation, messages, caller)
     if place.turn is None or place.turn.parent is None:
         return place
     parent = place.turn.parent
     return Place(parent, messages[len(parent.asked()) + 1 :], f"extends call {parent.index} with new message(s)")
 
 
-def whoever_asks(self, conversation, messages, *, agent=None):
+def whoever_asks(self, conversation, messages, caller):
     return attach(self, conversation, messages)
 
 
-def without_the_first_new_message(self, conversation, messages, *, agent=None):
-    place = attach(self, conversation, messages, agent=agent)
+def without_the_first_new_message(self, conversation, messages, caller):
+    place = attach(self, conversation, messages, caller)
     return replace(place, new_messages=place.new_messages[1:]) if place.turn is not None else place
 
 

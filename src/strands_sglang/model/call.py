@@ -26,6 +26,8 @@ from ..templates.chat_template import ChatTemplate, Prompt
 from ..templates.images import ImageInputs, ImageProcessor, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS
 from ..tool_parsers import ParsedTurn, ToolParser
+from ..trajectory import Caller as Asking
+from ..trajectory import ParsedAnswer
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .events import content_blocks, parse_answer, shown_name
@@ -62,9 +64,7 @@ class Caller:
         system: str | None,
         *,
         grammar: Callable[[Prompt, Mapping[str, Any]], Mapping[str, Any] | None],
-        agent: str | None = None,
-        cycle: str | None = None,
-        auxiliary: bool | None = None,
+        asking: Asking,
         names: Mapping[str, str] | None = None,
         cancel_signal: threading.Event | None = None,
     ) -> tuple[Turn, Generation]:
@@ -77,9 +77,7 @@ class Caller:
             tool_specs: The tools that the model may call.
             system: The system prompt.
             grammar: Given the prompt and the configured sampling parameters, those that constrain the answer.
-            agent: Who asks.
-            cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own; None to tell by who asks.
+            asking: Who asks.
             names: What the agent keeps of the names that the model wrote; see `next_prompt`.
             cancel_signal: Ends the call once it is set.
 
@@ -96,7 +94,7 @@ class Caller:
             raise SGLangCancelledError("the call was cancelled by its signal before it was made")
         template, config = self.template, self.config
         waiting = Cancellation(deadline=self.client.deadline, signal=cancel_signal)
-        place = trajectory.attach(conversation, messages, agent=agent)
+        place = trajectory.attach(conversation, messages, asking)
         place, prompt = next_prompt(
             template,
             trajectory,
@@ -115,11 +113,9 @@ class Caller:
             place,
             conversation,
             new_ids,
+            asking,
             reasoning_open=prompt.ends_with(self.parser.think_start_token),
             constrained=constraint is not None or any(given.get(name) is not None for name in GRAMMAR_PARAMETERS),
-            agent=agent,
-            cycle=cycle,
-            auxiliary=auxiliary,
             images=images,
         )
         logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
@@ -215,18 +211,22 @@ class Caller:
                 turn,
                 generation,
                 Message(role="assistant", content=blocks),
-                tool_calls=[
-                    {
-                        "toolUseId": call.id,
-                        "name": shown_name(call),
-                        "id": call.native_id or self.template.call_id(call.id, shown_name(call), number),
-                    }
-                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
-                ],
-                result_notices={call.id: self.parser.render_error(call) for call in parsed.tool_calls if call.is_error},
-                parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
-                ends_in_reasoning=parsed.ends_in_reasoning,
-                has_reasoning=parsed.reasoning is not None,
+                ParsedAnswer(
+                    tool_calls=[
+                        {
+                            "toolUseId": call.id,
+                            "name": shown_name(call),
+                            "id": call.native_id or self.template.call_id(call.id, shown_name(call), number),
+                        }
+                        for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                    ],
+                    result_notices={
+                        call.id: self.parser.render_error(call) for call in parsed.tool_calls if call.is_error
+                    },
+                    parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
+                    ends_in_reasoning=parsed.ends_in_reasoning,
+                    has_reasoning=parsed.reasoning is not None,
+                ),
             )
         return parsed, blocks
 

@@ -31,6 +31,7 @@ from ..templates.chat_template import ChatTemplate, Prompt, get_chat_template
 from ..templates.images import ImageProcessor
 from ..tool_choice import UNCONSTRAINED, can_force, force_call
 from ..tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
+from ..trajectory import Caller as Asking
 from ..trajectory.episodes import Episodes, cycle_of, keep_written_names, written_names
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import Trajectory
@@ -413,9 +414,7 @@ class SGLangModel(Model):
                 tool_specs,
                 system,
                 grammar=grammar,
-                agent=origin.agent,
-                cycle=cycle_of(kwargs.get("invocation_state")),
-                auxiliary=auxiliary,
+                asking=Asking(origin.agent, cycle_of(kwargs.get("invocation_state")), auxiliary),
                 names=written_names(state),
                 cancel_signal=cancel_signal,
             )
@@ -465,7 +464,7 @@ class SGLangModel(Model):
             None,
             system_prompt,
             grammar=lambda prompt, sampling_params: {**UNCONSTRAINED, "json_schema": schema},
-            auxiliary=True,
+            asking=Asking(auxiliary=True),
             cancel_signal=kwargs.get("cancel_signal"),
         )
         # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.

@@ -1,6 +1,7 @@
 """What was recorded: the turns of an episode, and what is made of them."""
 
+from .recording import Caller, ParsedAnswer, Place
 from .trajectory import Trajectory
 from .turn import Turn, TurnStatus
 
-__all__ = ["Trajectory", "Turn", "TurnStatus"]
+__all__ = ["Caller", "ParsedAnswer", "Place", "Trajectory", "Turn", "TurnStatus"]

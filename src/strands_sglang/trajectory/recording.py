@@ -12,7 +12,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from strands.types.content import Message, Messages
@@ -47,6 +47,50 @@ class Place:
     kept: int | None = None
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Who asks.
+
+    Attributes:
+        agent: The agent; None for a call from outside an agent's loop. Of two turns that said the same after the same,
+            its own one is extended.
+        cycle: The turn of the agent's loop that it asks in.
+        auxiliary: Whether the call is none of a rollout's own (a summary, a judge). Left out, one from outside an
+            agent's loop is, if an agent has asked before.
+    """
+
+    agent: str | None = None
+    cycle: str | None = None
+    auxiliary: bool | None = None
+
+
+NOBODY = Caller()
+"""Who asks from outside of any agent's loop."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """What was read in an answer.
+
+    Attributes:
+        tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
+        result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
+        parse_errors: The names that the calls which did not parse seemed to mean.
+        ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
+        has_reasoning: Whether it holds reasoning.
+    """
+
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    result_notices: Mapping[str, str] = field(default_factory=dict)
+    parse_errors: Sequence[str] = ()
+    ends_in_reasoning: bool = False
+    has_reasoning: bool = False
+
+
+NOTHING_PARSED = ParsedAnswer()
+"""What was read in an answer that is text alone."""
+
+
 class Recording:
     """The turns of an episode as they are asked and answered. Safe to use from several threads.
 
@@ -71,20 +115,20 @@ class Recording:
         self._warned_of_several = False
         self._warned_of_rewriting = False
 
-    def attach(self, conversation: Conversation, messages: Messages, *, agent: str | None = None) -> Place:
+    def attach(self, conversation: Conversation, messages: Messages, caller: Caller = NOBODY) -> Place:
         """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived.
 
         Args:
             conversation: What arrived, as fingerprints.
             messages: The same as messages.
-            agent: Who asks. Of two turns that said the same after the same, the agent's own one is extended.
+            caller: Who asks.
         """
         with self._lock:
-            retried = self._retried(conversation.key, agent)
+            retried = self._retried(conversation.key, caller.agent)
             if retried is not None and retried.waits_to_go_on:
                 known = len(messages) - len(retried.digests)
                 return Place(retried.parent, messages[known:], retried.reason)
-            found = self.recorded(conversation, agent=agent)
+            found = self.recorded(conversation, agent=caller.agent)
             if found is not None:
                 turn, known = found
                 return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
@@ -95,12 +139,10 @@ class Recording:
         place: Place,
         conversation: Conversation,
         prompt_ids: Iterable[int],
+        caller: Caller = NOBODY,
         *,
         reasoning_open: bool = False,
         constrained: bool = False,
-        agent: str | None = None,
-        cycle: str | None = None,
-        auxiliary: bool | None = None,
         images: ImageInputs | None = None,
     ) -> Turn:
         """Record that a call is about to be made: its prompt is known from here on.
@@ -112,15 +154,13 @@ class Recording:
             place: Where the call belongs.
             conversation: What it asks.
             prompt_ids: The prompt tokens that it adds, shape (P,).
+            caller: Who asks.
             reasoning_open: Whether the prompt ends inside reasoning.
             constrained: Whether a grammar constrains the sampling.
-            agent: Who asks; None for a call from outside an agent's loop.
-            cycle: The turn of the agent's loop that it asks in.
-            auxiliary: Whether the call is none of a rollout's own (a summary, a judge). Left out, one from outside an
-                agent's loop is, if an agent has asked before.
             images: The images of the prompt.
         """
         known = len(conversation.digests) - len(place.new_messages)
+        agent, cycle, auxiliary = caller.agent, caller.cycle, caller.auxiliary
         with self._lock:
             if agent is not None:
                 extended, new = place.turn, place.new_messages
@@ -199,16 +239,7 @@ class Recording:
             )
 
     def answer(
-        self,
-        turn: Turn,
-        generation: Generation,
-        message: Message,
-        *,
-        tool_calls: Iterable[Mapping[str, Any]] = (),
-        result_notices: Mapping[str, str] | None = None,
-        parse_errors: Iterable[str] = (),
-        ends_in_reasoning: bool = False,
-        has_reasoning: bool = False,
+        self, turn: Turn, generation: Generation, message: Message, parsed: ParsedAnswer = NOTHING_PARSED
     ) -> None:
         """Record a turn's answer.
 
@@ -216,19 +247,15 @@ class Recording:
             turn: The turn that was asked.
             generation: What the server returned.
             message: The answer as the agent will hand it back.
-            tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
-            result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
-            parse_errors: The names that the calls which did not parse seemed to mean.
-            ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
-            has_reasoning: Whether it holds reasoning.
+            parsed: What was read in it.
         """
         with self._lock:
-            turn.tool_calls = tuple(tool_calls)
-            turn.ends_in_reasoning = ends_in_reasoning
-            turn.has_reasoning = has_reasoning
+            turn.tool_calls = tuple(parsed.tool_calls)
+            turn.ends_in_reasoning = parsed.ends_in_reasoning
+            turn.has_reasoning = parsed.has_reasoning
             self._call_ids.update((call["toolUseId"], call["id"]) for call in turn.tool_calls)
-            self._notices.update(result_notices or {})
-            for name in parse_errors:
+            self._notices.update(parsed.result_notices)
+            for name in parsed.parse_errors:
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
             turn.answer_digest = message_digest(message)
             turn.answer_blocks = block_digests(message)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from strands_sglang import Trajectory, TurnStatus
 from strands_sglang.messages import fingerprint
 from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.trajectory import Caller
 
 
 def user(text):
@@ -35,9 +36,10 @@ class Recorder:
 
     def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=None, prompt=None, **parts):
         conversation = fingerprint({"system prompt": None, **parts}, messages)
-        place = replace(self.trajectory.attach(conversation, messages, agent=agent), kept=kept)
+        caller = Caller(agent, auxiliary=auxiliary)
+        place = replace(self.trajectory.attach(conversation, messages, caller), kept=kept)
         ids = self.ids() if prompt is None else prompt
-        return self.trajectory.ask(place, conversation, ids, agent=agent, constrained=constrained, auxiliary=auxiliary)
+        return self.trajectory.ask(place, conversation, ids, caller, constrained=constrained)
 
     def call(self, messages, answer="ok", *, finish="stop", **options):
         turn = self.ask(messages, **options)
