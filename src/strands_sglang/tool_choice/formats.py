@@ -34,16 +34,14 @@ from .schemas import Property, Schema, alternatives, object_properties
 from .values import (
     ElementNotation,
     GemmaNotation,
+    IndentedNotation,
     JSONNotation,
-    Notation,
     PythonNotation,
-    other_values,
     plain_value,
-    string_value,
+    values_by_type,
 )
 
-_INDENTED = 32  # spaces; Granite 3's template indents its JSON
-_SPACE = matching(r"[ \n]{0,32}")
+_SPACE = IndentedNotation.gap  # Granite 3's template indents its JSON
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Call:
     name: str
     schema: Schema
 
-    def json(self, notation: Notation | None = None) -> Element:
+    def json(self, notation: JSONNotation | None = None) -> Element:
         """Return what matches the arguments as JSON, or in another notation.
 
         Raises:
@@ -106,7 +104,7 @@ class CallFormat:
     after_reasoning: str = ""
 
 
-def _object(call: Call, arguments: str = "arguments", notation: Notation | None = None) -> Element:
+def _object(call: Call, arguments: str = "arguments", notation: JSONNotation | None = None) -> Element:
     return json_object({"name": constant_text(call.name), arguments: call.json(notation)})
 
 
@@ -211,9 +209,9 @@ def _deepseek_v3_2(call: Call) -> Element:
     excludes = ("</｜DSML｜parameter>", "<｜DSML｜parameter", "</｜DSML｜invoke>")
     parameters = []
     for found in call.properties(r'[^"\n]+'):
-        strings, others = string_value(found.schema, excludes), other_values(found.schema)
-        values = [] if strings is None else [sequence('true">', strings)]
-        values += [sequence('false">', either(others.values()))] if others else []
+        typed = values_by_type(found.schema, excludes)
+        values = [sequence('true">', typed.pop("string"))] if "string" in typed else []
+        values += [sequence('false">', either(typed.values()))] if typed else []
         opening = f'<｜DSML｜parameter name="{found.name}" string="'
         parameters.append((sequence(opening, either(values), "</｜DSML｜parameter>\n"), found.required))
     return sequence(f'{start}\n<｜DSML｜invoke name="{call.name}">\n', members(parameters), f"</｜DSML｜invoke>\n{end}")
@@ -233,8 +231,7 @@ def _kimi_k3(call: Call) -> Element:
     excludes = ("<|close|>argument<|sep|>", "<|open|>argument", "<|close|>call<|sep|>")
     parameters = []
     for found in call.properties():
-        strings, others = string_value(found.schema, excludes), other_values(found.schema)
-        typed = {**({} if strings is None else {"string": strings}), **others}
+        typed = values_by_type(found.schema, excludes)
         values = [sequence(f'{kind}"<|sep|>', value) for kind, value in typed.items()]
         opening = f'<|open|>argument key="{_escaped(found.name)}" type="'
         parameters.append((sequence(opening, either(values), "<|close|>argument<|sep|>"), found.required))
@@ -301,7 +298,7 @@ def _gemma4(call: Call) -> Element:
 def _granite(call: Call) -> Element:
     listed = sequence(
         *("<|tool_call|>[", _SPACE, "{", _SPACE, f'"name": {constant_text(call.name)},', _SPACE, '"arguments": '),
-        *(call.json(JSONNotation(_INDENTED)), _SPACE, "}", _SPACE, "]"),
+        *(call.json(IndentedNotation()), _SPACE, "}", _SPACE, "]"),
     )
     return either([_hermes(call), listed])
 

@@ -39,33 +39,30 @@ def matching(pattern: str) -> Element:
 def sequence(*parts: Element | str) -> Element:
     """Return what matches its parts in order; a string stands for itself."""
     elements: list[Element] = []
-    for part in parts:
-        element = literal(part) if isinstance(part, str) else part
-        inner = element["elements"] if element["type"] == "sequence" else [element]
-        for found in inner:
-            if found == literal(""):
-                continue
-            if elements and found["type"] == elements[-1]["type"] == "const_string":
-                elements[-1] = literal(elements[-1]["value"] + found["value"])
-            else:
-                elements.append(found)
-    if not elements:
-        return literal("")
-    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+    for found in _flat(parts, "sequence"):
+        if elements and found["type"] == elements[-1]["type"] == "const_string":
+            elements[-1] = literal(elements[-1]["value"] + found["value"])
+        elif found != literal(""):
+            elements.append(found)
+    return {"type": "sequence", "elements": elements} if len(elements) > 1 else next(iter(elements), literal(""))
 
 
 def either(options: Iterable[Element | str]) -> Element:
     """Return what matches one of the options; the same option twice counts once."""
     elements: list[Element] = []
-    for option in options:
-        element = literal(option) if isinstance(option, str) else option
-        for found in element["elements"] if element["type"] == "or" else [element]:
-            if found not in elements:
-                elements.append(found)
+    for found in _flat(options, "or"):
+        if found not in elements:
+            elements.append(found)
     if literal("") in elements:  # which the server takes for a mistake
         elements.remove(literal(""))
         return optional(either(elements)) if elements else literal("")
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _flat(parts: Iterable[Element | str], kind: str) -> list[Element]:
+    """Return the parts of a sequence or of alternatives, with those of parts that are such themselves."""
+    elements = [literal(part) if isinstance(part, str) else part for part in parts]
+    return [found for each in elements for found in (each["elements"] if each["type"] == kind else [each])]
 
 
 def optional(part: Element | str) -> Element:
@@ -83,13 +80,10 @@ def free_text(excludes: Sequence[str], least: int = 0, most: int | None = None) 
     rest: Element = {"type": "any_text", "excludes": list(excludes)}
     if most is not None:
         rest["max_chars"] = most - least
-    if most == least:
-        rest = literal("")
-    if not least:
-        return rest
     # The first characters begin none of the excluded texts, so that none of those can begin among them.
     firsts = "".join(sorted({_SPECIAL_IN_CLASS.sub(r"\\\g<0>", text[0]) for text in excludes}))
-    return sequence(matching(rf"[^{firsts}\x00]{{{least}}}"), rest)
+    first = matching(rf"[^{firsts}\x00]{{{least}}}" if least else "")
+    return first if most == least else sequence(first, rest)
 
 
 _INTEGER = "-?(?:0|[1-9][0-9]{0,17})"
@@ -107,8 +101,8 @@ def json_number(bounds: Mapping[str, Any] | None = None, *, whole: bool = False)
     return matching(_INTEGER if whole else rf"{_INTEGER}(?:\.[0-9]{{1,17}})?(?:[eE][+-]?[0-9]{{1,2}})?")
 
 
-def json_string(least: int = 0, most: int | None = None, *, escapes: str = _ESCAPES) -> Element:
-    """Return what matches a JSON string of `least` to `most` characters.
+def json_characters(least: int = 0, most: int | None = None, *, escapes: str = _ESCAPES) -> Element:
+    """Return what matches `least` to `most` characters of a JSON string.
 
     xgrammar's own strings may hold half of a surrogate pair, and those of a bounded length have no escapes, may hold
     control characters, which JSON forbids, and take ten seconds to compile. Where the length is bounded here, an escape
@@ -120,16 +114,15 @@ def json_string(least: int = 0, most: int | None = None, *, escapes: str = _ESCA
         most: Most characters; None for no limit.
         escapes: What may follow a backslash, as a class of characters.
     """
-    first = matching(f"{_PLAIN}{{{least}}}") if least else literal("")
+    first = matching(f"{_PLAIN}{{{least}}}" if least else "")
+    if most == least:
+        return first
     if most is None:
-        rest = matching(rf"{_PLAIN}*(?:\\{escapes}{_PLAIN}*)*")
-    elif most == least:
-        rest = literal("")
-    else:
-        excluded = ", ".join(('"\\""', *_CONTROL_CHARACTERS))
-        dispatch = f'TagDispatch(("\\\\", escape), loop_after_dispatch=true, excludes=({excluded}))'
-        rest = {"type": "grammar", "grammar": f"root[max_chars={most - least}] ::= {dispatch}\nescape ::= {escapes}\n"}
-    return sequence('"', first, rest, '"')
+        return sequence(first, matching(rf"{_PLAIN}*(?:\\{escapes}{_PLAIN}*)*"))
+    excluded = ", ".join(('"\\""', *_CONTROL_CHARACTERS))
+    dispatch = f'TagDispatch(("\\\\", escape), loop_after_dispatch=true, excludes=({excluded}))'
+    grammar = f"root[max_chars={most - least}] ::= {dispatch}\nescape ::= {escapes}\n"
+    return sequence(first, {"type": "grammar", "grammar": grammar})
 
 
 def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = "") -> Element:
@@ -142,10 +135,11 @@ def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = ""
     if not separator:
         return sequence(*(part if required else optional(part) for part, required in parts))
     first = next((index for index, (_, required) in enumerate(parts) if required), None)
-    if first is not None:
-        before = [optional(sequence(part, separator)) for part, _ in parts[:first]]
-        return sequence(*before, parts[first][0], *_behind(parts[first + 1 :], separator))
-    return optional(_some([part for part, _ in parts], separator)) if parts else literal("")
+    if first is None:
+        return optional(_some([part for part, _ in parts], separator)) if parts else literal("")
+    before = [(sequence(part, separator), False) for part, _ in parts[:first]]
+    behind = [(sequence(separator, part), required) for part, required in parts[first + 1 :]]
+    return members([*before, parts[first], *behind])
 
 
 def _some(parts: Sequence[Element], separator: Element | str) -> Element:
@@ -157,14 +151,6 @@ def _some(parts: Sequence[Element], separator: Element | str) -> Element:
     return either([sequence(left, optional(sequence(separator, right))), right])
 
 
-def _behind(parts: Sequence[tuple[Element, bool]], separator: Element | str) -> list[Element]:
-    found = []
-    for part, required in parts:
-        separated = sequence(separator, part)
-        found.append(separated if required else optional(separated))
-    return found
-
-
 def constant_text(value: Any) -> str:
     """Return a constant as chat templates write it in JSON."""
     return json.dumps(value, ensure_ascii=False)
@@ -172,7 +158,5 @@ def constant_text(value: Any) -> str:
 
 def json_object(values: Mapping[str, Element | str]) -> Element:
     """Return what matches a JSON object with these keys in this order, spaced as chat templates do."""
-    pieces: list[Element | str] = []
-    for key, value in values.items():
-        pieces += [", " if pieces else "{", f"{constant_text(key)}: ", value]
-    return sequence(*pieces, "}")
+    parts = [(sequence(f"{constant_text(key)}: ", value), True) for key, value in values.items()]
+    return sequence("{", members(parts, ", "), "}")

@@ -10,27 +10,38 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
-from ..tool_parsers.reading.schemas import JSON_TYPES, resolve_reference, same_json, type_name
+from ..tool_parsers.reading.schemas import (
+    JSON_TYPES,
+    allowed_types,
+    resolve_reference,
+    same_json,
+    type_name,
+)
 
 _NOT_ENFORCED = frozenset(
     ["$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas"]
     + ["disallow", "divisibleBy", "else", "extends", "if", "maxContains", "minContains", "multipleOf", "not"]
     + ["patternProperties", "propertyNames", "then", "unevaluatedItems", "uniqueItems"]
 )
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "number": _OF_NUMBERS,
+    "integer": _OF_NUMBERS,
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
 }
-# Keywords that mean something else beside each other, so that two schemas are joined only where they agree on all.
-_TOGETHER = (frozenset(["properties", "additionalProperties"]), frozenset(["items", "prefixItems"]))
-_CONSTRAINTS = frozenset(
-    ["$ref", "type", "enum", "const", "anyOf", "oneOf", "allOf", *(key for keys in _OF_TYPE.values() for key in keys)]
+_CONSTRAINTS = {key for keys in _OF_TYPE.values() for key in keys} | {"$ref", "anyOf", "oneOf", "allOf"}
+_TOGETHER = (
+    *(("properties", "additionalProperties"), ("items", "prefixItems")),
+    *((keyword,) for keyword in sorted(_CONSTRAINTS | _NOT_ENFORCED | {"type", "enum", "const"})),
 )
+"""Keywords with one meaning together: two schemas are joined only where they agree on all of them."""
+_ANY_TYPE = ("string", "number", "boolean", "null")
+"""What stands for a value of any type: objects would have keys that no schema declares."""
 _LEVELS = 64  # references, alternatives and properties in each other before a schema counts as referring to itself
 _LONGEST = 256  # characters or items that a schema may require, or a pattern repeat: each is a state of the grammar
 _MOST_ALTERNATIVES = 256
@@ -73,26 +84,17 @@ class Schema(NamedTuple):
         path = self.path if len(self.path) <= 200 else f"{self.path[:200]}..."
         return NotImplementedError(f"{path}: {what}")
 
-    def size(self, keyword: str) -> int | None:
-        """Return a number of characters, items or properties; None if there is none.
-
-        Raises:
-            NotImplementedError: It is no such number.
-        """
-        value = self.value.get(keyword)
-        if value is None:
-            return None
-        if type_name(value) != "integer" or value < 0:
-            raise self.unsupported(f"{value!r} is no {keyword!r}")
-        return int(value)
-
     def sizes(self, least: str, most: str) -> tuple[int, int | None]:
-        """Return the fewest and the most of something; None for no limit.
+        """Return the fewest and the most characters, items or properties; None for no limit.
 
         Raises:
             NotImplementedError: No value is that large and that small, or a grammar cannot count that far.
         """
-        low, high = self.size(least) or 0, self.size(most)
+        given = {keyword: self.value[keyword] for keyword in (least, most) if self.value.get(keyword) is not None}
+        for keyword, value in given.items():
+            if type_name(value) != "integer" or value < 0:
+                raise self.unsupported(f"{value!r} is no {keyword!r}")
+        low, high = int(given.get(least, 0)), int(given[most]) if most in given else None
         if high is not None and low > high:
             raise self.unsupported(f"no value has {least!r} of {low} and {most!r} of {high}")
         if low > _LONGEST:
@@ -124,7 +126,7 @@ def argument_schema(spec: Mapping[str, Any]) -> Schema:
 
 
 def alternatives(schema: Schema) -> list[Schema]:
-    """Return the schemas of one type, or of constants, that a schema consists of; an empty one allows anything.
+    """Return the schemas of one type, or of constants (an `enum` alone), that a schema consists of.
 
     Raises:
         NotImplementedError: It allows no value, or cannot be taken apart.
@@ -132,10 +134,12 @@ def alternatives(schema: Schema) -> list[Schema]:
     found = _alternatives(schema)
     if not found:
         raise schema.unsupported("the schema allows no value")
-    return found
+    any_type = [schema.at({"type": kind}) for kind in _ANY_TYPE]
+    return [option for each in found for option in ([each] if each.value else any_type)]
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
+    """Return the same; an empty one allows anything."""
     value = schema.value
     if isinstance(value, bool):
         return [schema.at({})] if value else []
@@ -144,98 +148,108 @@ def _alternatives(schema: Schema) -> list[Schema]:
     for keyword in sorted(_NOT_ENFORCED.intersection(value)):
         if value[keyword] is not False or keyword not in ("not", "uniqueItems"):
             raise schema.unsupported(f"a grammar cannot express the keyword {keyword!r}")
-    if "$id" in value and value is not schema.root and schema.level:
+    if "$id" in value and schema.level:
         raise schema.unsupported("a grammar cannot follow a schema with an '$id' of its own")
     if "$ref" in value:
-        target = resolve_reference(value["$ref"], schema.root) if isinstance(value["$ref"], str) else None
+        target = resolve_reference(str(value["$ref"]), schema.root)
         if target is None:
             raise schema.unsupported(f"the reference {value['$ref']!r} leads nowhere")
-        return _alternatives(schema.at(_merged(schema, _without(value, "$ref"), target)))
+        return _alternatives(_joined(schema, "$ref", [target]))
     for keyword in ("anyOf", "oneOf"):
         if keyword in value:
-            choices = _listed(schema, keyword)
-            rest = _without(value, keyword)
-            parts = []
-            for index, choice in enumerate(choices):
-                parts.append(_alternatives(schema.at(_merged(schema, rest, choice), keyword, str(index))))
-                if sum(map(len, parts)) > _MOST_ALTERNATIVES:
-                    raise schema.unsupported(f"a grammar has at most {_MOST_ALTERNATIVES} alternatives at one place")
-            if keyword == "oneOf":
-                for one, other in combinations(parts, 2):
-                    if not all(_exclusive(first, second) for first in one for second in other):
-                        raise schema.unsupported("the alternatives of 'oneOf' do not exclude each other plainly")
-            return [found for part in parts for found in part]
+            return _choices(schema, keyword)
     if "allOf" in value:
-        whole: Any = _without(value, "allOf")
-        for part in _listed(schema, "allOf"):
-            whole = _merged(schema, whole, part)
-        return _alternatives(schema.at(whole))
-    kinds = _kinds(schema)
+        return _alternatives(_joined(schema, "allOf", _listed(schema, "allOf")))
     if "const" in value or "enum" in value:
-        return _constants(schema, kinds)
+        return _constants(schema)
+    kinds = _kinds(schema)
     if kinds is None:
-        kinds = [kind for kind, keywords in _OF_TYPE.items() if any(keyword in value for keyword in keywords)]
+        said = [kind for kind, keywords in _OF_TYPE.items() if not value.keys().isdisjoint(keywords)]
+        kinds = [kind for kind in said if kind != "integer"]
         if len(kinds) > 1:
             raise schema.unsupported("a grammar needs a 'type' beside keywords of several types")
-        return [schema.at(_typed(value, kind)) for kind in kinds] or [schema.at({})]
-    return [schema.at(_typed(value, kind)) for kind in kinds]
+        if not kinds:
+            return [schema.at({})]
+    return [
+        schema.at({"type": kind, **{key: value[key] for key in _OF_TYPE.get(kind, ()) if key in value}})
+        for kind in kinds
+    ]
 
 
 def _kinds(schema: Schema) -> list[str] | None:
     """Return the types that a schema names itself."""
-    declared = schema.value.get("type")
-    if declared is None and "type" not in schema.value:
+    if "type" not in schema.value:
         return None
+    declared = schema.value["type"]
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, (list, tuple)) or not all(name in JSON_TYPES for name in names):
         raise schema.unsupported(f"{declared!r} is no 'type'")
     return [name for name in dict.fromkeys(names) if name != "integer" or "number" not in names]
 
 
-def _typed(value: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    keywords = _OF_TYPE.get("number" if kind == "integer" else kind, ())
-    return {"type": kind, **{key: value[key] for key in keywords if key in value}}
+def _joined(schema: Schema, keyword: str, parts: list[Any], *keys: str) -> Schema:
+    """Return a schema that asks for what some parts ask for, in place of a keyword; annotations do not matter."""
+    whole: Any = {key: inner for key, inner in schema.value.items() if key not in (keyword, "$id")}
+    for part in parts:
+        if whole is False or isinstance(part, bool):
+            whole = whole if part is True else False
+            continue
+        if not isinstance(part, Mapping):
+            raise schema.unsupported(f"{part!r} is no schema")
+        for together in _TOGETHER:
+            mine, theirs = ({key: each[key] for key in together if key in each} for each in (whole, part))
+            if mine and theirs and not same_json(mine, theirs):
+                raise schema.unsupported(f"a grammar cannot join two schemas that differ in {min(mine)!r}")
+        whole = {**whole, **part}
+    return schema.at(whole, *keys)
 
 
-def _constants(schema: Schema, kinds: list[str] | None) -> list[Schema]:
+def _choices(schema: Schema, keyword: str) -> list[Schema]:
+    """Return the alternatives of all that `anyOf` or `oneOf` lists."""
+    parts: list[list[Schema]] = []
+    for index, choice in enumerate(_listed(schema, keyword)):
+        parts.append(_alternatives(_joined(schema, keyword, [choice], keyword, str(index))))
+        if sum(map(len, parts)) > _MOST_ALTERNATIVES:
+            raise schema.unsupported(f"a grammar has at most {_MOST_ALTERNATIVES} alternatives at one place")
+    pairs = ((first, second) for one, other in combinations(parts, 2) for first in one for second in other)
+    if keyword == "oneOf" and not all(_exclusive(*pair) for pair in pairs):
+        raise schema.unsupported("the alternatives of 'oneOf' do not exclude each other plainly")
+    return [found for part in parts for found in part]
+
+
+def _constants(schema: Schema) -> list[Schema]:
     """Return a schema that lists the constants of a schema which are of its type."""
-    value = schema.value
+    value, kinds = schema.value, _kinds(schema)
     listed = [value["const"]] if "const" in value else _listed(schema, "enum")
-    if others := sorted(_CONSTRAINTS.intersection(value) - {"type", "enum", "const"}):
+    if others := sorted(_CONSTRAINTS.intersection(value)):
         raise schema.unsupported(f"a grammar cannot join constants and {others[0]!r}")
     if "const" in value and "enum" in value:
         listed = [constant for constant in listed if any(same_json(constant, one) for one in value["enum"])]
-    named = None if kinds is None else {*kinds, *(["integer"] if "number" in kinds else [])}
-    kept = [constant for constant in listed if named is None or type_name(constant) in named]
-    for constant in kept:
-        try:
-            json.dumps(constant, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError):
-            raise schema.unsupported("a constant is no JSON") from None
+    named = JSON_TYPES if kinds is None else {*kinds, *(["integer"] if "number" in kinds else [])}
+    kept = [constant for constant in listed if type_name(constant) in named]
+    if not all(map(_is_json, kept)):
+        raise schema.unsupported("a constant is no JSON")
     return [schema.at({"enum": kept})] if kept else []
 
 
 def _exclusive(one: Schema, other: Schema) -> bool:
     """Tell whether no value fits both of two alternatives, as far as that is plain to see."""
-    first, second = constants(one), constants(other)
-    if first is not None and second is not None:
-        return not any(same_json(value, listed) for value in first for listed in second)
-    kinds = [
-        {"integer" if kind == "number" else kind for kind in (map(type_name, listed or ()) if listed else [kind])}
-        for listed, kind in ((first, one.value.get("type")), (second, other.value.get("type")))
-    ]
-    if None in kinds[0] | kinds[1]:
-        return False
-    if not kinds[0] & kinds[1]:
+    if not allowed_types(one.value) & allowed_types(other.value):
         return True
-    if kinds != [{"object"}, {"object"}] or first or second:
+    if "enum" in one.value and "enum" in other.value:
+        return not any(same_json(value, listed) for value in one.value["enum"] for listed in other.value["enum"])
+    if not one.value.get("type") == other.value.get("type") == "object":
         return False
-    told = [{found.name: found.schema for found in object_properties(part) if found.required} for part in (one, other)]
-    for name in told[0].keys() & told[1].keys():
-        pairs = [(a, b) for a in _alternatives(told[0][name]) for b in _alternatives(told[1][name])]
-        if all(constants(a) and constants(b) and _exclusive(a, b) for a, b in pairs):
-            return True
-    return False
+    mine, theirs = (
+        {found.name: found.schema for found in object_properties(each) if found.required} for each in (one, other)
+    )
+    return any(
+        all(
+            "enum" in a.value and "enum" in b.value and _exclusive(a, b)
+            for a, b in product(_alternatives(mine[name]), _alternatives(theirs[name]))
+        )
+        for name in mine.keys() & theirs.keys()
+    )
 
 
 def object_properties(schema: Schema) -> list[Property]:
@@ -259,12 +273,10 @@ def object_properties(schema: Schema) -> list[Property]:
         if inner is not False or name in required
     ]
     for each in found:
-        if "\x00" in each.name or not _is_unicode(each.name):
+        if "\x00" in each.name or not _is_json(each.name):
             raise each.schema.unsupported("a grammar cannot write the name of the property")
-    most = schema.size("maxProperties")
-    if (schema.size("minProperties") or 0) > sum(each.required for each in found) or (
-        most is not None and most < len(found)
-    ):
+    least, most = schema.sizes("minProperties", "maxProperties")
+    if least > sum(each.required for each in found) or (most is not None and most < len(found)):
         raise schema.unsupported("a grammar cannot count the properties of an object")
     return found
 
@@ -276,19 +288,16 @@ def array_items(schema: Schema) -> tuple[list[Schema], Schema | None, int, int |
         NotImplementedError: No list fits, or a grammar cannot express it.
     """
     least, most = schema.sizes("minItems", "maxItems")
-    first = _listed(schema, "prefixItems") if "prefixItems" in schema.value else []
     items = schema.value.get("items", True)
     if isinstance(items, (list, tuple)):
         raise schema.unsupported("a grammar takes 'prefixItems' rather than a list of 'items'")
-    if first:  # all of them, and nothing behind
-        if least > len(first) or (most is not None and most < len(first)):
-            raise schema.unsupported("a grammar cannot express this number of items beside 'prefixItems'")
-        return [schema.at(item, "prefixItems", str(index)) for index, item in enumerate(first)], None, 0, 0
-    if items is False:
-        if least:
-            raise schema.unsupported("the schema allows no value")
-        return [], None, 0, 0
-    return [], schema.at(items, "items"), least, most if most is None else min(most, max(least, _LONGEST))
+    first = [schema.at(item, "prefixItems", str(index)) for index, item in enumerate(_listed(schema, "prefixItems"))]
+    if not first and items is not False:
+        return [], schema.at(items, "items"), least, most if most is None else min(most, max(least, _LONGEST))
+    if least > len(first) or (most is not None and most < len(first)):
+        what = "a grammar cannot express this number of items beside 'prefixItems'"
+        raise schema.unsupported(what if first else "the schema allows no value")
+    return first, None, 0, 0  # all of them, and nothing behind
 
 
 def string_pattern(schema: Schema) -> str | None:
@@ -303,20 +312,15 @@ def string_pattern(schema: Schema) -> str | None:
         return None
     if "minLength" in schema.value or "maxLength" in schema.value:
         raise schema.unsupported("a grammar cannot hold a string to a pattern and to a length")
-    if not isinstance(pattern, str) or _PATTERN.fullmatch(pattern) is None or not _compiles(pattern):
+    try:
+        is_plain = _PATTERN.fullmatch(pattern) is not None and re.compile(pattern) is not None
+    except (TypeError, re.error):  # no text, or a range or a repetition from more to less
+        is_plain = False
+    if not is_plain:
         raise schema.unsupported(f"a grammar cannot hold a string to the pattern {pattern!r}")
-    counts = [(int(low), int(high or low)) for low, high in _REPEATED.findall(pattern)]
-    if sum(high for _, high in counts) > _LONGEST or any(low > high for low, high in counts):
+    if sum(int(most or least) for least, most in _REPEATED.findall(pattern)) > _LONGEST:
         raise schema.unsupported(f"a grammar cannot count as far as the pattern {pattern!r}")
     return _ATOM.sub(_spelled_out, pattern[1:-1])
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
 
 
 def _spelled_out(atom: re.Match[str]) -> str:
@@ -332,74 +336,42 @@ def number_bounds(schema: Schema) -> dict[str, Any] | None:
         NotImplementedError: No number fits, or a bound is not one that the server reads exactly.
     """
     kind = schema.value["type"]
-    widest = 10**18 if kind == "integer" else 10**15
-    low: list[tuple[float, bool]] = [(-widest, False)]
-    high: list[tuple[float, bool]] = [(widest, False)]
-    for found, keyword, excluded in (
-        (low, "minimum", False),
-        (low, "exclusiveMinimum", True),
-        (high, "maximum", False),
-        (high, "exclusiveMaximum", True),
-    ):
-        value = schema.value.get(keyword)
-        if value is None:
-            continue
+    given = {keyword: schema.value[keyword] for keyword in _OF_NUMBERS if schema.value.get(keyword) is not None}
+    for keyword, value in given.items():
         if type_name(value) not in ("integer", "number") or not -(10**30) < value < 10**30 or round(value, 6) != value:
             raise schema.unsupported(f"a grammar cannot hold a number to {keyword!r} of {value!r}")
-        found.append((value, excluded))
-    if len(low) == len(high) == 1:
+    if not given:
         return None
-    bottom, top = max(low), min(high, key=lambda bound: (bound[0], not bound[1]))
+    widest = 10**18 if kind == "integer" else 10**15
+    minimum, maximum = max(-widest, given.get("minimum", -widest)), min(widest, given.get("maximum", widest))
+    least, above = max((minimum, False), (given.get("exclusiveMinimum", -math.inf), True))
+    most, included = min((maximum, True), (given.get("exclusiveMaximum", math.inf), False))
     if kind == "integer":
-        bounds: dict[str, float] = {
-            "minimum": math.floor(bottom[0]) + 1 if bottom[1] else math.ceil(bottom[0]),
-            "maximum": math.ceil(top[0]) - 1 if top[1] else math.floor(top[0]),
+        bounds = {
+            "minimum": math.floor(least) + 1 if above else math.ceil(least),
+            "maximum": math.floor(most) if included else math.ceil(most) - 1,
         }
     else:
-        bounds = {"exclusiveMinimum" if bottom[1] else "minimum": bottom[0]}
-        bounds["exclusiveMaximum" if top[1] else "maximum"] = top[0]
+        bounds = {
+            "exclusiveMinimum" if above else "minimum": least,
+            "maximum" if included else "exclusiveMaximum": most,
+        }
     least, most = bounds.values()
-    if least > most or (least == most and len(bounds.keys() & {"minimum", "maximum"}) < 2):
+    if least > most or (least == most and not bounds.keys() <= {"minimum", "maximum"}):
         raise schema.unsupported("a grammar knows no number within these bounds")
     return {"type": kind, **bounds}
 
 
-def constants(schema: Schema) -> list[Any] | None:
-    """Return the only values that one of the `alternatives` allows, if it lists them."""
-    listed: list[Any] | None = schema.value.get("enum")
-    return listed
-
-
 def _listed(schema: Schema, keyword: str) -> list[Any]:
-    values = schema.value[keyword]
+    values = schema.value.get(keyword, ())
     if not isinstance(values, (list, tuple)):
         raise schema.unsupported(f"{keyword!r} must be a list")
     return list(values)
 
 
-def _merged(schema: Schema, value: Any, other: Any) -> Any:
-    """Return a schema that asks for what both ask for; annotations do not matter."""
-    if isinstance(value, bool) or isinstance(other, bool):
-        return False if value is False or other is False else other if value is True else value
-    if not isinstance(value, Mapping) or not isinstance(other, Mapping):
-        raise schema.unsupported(f"{other!r} is no schema")
-    for together in _TOGETHER:
-        mine, theirs = ({key: part[key] for key in together if key in part} for part in (value, other))
-        if mine and theirs and mine != theirs:
-            raise schema.unsupported(f"a grammar cannot join two schemas that differ in {sorted(mine)[0]!r}")
-    for key in (_CONSTRAINTS | _NOT_ENFORCED).intersection(value, other):
-        if not same_json(value[key], other[key]):
-            raise schema.unsupported(f"a grammar cannot join two schemas that differ in {key!r}")
-    return {**value, **other}
-
-
-def _without(value: Mapping[str, Any], keyword: str) -> dict[str, Any]:
-    return {key: inner for key, inner in value.items() if key not in (keyword, "$id")}
-
-
-def _is_unicode(text: str) -> bool:
+def _is_json(value: Any) -> bool:
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
         return False
     return True

@@ -6,17 +6,60 @@ Where several parts of a schema speak of one value, all of them count (`$ref`, `
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
+_Said = TypeVar("_Said")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_DEPENDING = ("dependentSchemas", "dependencies")
 _OF_STRINGS = ("minLength", "maxLength", "pattern")
-_Parts = Callable[[Mapping[str, Any]], list[Any]]
+_TYPE_NAMES = ((bool, "boolean"), (int, "integer"), (str, "string"), (Mapping, "object"), (type(None), "null"))
+
+
+def _read(
+    schema: Any,
+    root: Any,
+    own: Callable[[Any], _Said | None],
+    all_of: Callable[[Any, list[_Said]], _Said],
+    any_of: Callable[[list[_Said]], _Said],
+) -> _Said | None:
+    """Return what a schema and its parts say; None if they say nothing. Every reference is read once.
+
+    Args:
+        schema: The schema.
+        root: The schema that references point into.
+        own: What a part says by itself.
+        all_of: Joins what all counts for a part.
+        any_of: Joins what the alternatives say.
+    """
+    referred: dict[str, _Said | None] = {}
+
+    def read(part: Any) -> _Said | None:
+        alone = own(part)
+        if not isinstance(part, Mapping):
+            return alone
+        said = [alone]
+        for reference in (part[keyword] for keyword in _REFERENCES if isinstance(part.get(keyword), str)):
+            if reference not in referred:
+                referred[reference] = None  # while it is read, for schemas may refer to themselves
+                referred[reference] = read(resolve_reference(reference, root))
+            said.append(referred[reference])
+        said += map(read, _listed(part, "allOf"))
+        choices = [_listed(part, "anyOf"), _listed(part, "oneOf")]
+        if all(each is None for each in said):  # a condition only tells something where nothing else does
+            choices.append([part[keyword] for keyword in ("then", "else") if keyword in part])
+            choices[-1] += [inner for depending in _DEPENDING for inner in _mapped(part, depending).values()]
+        for some in choices:
+            found = [each for each in map(read, some) if each is not None]
+            said += [any_of(found)] if found else []
+        found = [each for each in said if each is not None]
+        return all_of(part, found) if found else None
+
+    return read(schema)
 
 
 def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
@@ -26,56 +69,28 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
         schema: The schema; None if it is not known.
         root: The schema that references point into.
     """
-    types = _Types(root).of(schema)
+
+    def own(part: Any) -> frozenset[str] | None:
+        if not isinstance(part, Mapping):
+            return frozenset() if part is False else JSON_TYPES
+        types = JSON_TYPES
+        if isinstance(declared := part.get("type"), (str, list, tuple)):
+            types &= _types_named([declared] if isinstance(declared, str) else declared)
+        if (listed := _constants(part)) is not None:
+            types &= _types_named(map(type_name, listed))
+        return None if types == JSON_TYPES and any(isinstance(part.get(key), str) for key in _REFERENCES) else types
+
+    def all_of(part: Any, said: list[frozenset[str]]) -> frozenset[str]:
+        types = JSON_TYPES.intersection(*said)
+        # Strands writes `int | None = None` as an integer whose default is null.
+        is_optional = "default" in part and part["default"] is None and "string" not in types
+        return types | {"null"} if is_optional else types
+
+    types = _read(schema, root, own, all_of, lambda said: frozenset().union(*said))
     if types == JSON_TYPES and isinstance(schema, Mapping) and any(key in schema for key in _OF_STRINGS):
         return frozenset({"string"})  # without a type, but plainly about strings
     # A schema that allows nothing, or types of another vocabulary, says nothing that could be used.
     return types or JSON_TYPES
-
-
-class _Types:
-    """Reads types; every reference once, for schemas may refer to themselves."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._referred: dict[str, frozenset[str] | None] = {}
-
-    def of(self, schema: Any) -> frozenset[str] | None:
-        """The types of a schema; None for one that is being read already."""
-        if not isinstance(schema, Mapping):
-            return frozenset() if schema is False else JSON_TYPES
-        types = JSON_TYPES
-        refers_to_itself = False
-        for keyword in _REFERENCES:
-            if isinstance(reference := schema.get(keyword), str):
-                referred = self._of_reference(reference)
-                refers_to_itself |= referred is None
-                types = _both(types, referred)
-        declared = schema.get("type")
-        if isinstance(declared, str):
-            types &= _types_named([declared])
-        elif isinstance(declared, (list, tuple)):
-            types &= _types_named(declared)
-        if (listed := _listed(schema)) is not None:
-            types &= _types_named(type_name(value) for value in listed)
-        for choices in _choices(schema):
-            found = [known for choice in choices if (known := self.of(choice)) is not None]
-            types &= frozenset().union(*found) if found else types
-        for part in _parts(schema):
-            types = _both(types, self.of(part))
-        if "default" in schema and schema["default"] is None and "string" not in types:
-            types |= {"null"}  # Strands writes `int | None = None` as an integer whose default is null
-        return None if refers_to_itself and types == JSON_TYPES else types
-
-    def _of_reference(self, reference: str) -> frozenset[str] | None:
-        if reference not in self._referred:
-            self._referred[reference] = None
-            self._referred[reference] = self.of(resolve_reference(reference, self._root))
-        return self._referred[reference]
-
-
-def _both(types: frozenset[str], others: frozenset[str] | None) -> frozenset[str]:
-    return types if others is None else types & others
 
 
 def _types_named(names: Iterable[Any]) -> frozenset[str]:
@@ -86,17 +101,9 @@ def _types_named(names: Iterable[Any]) -> frozenset[str]:
 
 def type_name(value: Any) -> str:
     """Return the JSON type of a value; JSON Schema takes a whole number for an integer, however it is written."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
     if isinstance(value, float):
-        return "integer" if math.isfinite(value) and value.is_integer() else "number"
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, Mapping) else "array"
+        return "integer" if value.is_integer() else "number"
+    return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "array")
 
 
 def same_json(one: Any, other: Any) -> bool:
@@ -112,28 +119,22 @@ def same_json(one: Any, other: Any) -> bool:
 
 def listed_values(schema: Any, root: Any = None) -> list[Any]:
     """Return the constants that a schema, or any part of it, lists."""
-    found: list[Any] = []
-    waiting, followed = [schema], set()
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, Mapping):
-            continue
-        found += _listed(part) or ()
-        waiting += [*_parts(part), *(choice for choices in _choices(part) for choice in choices)]
-        for keyword in _REFERENCES:
-            reference = part.get(keyword)
-            if isinstance(reference, str) and reference not in followed:
-                followed.add(reference)
-                waiting.append(resolve_reference(reference, root))
-    return found
+
+    def together(said: list[list[Any]]) -> list[Any]:
+        return list({id(value): value for listed in said for value in listed}.values())
+
+    def own(part: Any) -> list[Any]:
+        return list((_constants(part) if isinstance(part, Mapping) else None) or ())
+
+    return _read(schema, root, own, lambda _, said: together(said), together) or []
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the only values that a schema allows, if it lists them itself."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
-    return list(values) if isinstance(values, (list, tuple)) else None
+    return values if isinstance(values, (list, tuple)) else None
 
 
 def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool = False) -> Any:
@@ -147,70 +148,51 @@ def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool 
     """
 
     def own(part: Mapping[str, Any]) -> list[Any]:
-        properties, patterns = part.get("properties"), part.get("patternProperties")
-        found = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
+        properties, others = _mapped(part, "properties"), part.get("additionalProperties")
+        found = [properties[name]] if name in properties else []
         if declared:
             return found
-        if isinstance(patterns, Mapping):
-            found += [inner for pattern, inner in patterns.items() if _matches(pattern, name)]
-        others = part.get("additionalProperties")
+        found += [inner for pattern, inner in _mapped(part, "patternProperties").items() if _matches(pattern, name)]
         return found or ([others] if isinstance(others, Mapping) else [])
 
-    return _joined(_said(schema, root, own, set()))
+    return _inner_schema(schema, root, own)
 
 
 def item_schema(schema: Any, index: int, root: Any = None) -> Any:
     """Return the schema of an item of a list; None where nothing is said of it."""
 
     def own(part: Mapping[str, Any]) -> list[Any]:
-        items = part.get("items")
-        first, others = (items, part.get("additionalItems")) if isinstance(items, (list, tuple)) else (None, items)
-        first = first or part.get("prefixItems")
-        if isinstance(first, (list, tuple)) and index < len(first):
-            return [first[index]]
-        return [others] if isinstance(others, Mapping) else []
+        first, others = _listed(part, "items") or _listed(part, "prefixItems"), part.get("items")
+        if isinstance(others, (list, tuple)):
+            others = part.get("additionalItems")
+        return first[index : index + 1] or ([others] if isinstance(others, Mapping) else [])
 
-    return _joined(_said(schema, root, own, set()))
+    return _inner_schema(schema, root, own)
 
 
-def _said(schema: Any, root: Any, own: _Parts, followed: set[str]) -> list[Any]:
-    """Return what a schema and its parts say, all of which counts; `own` tells what one says by itself."""
-    if not isinstance(schema, Mapping):
-        return []
-    said = own(schema)
-    for keyword in _REFERENCES:
-        reference = schema.get(keyword)
-        if isinstance(reference, str) and reference not in followed:
-            said += _said(resolve_reference(reference, root), root, own, followed | {reference})
-    for part in _parts(schema):
-        said += _said(part, root, own, followed)
-    choices = [*_choices(schema)]
-    if not said:  # what holds under a condition only tells something where nothing else does
-        choices.append([schema.get("then"), schema.get("else"), *_values(schema, "dependentSchemas", "dependencies")])
-    for some in choices:
-        found = [told for choice in some if (told := _joined(_said(choice, root, own, followed))) is not None]
-        said += [{"anyOf": found}] if found else []
-    return said
+def _inner_schema(schema: Any, root: Any, own: Callable[[Mapping[str, Any]], list[Any]]) -> Any:
+    """Return the schema that joins what a schema and its parts say of something in its values."""
+
+    def all_of(said: list[Any]) -> Any:
+        return {"allOf": said} if len(said) > 1 else next(iter(said), None)
+
+    return _read(
+        schema,
+        root,
+        lambda part: all_of(own(part)) if isinstance(part, Mapping) else None,
+        lambda _, said: all_of(said),
+        lambda said: {"anyOf": said},
+    )
 
 
-def _joined(said: list[Any]) -> Any:
-    return {"allOf": said} if len(said) > 1 else next(iter(said), None)
+def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    values = schema.get(keyword)
+    return list(values) if isinstance(values, (list, tuple)) else []
 
 
-def _choices(schema: Mapping[str, Any]) -> Iterator[list[Any]]:
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(keyword), (list, tuple)):
-            yield list(choices)
-
-
-def _parts(schema: Mapping[str, Any]) -> list[Any]:
-    parts = schema.get("allOf")
-    return list(parts) if isinstance(parts, (list, tuple)) else []
-
-
-def _values(schema: Mapping[str, Any], *keywords: str) -> list[Any]:
-    found = [schema.get(keyword) for keyword in keywords]
-    return [inner for values in found if isinstance(values, Mapping) for inner in values.values()]
+def _mapped(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
+    values = schema.get(keyword)
+    return values if isinstance(values, Mapping) else {}
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -238,16 +220,11 @@ def resolve_reference(reference: str, root: Any) -> Any:
 
 
 def _pointed(pointer: str, resource: Any) -> Any:
-    found = resource
     for key in pointer.split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(key)
-        elif isinstance(found, (list, tuple)) and re.fullmatch("0|[1-9][0-9]{0,8}", key) and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return None
-    return found
+        if isinstance(resource, (list, tuple)):
+            resource = {str(index): item for index, item in enumerate(resource)}
+        resource = resource.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(resource, Mapping) else None
+    return resource
 
 
 def _named(root: Any, keywords: Iterable[str], name: str) -> Any:
@@ -256,10 +233,8 @@ def _named(root: Any, keywords: Iterable[str], name: str) -> Any:
     while waiting:
         part = waiting.pop()
         if isinstance(part, Mapping):
-            for keyword in keywords:
-                own = part.get(keyword)
-                if isinstance(own, str) and (own.rstrip("#") == name or own.rstrip("#").endswith(f"/{name}")):
-                    return part
+            if any(f"/{part.get(keyword, '')}".rstrip("#").endswith(f"/{name}") for keyword in keywords):
+                return part
             waiting += part.values()
         elif isinstance(part, (list, tuple)):
             waiting += part
