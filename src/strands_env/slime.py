@@ -8,7 +8,6 @@ a sample that slime can use.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from strands_sglang import OUTCOMES, RewardRule, SGLangModel
 from strands_sglang.trainers import slime
 
 from .core import Action, Environment, ModelFactory, StepResult, TaskContext
+from .core.supervision import settled
 
 MakeEnvironment = Callable[[ModelFactory, Any], "Environment | Awaitable[Environment]"]
 
@@ -37,8 +37,7 @@ def make_generate(
     """
 
     async def episode(model: SGLangModel, sample: Any) -> slime.EpisodeEnd:
-        made = make_environment(lambda: model, sample)
-        environment = await made if inspect.isawaitable(made) else made
+        environment: Environment = await settled(make_environment(lambda: model, sample))
         environment.retries = 0
         result = await environment.step((action or action_of)(sample))
         return slime.EpisodeEnd(result.termination_reason, _reward(environment, result), _facts(result))

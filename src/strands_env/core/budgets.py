@@ -1,7 +1,6 @@
 """What an episode may spend, and the hooks that hold it to that.
 
-Strands' loop recurses once per turn, so `drive` has it run a few turns at a time; the counts run on, and no message is
-added in between. Every budget ends the loop where the history is whole: behind the results of a turn's tools.
+Every budget ends the loop where the history is whole: behind the results of a turn's tools.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from strands import Agent
-from strands.agent import AgentResult
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
+from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent
 from strands.types.tools import AgentTool, ToolSpec, ToolUse
 from typing_extensions import override
 
-from ..utils.threads import as_failure, in_thread
+from strands_sglang import ToolLimiter
+
+from .supervision import as_failure, in_thread
 
 logger = logging.getLogger(__name__)
 
 OUT_OF_TIME = "Error: the tool did not finish within"
 """How the result of a call that took too long begins."""
-
-TURNS_AT_ONCE = 16
-"""Turns of one invocation of an agent: far below Python's recursion limit, and most episodes are one invocation."""
 
 
 @dataclass(frozen=True)
@@ -67,97 +64,63 @@ class Budgets:
     def left(self, agent: Agent) -> dict[str, int]:
         """What is left, as Strands takes it; a number below 1 is spent."""
         metrics = agent.event_loop_metrics
-        usage = metrics.accumulated_usage
-        left = {
-            "turns": None if self.max_turns is None else self.max_turns - metrics.cycle_count,
-            "total_tokens": None if self.max_total_tokens is None else self.max_total_tokens - usage["totalTokens"],
-            "output_tokens": (
-                None if self.max_sampled_tokens is None else self.max_sampled_tokens - usage["outputTokens"]
-            ),
+        spent = {
+            "turns": (self.max_turns, metrics.cycle_count),
+            "total_tokens": (self.max_total_tokens, metrics.accumulated_usage["totalTokens"]),
+            "output_tokens": (self.max_sampled_tokens, metrics.accumulated_usage["outputTokens"]),
         }
-        return {name: value for name, value in left.items() if value is not None}
+        return {name: most - used for name, (most, used) in spent.items() if most is not None}
 
 
-async def drive(agent: Agent, prompt: Any, budgets: Budgets) -> AgentResult:
-    """Run an agent until it ends or a budget is spent, some turns at a time.
+class EpisodeHooks(HookProvider):
+    """Holds one episode's agent to its budgets: keeps tool calls beyond them from running, and contains the others.
 
-    Args:
-        agent: The agent; it must not have been run before.
-        prompt: What it is asked.
-        budgets: What it may spend.
-
-    Returns:
-        Its last result; `stop_reason` names the spent budget as Strands does.
+    Attributes:
+        limiter: Counts tool iterations and calls, and ends the loop at their limits.
+        model_error: What the latest call of the model raised, which tells a provider's errors from those of the agent's
+            own code; None if it gave an answer.
     """
-    state: dict[str, Any] = {}  # one for all invocations: tools keep things in it
-    left = budgets.left(agent)
-    while True:
-        limits: Any = {**left, "turns": min(left.get("turns", TURNS_AT_ONCE), TURNS_AT_ONCE)}
-        result = await agent.invoke_async(prompt, invocation_state=state, limits=limits)
-        if result.stop_reason != "limit_turns":
-            return result
-        left = budgets.left(agent)
-        spent = next((name for name, value in left.items() if value < 1), None)
-        if spent is not None:
-            return replace(result, stop_reason=cast(Any, f"limit_{spent}"))
-        prompt = None
-
-
-class BudgetHooks(HookProvider):
-    """Keeps tool calls beyond the budget from running, in one message with others, too, and ends those that hang."""
 
     def __init__(self, budgets: Budgets) -> None:
-        """Hold one episode to its budgets."""
+        """Watch one episode."""
         self._budgets = budgets
-        self._iterations = 0
-        self._calls = 0
-        self._excess: dict[str, str] = {}
+        self.limiter = ToolLimiter(
+            max_tool_iters=budgets.max_tool_iterations,
+            max_tool_calls=budgets.max_tool_calls,
+            max_parallel_tool_calls=budgets.max_parallel_tool_calls,
+            on_limit="stop",
+        )
+        self.model_error: BaseException | None = None
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Register with the episode's agent."""
-        registry.add_callback(MessageAddedEvent, self._count)
+        """Register with the episode's agent, the limiter first."""
+        self.limiter.register_hooks(registry)
+        registry.add_callback(AfterModelCallEvent, self._note)
         registry.add_callback(BeforeToolCallEvent, self._check, order=HookOrder.SDK_LAST)
 
-    def _count(self, event: MessageAddedEvent) -> None:
-        if event.message["role"] != "assistant":
-            return
-        ids = [block["toolUse"]["toolUseId"] for block in event.message["content"] if "toolUse" in block]
-        self._iterations += bool(ids)
-        budgets = self._budgets
-        for tool_use_id in ids:
-            self._calls += 1
-            if budgets.max_tool_iterations is not None and self._iterations > budgets.max_tool_iterations:
-                self._excess[tool_use_id] = f"{budgets.max_tool_iterations} rounds of tool calls"
-            elif budgets.max_tool_calls is not None and self._calls > budgets.max_tool_calls:
-                self._excess[tool_use_id] = f"{budgets.max_tool_calls} tool calls"
+    def _note(self, event: AfterModelCallEvent) -> None:
+        self.model_error = event.exception
 
     def _check(self, event: BeforeToolCallEvent) -> None:
-        limit = self._excess.get(event.tool_use["toolUseId"])
-        if limit is not None:
-            event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
+        excess = self._excess(event)
+        if excess is not None:
+            event.cancel_tool = f"This tool call was not run: at most {excess} may be made."
         elif event.selected_tool is not None:
             is_named = event.selected_tool.tool_name == event.tool_use["name"]  # a renamed call is still to find it
             if is_named or self._budgets.tool_timeout is not None:
                 event.selected_tool = ContainedTool(event.selected_tool, self._budgets.tool_timeout)
 
-
-class ModelFailures(HookProvider):
-    """Notes what the calls of a model raised, which tells a provider's errors from those of the agent's own code.
-
-    Attributes:
-        error: What the latest call raised; None if it gave an answer.
-    """
-
-    def __init__(self) -> None:
-        """Watch one agent."""
-        self.error: BaseException | None = None
-
-    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Register with the episode's agent."""
-        registry.add_callback(AfterModelCallEvent, self._note)
-
-    def _note(self, event: AfterModelCallEvent) -> None:
-        self.error = event.exception
+    def _excess(self, event: BeforeToolCallEvent) -> str | None:
+        """The budget that a call is beyond, if any."""
+        most_iterations, most_calls = self._budgets.max_tool_iterations, self._budgets.max_tool_calls
+        if most_iterations is not None and self.limiter.tool_iter_count > most_iterations:
+            return f"{most_iterations} rounds of tool calls"
+        if most_calls is None or self.limiter.tool_call_count <= most_calls:
+            return None
+        # The limiter has counted all calls of the message; those at its end are too many.
+        uses = [block["toolUse"]["toolUseId"] for block in event.agent.messages[-1]["content"] if "toolUse" in block]
+        excess = uses[most_calls - self.limiter.tool_call_count :]
+        return f"{most_calls} tool calls" if event.tool_use["toolUseId"] in excess else None
 
 
 class ContainedTool(AgentTool):
@@ -200,7 +163,6 @@ class ContainedTool(AgentTool):
         """The tool's events; an error result when the time is up."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         end = object()
-        is_stopped = False
 
         async def pump() -> None:
             # In a task of its own throughout: a generator's context must not change from event to event, and a
@@ -209,8 +171,6 @@ class ContainedTool(AgentTool):
                 async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
                     events.put_nowait(event)
             except BaseException as error:
-                if is_stopped:
-                    raise
                 raise as_failure(error) from None
             finally:
                 events.put_nowait(end)
@@ -235,12 +195,10 @@ class ContainedTool(AgentTool):
             await asyncio.wait({pumping})
             pumping.result()  # an error of the tool's own, timeouts included
         except asyncio.CancelledError:
-            is_stopped = True
             pumping.cancel()
             await asyncio.wait({pumping})  # what the tool does at its end is done before the environment's cleanup
             raise
         finally:
-            is_stopped = True
             pumping.cancel()
 
     def _out_of_time(self, tool_use: ToolUse) -> dict[str, Any]:

@@ -11,22 +11,24 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from strands import Agent
+from strands.agent import AgentResult
 from strands.agent.conversation_manager import NullConversationManager
 from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookProvider
 from strands.models.model import Model
 from strands.tools import ToolProvider
+from strands.types.content import Message
 from typing_extensions import override
 
 from strands_sglang import (
@@ -34,17 +36,14 @@ from strands_sglang import (
     RewardRule,
     SGLangModel,
     TerminationReason,
-    ToolLimiter,
     Trajectory,
     termination_reason,
 )
 
-from ..utils.threads import as_failure, called, in_thread
-from .budgets import BudgetHooks, Budgets, ModelFailures, drive
+from .budgets import Budgets, EpisodeHooks
 from .conversation import Conversation, read_conversation
 from .identity import Identified, describe
-from .metrics import episode_metrics
-from .supervision import INSIST_AFTER, Supervisor
+from .supervision import INSIST_AFTER, Supervisor, as_failure, called, in_thread, settled
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
@@ -53,6 +52,12 @@ ModelFactory = Callable[[], "Model | Awaitable[Model]"]
 """Makes the model of a step; may be async, and may return the same model again and again."""
 
 LONGEST_RETRY_DELAY = 60.0
+
+TURNS_AT_ONCE = 16
+"""Turns of one invocation of an agent, whose loop recurses once per turn: far below Python's recursion limit.
+
+Most episodes are one invocation. In the others the counts run on, and no message is added in between.
+"""
 
 _MAKE_NO_DIFFERENCE = frozenset(
     {"reward_fn", "system_prompt", "verbose", "cleanup_timeout", "retries", "retry_on", "retry_delay"}
@@ -244,7 +249,7 @@ class Environment(Identified):
     async def _attempt(
         self, action: Action, conversation: Conversation, supervisor: Supervisor, attempts: int
     ) -> StepResult:
-        episode = _Episode(conversation, self._limiter())
+        episode = _Episode(conversation, EpisodeHooks(self.budgets))
         result: StepResult | None = None
         try:
             try:
@@ -270,13 +275,13 @@ class Environment(Identified):
 
     async def _play(self, episode: _Episode) -> Any:
         await called(self.reset, grace=INSIST_AFTER)  # what it has begun is there for `cleanup`
-        model: Any = await _settled(self.model_factory())
+        model: Any = await settled(self.model_factory())
         if model is None:
             raise TypeError("the model factory made no model; Strands would take one of its own")
         episode.model = model
         with _trajectory_of(model) as episode.trajectory:
-            tools = list(await _settled(self.get_tools()))
-            hooks = [episode.limiter, BudgetHooks(self.budgets), episode.failures, *await _settled(self.get_hooks())]
+            tools = list(await settled(self.get_tools()))
+            hooks = [episode.hooks, *await settled(self.get_hooks())]
             if isinstance(model, SGLangModel):
                 hooks.append(model.hooks)  # the record knows what becomes of each answer
             system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
@@ -296,7 +301,29 @@ class Environment(Identified):
 
             # Tool providers connect while the agent is made, which takes as long as it takes.
             episode.agent = await in_thread(make_agent) if episode.has_providers else make_agent()
-            return await drive(episode.agent, [episode.conversation.asked], self.budgets)
+            return await self._drive(episode.agent, episode.conversation.asked)
+
+    async def _drive(self, agent: Agent, asked: Message) -> AgentResult:
+        """Run the agent until it ends or a budget is spent, some turns at a time.
+
+        Nothing else in the package runs it.
+
+        Returns:
+            Its last result; `stop_reason` names the spent budget as Strands does.
+        """
+        state: dict[str, Any] = {}  # one for all invocations: tools keep things in it
+        prompt: Any = [asked]
+        left = self.budgets.left(agent)
+        while True:
+            limits: Any = {**left, "turns": min(left.get("turns", TURNS_AT_ONCE), TURNS_AT_ONCE)}
+            result = await agent.invoke_async(prompt, invocation_state=state, limits=limits)
+            if result.stop_reason != "limit_turns":
+                return result
+            left = self.budgets.left(agent)
+            for name, value in left.items():
+                if value < 1:
+                    return replace(result, stop_reason=cast(Any, f"limit_{name}"))
+            prompt = None
 
     async def _result(self, episode: _Episode, end: Any, supervisor: Supervisor) -> StepResult:
         """What the episode left."""
@@ -365,35 +392,26 @@ class Environment(Identified):
         finally:
             await called(self.cleanup)
 
-    def _limiter(self) -> ToolLimiter:
-        budgets = self.budgets
-        return ToolLimiter(
-            max_tool_iters=budgets.max_tool_iterations,
-            max_tool_calls=budgets.max_tool_calls,
-            max_parallel_tool_calls=budgets.max_parallel_tool_calls,
-            on_limit="stop",
-        )
 
-
+@dataclass
 class _Episode:
     """One episode while it runs."""
 
-    def __init__(self, conversation: Conversation, limiter: ToolLimiter) -> None:
-        self.conversation = conversation
-        self.limiter = limiter
-        self.began = time.monotonic()
-        self.model: Any = None
-        self.agent: Agent | None = None
-        self.trajectory: Trajectory | None = None
-        self.has_providers = False
-        self.failures = ModelFailures()
+    conversation: Conversation
+    hooks: EpisodeHooks
+    began: float = field(default_factory=time.monotonic)
+    agent: Agent | None = None
+    trajectory: Trajectory | None = None
+    has_providers: bool = False
+    model: Any = None
 
     def reason(self, end: Any) -> TerminationReason:
         """Why the episode ended, given what it returned or raised."""
-        reason = termination_reason(end, trajectory=self.trajectory, limiter=self.limiter)
-        if reason is TerminationReason.AGENT_ERROR and self.trajectory is None and self.failures.error is not None:
+        reason = termination_reason(end, trajectory=self.trajectory, limiter=self.hooks.limiter)
+        failure = self.hooks.model_error
+        if reason is TerminationReason.AGENT_ERROR and self.trajectory is None and failure is not None:
             # Other providers raise errors of their own for what is their server's or their network's.
-            if self.failures.error in (end, getattr(end, "original_exception", None)):
+            if failure in (end, getattr(end, "original_exception", None)):
                 return TerminationReason.INFRASTRUCTURE_ERROR
         return reason
 
@@ -416,11 +434,6 @@ def _caught(error: BaseException, supervisor: Supervisor) -> BaseException:
     return as_failure(error)
 
 
-async def _settled(value: Any) -> Any:
-    """What a function returned that may be async."""
-    return await value if inspect.isawaitable(value) else value
-
-
 def _told(error: BaseException) -> str:
     """An error in one line, without Strands' wrapper around it."""
     inner = getattr(error, "original_exception", None) or error
@@ -428,3 +441,69 @@ def _told(error: BaseException) -> str:
         return f"{type(inner).__name__}: {inner}" if str(inner) else type(inner).__name__
     except Exception:  # it cannot tell
         return type(inner).__name__
+
+
+def episode_metrics(
+    agent: Agent | None, messages: Sequence[Message], trajectory: Trajectory | None, seconds: float
+) -> dict[str, Any]:
+    """The numbers of an episode.
+
+    Args:
+        agent: The agent; None if it was never made.
+        messages: The messages since it was asked.
+        trajectory: Its recorded calls, if its model records them.
+        seconds: How long it took.
+
+    Returns:
+        `model_calls`, `tool_iterations`, `tool_calls`, `tool_errors`, `tool_parse_errors`; `input_tokens` (of all
+        prompts), `cached_tokens`, `sampled_tokens`, `total_tokens`; `sequences` (how many a trainer has to take; models
+        that record tokens only); `seconds`, `model_seconds`; and `tools`: by name `calls`, `errors`, `parse_errors`
+        and `seconds`.
+    """
+    tools: dict[str, dict[str, float]] = {}
+
+    def of(name: str) -> dict[str, float]:
+        return tools.setdefault(name, {"calls": 0, "errors": 0, "parse_errors": 0, "seconds": 0.0})
+
+    names: dict[str, str] = {}
+    iterations = 0
+    for message in messages:
+        uses = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+        iterations += bool(uses)
+        for use in uses:
+            names[use["toolUseId"]] = use["name"]
+            of(use["name"])["calls"] += 1
+        for block in message["content"]:
+            result = block.get("toolResult")
+            if result is not None and result.get("status") == "error" and result["toolUseId"] in names:
+                of(names[result["toolUseId"]])["errors"] += 1
+    parse_errors = trajectory.tool_parse_errors if trajectory is not None else {}
+    for name, count in parse_errors.items():
+        of(name)["parse_errors"] += count
+    usage: Any = {}
+    calls = latency_ms = 0
+    if agent is not None:
+        loop = agent.event_loop_metrics
+        usage, calls, latency_ms = loop.accumulated_usage, loop.cycle_count, loop.accumulated_metrics["latencyMs"]
+        for name, told in loop.tool_metrics.items():
+            of(name)["seconds"] += told.total_time
+    sampled = usage.get("outputTokens", 0)
+    metrics: dict[str, Any] = {
+        "model_calls": calls,
+        "tool_iterations": iterations,
+        "tool_calls": sum(int(one["calls"]) for one in tools.values()),
+        "tool_errors": sum(int(one["errors"]) for one in tools.values()),
+        "tool_parse_errors": sum(parse_errors.values()),
+        "input_tokens": usage.get("inputTokens", 0),
+        "cached_tokens": usage.get("cacheReadInputTokens", 0),
+        "sampled_tokens": sampled,
+        "total_tokens": usage.get("totalTokens", 0),
+        "seconds": seconds,
+        "model_seconds": latency_ms / 1000,
+        "tools": tools,
+    }
+    if trajectory is not None:
+        # What a failed or cut call had sampled is in no usage.
+        metrics["sampled_tokens"] = sum(len(turn.output_ids) for turn in trajectory.turns)
+        metrics["sequences"] = sum(any(sequence.loss_mask) for sequence in trajectory.sequences())
+    return metrics

@@ -1,18 +1,26 @@
-"""Running an episode in a task of its own, so that it has an end and is cleaned up however its caller is interrupted.
+"""Running the code of an episode so that it has an end and is cleaned up however its caller is interrupted.
 
 All of an episode, from `reset` to `cleanup`, runs in one task: what is entered in one place of it can be left in
 another, as cancel scopes and context variables want it. Whoever interrupts it, the caller or a timer, says so here,
 so that the episode can tell one from the other.
+
+Functions that block have a thread of their own each. An event loop's default threads are few and shared: functions
+that hang take them from everybody else, and the process waits for them when it ends. A thread of its own is waited for
+by nobody but its caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import inspect
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import anyio
 
@@ -25,7 +33,7 @@ INSIST_AFTER = 5.0
 ABANDON_AFTER = 1.0
 """Seconds after which cleaning up that goes on although it was interrupted is left to itself."""
 
-_abandoned: set[asyncio.Task[Any]] = set()  # an event loop holds its tasks weakly
+_running: set[asyncio.Task[Any]] = set()  # an event loop holds its tasks weakly
 
 
 class Supervisor:
@@ -33,17 +41,19 @@ class Supervisor:
 
     Attributes:
         is_cancelled: Whether the caller has cancelled.
-        is_abandoned: Whether the task goes on for nobody.
     """
 
     def __init__(self) -> None:
         """Begin with nothing to interrupt."""
         self.is_cancelled = False
-        self.is_abandoned = False
-        self._outcome: Any = None
-        self._given_up = asyncio.Event()
+        self._abandoned_with: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[Any] | None = None
         self._may_interrupt = True
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the task goes on for nobody."""
+        return self._abandoned_with.done()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in a task of its own, to its end or until it is abandoned.
@@ -51,22 +61,16 @@ class Supervisor:
         Raises:
             CancelledError: The caller was cancelled; the task has ended, too.
         """
-        loop = asyncio.get_running_loop()
-        self._task = task = loop.create_task(coroutine)
-        giving_up = loop.create_task(self._given_up.wait())
-        try:
-            return await self._ended(task, giving_up)
-        finally:
-            giving_up.cancel()
-
-    async def _ended(self, task: asyncio.Task[T], giving_up: asyncio.Task[Any]) -> T:
+        self._task = task = asyncio.ensure_future(coroutine)
+        _running.add(task)
+        task.add_done_callback(_forget)
         cancelled: asyncio.CancelledError | None = None
         while not (task.done() or self.is_abandoned):
             try:
                 # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
                 with anyio.CancelScope(shield=self.is_cancelled):
                     await asyncio.wait(
-                        {task, giving_up},
+                        {task, self._abandoned_with},
                         timeout=INSIST_AFTER if self.is_cancelled else None,
                         return_when=asyncio.FIRST_COMPLETED,
                     )
@@ -76,10 +80,9 @@ class Supervisor:
             if self.is_cancelled and self._may_interrupt and not task.done():
                 task.cancel()
         if cancelled is not None:
-            if task.done() and not task.cancelled():
-                task.exception()  # seen, so that nobody complains that it was not
             raise cancelled
-        return task.result() if task.done() else cast(T, self._outcome)
+        result: T = task.result() if task.done() else self._abandoned_with.result()
+        return result
 
     async def within(
         self,
@@ -115,10 +118,7 @@ class Supervisor:
             nonlocal is_late, timer
             if is_late and outcome is not None:
                 logger.warning("%s does not end although it was cancelled, and is left to itself", what)
-                self.is_abandoned, self._outcome = True, outcome
-                _abandoned.add(task)
-                task.add_done_callback(_forget)
-                self._given_up.set()
+                self._abandoned_with.set_result(outcome)
                 return
             is_late = True
             task.cancel()
@@ -204,12 +204,82 @@ _timer: ContextVar[_Timer | None] = ContextVar("timer", default=None)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
-    _abandoned.discard(task)
+    _running.discard(task)
     if not task.cancelled():
-        task.exception()
+        task.exception()  # seen, so that nobody complains that it was not
 
 
 def _take_back_cancellation(task: asyncio.Task[Any]) -> None:
     """Have the task count as not cancelled: it has been noticed, and what cleans up may use timeouts of its own."""
     for _ in range(getattr(task, "cancelling", int)()):
         task.uncancel()  # type: ignore[attr-defined, unused-ignore]  # Python 3.11
+
+
+# --- functions of the user ---
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run a function in a thread of its own, in this context. If the caller is cancelled, the thread ends by itself.
+
+    Args:
+        function: The function.
+        *args: Its arguments.
+        **kwargs: Its arguments by name.
+
+    Raises:
+        RuntimeError: It raised what would end a task or an event loop rather than say that something failed.
+    """
+    context, outcome = contextvars.copy_context(), Future[T]()
+    outcome.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(context.run(function, *args, **kwargs))
+        except BaseException as error:
+            outcome.set_exception(as_failure(error))
+
+    threading.Thread(target=work, name=getattr(function, "__name__", None), daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+async def called(function: Callable[..., Any], *args: Any, grace: float | None = 0.0, **kwargs: Any) -> Any:
+    """Call a function of the user's that may be async; one that is not may block.
+
+    Args:
+        function: The function.
+        *args: Its arguments.
+        grace: Seconds for which a caller that is cancelled waits for one that blocks; None to wait for its end.
+        **kwargs: Its arguments by name.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    running = asyncio.ensure_future(in_thread(function, *args, **kwargs))
+    try:
+        value = await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running}, timeout=grace)
+        running.cancel()
+        raise
+    return await settled(value)
+
+
+async def settled(value: Any) -> Any:
+    """What a function of the user's that may be async has returned."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def as_failure(error: BaseException) -> Exception:
+    """An error as one that says that something failed: no exit, interrupt, cancellation or end of an iterator."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    if isinstance(error, SystemExit):
+        failure = RuntimeError(f"SystemExit: it asked for the process to exit ({error.code!r})")
+    else:
+        try:
+            said = f": {error}" if str(error) else ""
+        except Exception:  # a text that cannot be made must not keep the caller waiting
+            said = ""
+        failure = RuntimeError(f"it raised {type(error).__name__}{said}")
+    if not isinstance(error, asyncio.CancelledError):  # nobody has cancelled what goes on with this error
+        failure.__cause__ = error
+    return failure

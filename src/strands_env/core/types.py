@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from strands.types.content import Message, Messages
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 
 from .identity import Identified
-from .thinking import without_thinking
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,3 +218,32 @@ def final_text(messages: Messages | list[Any]) -> str | None:
     text = "\n".join(texts)
     answer = without_thinking(text)
     return answer if answer or answer == text else None
+
+
+_MARKS = re.compile(
+    r"<(?P<end>/)?(?:[a-z]+:)?(?:think|thinking|thought|reasoning)>|\[(?P<end2>/)?THINK\]|◁(?P<end3>/)?think▷",
+    re.IGNORECASE,
+)
+
+
+def without_thinking(text: str) -> str:
+    """A text without what stands in `<think>` and the like.
+
+    Thinking that the prompt opened ends with a lone `</think>`: all before it goes. Thinking that is never closed lasts
+    to the end of the text. A text without such marks is returned as it is.
+    """
+    if _MARKS.search(text) is None:
+        return text
+    kept: list[str] = []
+    position, is_thinking = 0, False
+    for mark in _MARKS.finditer(text):
+        if any(mark.groups()):
+            if not is_thinking:
+                kept.clear()
+            is_thinking, position = False, mark.end()
+        elif not is_thinking:
+            kept.append(text[position : mark.start()])
+            is_thinking = True
+    if not is_thinking:
+        kept.append(text[position:])
+    return "".join(kept).strip()

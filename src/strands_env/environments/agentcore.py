@@ -11,7 +11,7 @@ from strands import tool
 from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
-from ..utils.threads import in_thread
+from ..core.supervision import called
 from .backends import BackendError, EndOnBackendErrors
 
 LONGEST_OUTPUT = 32_000
@@ -95,7 +95,7 @@ class AgentCoreCodeEnvironment(Environment):
         async with self._one_at_a_time:
             client, self._client = self._client, None
             if client is not None:
-                await _in_thread(client.stop)
+                await called(client.stop, grace=None)
 
     def _tool(self) -> Any:
         @tool
@@ -112,9 +112,10 @@ class AgentCoreCodeEnvironment(Environment):
 
     async def _execute(self, code: str) -> tuple[str, bool]:
         """Run code in the session: its output, and whether it failed."""
-        async with self._one_at_a_time:  # a session runs one program at a time
+        # A session runs one program at a time, to its end: the next call has to find it in order.
+        async with self._one_at_a_time:
             try:
-                return await _in_thread(lambda: self._execute_now(code))
+                return await called(self._execute_now, code, grace=None)
             except Exception as error:  # whatever it is, it is not the code's: that comes as a result
                 raise BackendError(f"the code interpreter does not answer: {error}") from error
 
@@ -162,13 +163,3 @@ def _results(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         else:  # an exception of the service, named by its key
             name, what = next(iter(event.items()), ("nothing", ""))
             raise RuntimeError(f"the code interpreter answered with {name}: {what}")
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run a call that blocks. A cancelled caller waits for its end: the next call has to find the session in order."""
-    running = asyncio.ensure_future(in_thread(call))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
 from ..core.budgets import OUT_OF_TIME
-from ..utils.threads import in_thread
+from ..core.supervision import called, in_thread, settled
 from .backends import BackendError
 
 logger = logging.getLogger(__name__)
@@ -115,10 +114,9 @@ class MCPEnvironment(Environment):
             BackendError: A server does not start, or does not say what tools it has.
         """
         await super().reset()
-        given = self._clients
+        given: Any = self._clients
         own = not isinstance(given, MCPClient | Sequence)
-        made = given if isinstance(given, MCPClient | Sequence) else given()
-        clients = await made if inspect.isawaitable(made) else made
+        clients = await settled(given() if own else given)
         tools: list[Any] = []
         for client in [clients] if isinstance(clients, MCPClient) else clients:
             if own:
@@ -131,17 +129,15 @@ class MCPEnvironment(Environment):
 
     async def _start(self, client: MCPClient) -> None:
         servers = self._servers
-        starting = asyncio.ensure_future(in_thread(client.start))
+
+        def start() -> None:
+            client.start()
+            servers.own.append(client)
+
         try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await asyncio.wait({starting})  # it cannot be stopped before it has started
-            if starting.exception() is None:
-                servers.own.append(client)
-            raise
+            await called(start, grace=None)  # it cannot be stopped before it has started
         except Exception as error:  # such a client has stopped itself
             raise BackendError(f"an MCP server did not start: {error}") from error
-        servers.own.append(client)
 
     def get_tools(self) -> Sequence[Any]:
         """The servers' tools, by their names and with the clients' prefixes."""

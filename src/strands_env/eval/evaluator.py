@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termination_reason
 
 from ..core.identity import describe
+from ..core.supervision import settled
 from ..core.types import Action, Observation, StepResult
 from .checkpoint import Run, Storage
 from .json_lines import digest
@@ -272,8 +272,8 @@ class Evaluator:
             return _failed(error), is_judged, identity
 
     async def _make(self, action: Action) -> Environment:
-        made: Any = self.env_factory(action)
-        return await made if inspect.isawaitable(made) else made
+        env: Environment = await settled(self.env_factory(action))
+        return env
 
     async def _identity(self, env: Any) -> dict[str, Any]:
         """What makes an environment the one that it is, the weights that its server tells of included."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from strands_env.utils.threads import called
+from strands_env.core.supervision import called
 from support.environments import ANSWER, ASK, CalculatorEnv, Contains
 from support.scripted_model import ScriptedModel
 
