@@ -32,16 +32,17 @@ from ..tool_parsers import (
 from .grammar import Element, constant_text, either, json_object, matching, members, optional, sequence
 from .schemas import Property, Schema, alternatives, object_properties
 from .values import (
-    ElementNotation,
-    GemmaNotation,
-    IndentedNotation,
-    JSONNotation,
-    PythonNotation,
+    GEMMA,
+    INDENTED_JSON,
+    JSON,
+    MINIMAX_M3,
+    PYTHON,
+    Notation,
     plain_value,
     values_by_type,
 )
 
-_SPACE = IndentedNotation.gap  # Granite 3's template indents its JSON
+_SPACE = INDENTED_JSON.gap  # Granite 3's template indents its JSON
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Call:
     name: str
     schema: Schema
 
-    def json(self, notation: JSONNotation | None = None) -> Element:
+    def json(self, notation: Notation = JSON) -> Element:
         """Return what matches the arguments as JSON, or in another notation.
 
         Raises:
@@ -66,7 +67,7 @@ class Call:
         """
         if any(option.value.get("type") != "object" for option in alternatives(self.schema)):
             raise self.schema.unsupported("the arguments of a tool are an object")
-        return (notation or JSONNotation()).value(self.schema)
+        return notation.value(self.schema)
 
     def properties(self, key: str | None = None) -> list[Property]:
         """Return the parameters of the tool.
@@ -104,8 +105,8 @@ class CallFormat:
     after_reasoning: str = ""
 
 
-def _object(call: Call, arguments: str = "arguments", notation: JSONNotation | None = None) -> Element:
-    return json_object({"name": constant_text(call.name), arguments: call.json(notation)})
+def _object(call: Call, arguments: str = "arguments") -> Element:
+    return json_object({"name": constant_text(call.name), arguments: call.json()})
 
 
 def _hermes(call: Call) -> Element:
@@ -182,12 +183,11 @@ def _minimax_m2(call: Call) -> Element:
 
 
 def _minimax_m3(call: Call) -> Element:
-    notation = ElementNotation()
-    token = notation.TOKEN
+    (token,) = MINIMAX_M3.excludes
     call.properties()
     return sequence(
         f'{call.parser.tool_start_token}\n{token}<invoke name="{call.name}">',
-        call.json(notation),
+        call.json(MINIMAX_M3),
         f"{token}</invoke>\n{call.parser.tool_end_token}",
     )
 
@@ -267,9 +267,8 @@ def _llama3_json(call: Call) -> Element:
 def _llama4_pythonic(call: Call) -> Element:
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", call.name) is None:
         raise call.schema.unsupported("the format cannot write the tool's name")
-    notation = PythonNotation()
     arguments = [
-        (sequence(f"{found.name}=", notation.value(found.schema)), found.required)
+        (sequence(f"{found.name}=", PYTHON.value(found.schema)), found.required)
         for found in call.properties(r"[A-Za-z_][A-Za-z0-9_]*")
     ]
     return sequence(f"[{call.name}(", members(arguments, ", "), ")]")
@@ -290,15 +289,13 @@ def _mistral(call: Call) -> Element:
 
 def _gemma4(call: Call) -> Element:
     call.properties()
-    return sequence(
-        f"{call.parser.tool_start_token}call:{call.name}", call.json(GemmaNotation()), call.parser.tool_end_token
-    )
+    return sequence(f"{call.parser.tool_start_token}call:{call.name}", call.json(GEMMA), call.parser.tool_end_token)
 
 
 def _granite(call: Call) -> Element:
     listed = sequence(
         *("<|tool_call|>[", _SPACE, "{", _SPACE, f'"name": {constant_text(call.name)},', _SPACE, '"arguments": '),
-        *(call.json(IndentedNotation()), _SPACE, "}", _SPACE, "]"),
+        *(call.json(INDENTED_JSON), _SPACE, "}", _SPACE, "]"),
     )
     return either([_hermes(call), listed])
 

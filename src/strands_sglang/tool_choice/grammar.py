@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Element = dict[str, Any]
-"""A part of a structural tag: what SGLang's documentation calls a format."""
+Element = dict[str, Any]  # a part of a structural tag: what SGLang's documentation calls a format
 
 _CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # EBNF, since a grammar must not hold a real NUL
 _PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings hold as they are

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from itertools import combinations, product
+from collections.abc import Iterator, Mapping
+from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
+from ..tool_parsers.reading.marked import tool_schemas
 from ..tool_parsers.reading.schemas import (
     JSON_TYPES,
     allowed_types,
@@ -35,13 +36,13 @@ _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
 }
 _CONSTRAINTS = {key for keys in _OF_TYPE.values() for key in keys} | {"$ref", "anyOf", "oneOf", "allOf"}
+# Keywords with one meaning together: two schemas are joined only where they agree on all of them.
 _TOGETHER = (
     *(("properties", "additionalProperties"), ("items", "prefixItems")),
     *((keyword,) for keyword in sorted(_CONSTRAINTS | _NOT_ENFORCED | {"type", "enum", "const"})),
 )
-"""Keywords with one meaning together: two schemas are joined only where they agree on all of them."""
+# What stands for a value of any type: objects would have keys that no schema declares.
 _ANY_TYPE = ("string", "number", "boolean", "null")
-"""What stands for a value of any type: objects would have keys that no schema declares."""
 _LEVELS = 64  # references, alternatives and properties in each other before a schema counts as referring to itself
 _LONGEST = 256  # characters or items that a schema may require, or a pattern repeat: each is a state of the grammar
 _MOST_ALTERNATIVES = 256
@@ -58,26 +59,33 @@ class Schema(NamedTuple):
     """A JSON schema, and what it takes to read it.
 
     Attributes:
-        value: The schema.
+        value: The schema, an object; one that allows nothing lists no values.
         root: The schema that its references point into.
         path: Where it stands, for errors.
+        written: Counts the values of its grammar.
         level: How many references, lists and objects it stands in.
     """
 
-    value: Any
+    value: Mapping[str, Any]
     root: Any
     path: str
+    written: Iterator[int]
     level: int = 0
 
     def at(self, value: Any, *keys: str) -> Schema:
         """Return a schema that stands in this one.
 
         Raises:
-            NotImplementedError: It stands too deep, as in a schema that refers to itself.
+            NotImplementedError: It is none, or stands too deep, as in a schema that refers to itself.
         """
         if self.level == _LEVELS:
             raise self.unsupported("a grammar cannot follow a schema that refers to itself")
-        return Schema(value, self.root, "/".join((self.path, *keys)), self.level + 1)
+        inner = self._replace(value=value, path="/".join((self.path, *keys)), level=self.level + 1)
+        if isinstance(value, bool):
+            return inner._replace(value={} if value else {"enum": []})
+        if not isinstance(value, Mapping):
+            raise inner.unsupported(f"{value!r} is no schema")
+        return inner
 
     def unsupported(self, what: str) -> NotImplementedError:
         """Return the error that says why a grammar for this schema cannot be made."""
@@ -95,10 +103,8 @@ class Schema(NamedTuple):
             if type_name(value) != "integer" or value < 0:
                 raise self.unsupported(f"{value!r} is no {keyword!r}")
         low, high = int(given.get(least, 0)), int(given[most]) if most in given else None
-        if high is not None and low > high:
-            raise self.unsupported(f"no value has {least!r} of {low} and {most!r} of {high}")
-        if low > _LONGEST:
-            raise self.unsupported(f"a grammar cannot count {low} for {least!r}; it counts to {_LONGEST}")
+        if low > (_LONGEST if high is None else min(high, _LONGEST)):
+            raise self.unsupported(f"a grammar cannot count {least!r} of {low} and {most!r} of {high}")
         return low, high
 
 
@@ -116,13 +122,11 @@ def argument_schema(spec: Mapping[str, Any]) -> Schema:
     Args:
         spec: A Strands tool spec; its `inputSchema` is the schema, or holds it under `json`.
     """
-    given = spec.get("inputSchema")
-    value = given["json"] if isinstance(given, Mapping) and "json" in given else given
-    value = dict(value) if isinstance(value, Mapping) else {}
-    value.setdefault("type", "object")
+    given = tool_schemas([spec])[spec["name"]]
+    value = {"type": "object", **(given if isinstance(given, Mapping) else {})}
     if not any(value.get(key) for key in ("$ref", "allOf", "anyOf", "oneOf", "additionalProperties")):
         value.setdefault("properties", {})  # a tool that declares nothing takes nothing
-    return Schema(value, value, f"the schema of the tool {spec['name']!r}")
+    return Schema(value, value, f"the schema of the tool {spec['name']!r}", count())
 
 
 def alternatives(schema: Schema) -> list[Schema]:
@@ -141,10 +145,6 @@ def alternatives(schema: Schema) -> list[Schema]:
 def _alternatives(schema: Schema) -> list[Schema]:
     """Return the same; an empty one allows anything."""
     value = schema.value
-    if isinstance(value, bool):
-        return [schema.at({})] if value else []
-    if not isinstance(value, Mapping):
-        raise schema.unsupported(f"{value!r} is no schema")
     for keyword in sorted(_NOT_ENFORCED.intersection(value)):
         if value[keyword] is not False or keyword not in ("not", "uniqueItems"):
             raise schema.unsupported(f"a grammar cannot express the keyword {keyword!r}")
@@ -162,25 +162,24 @@ def _alternatives(schema: Schema) -> list[Schema]:
         return _alternatives(_joined(schema, "allOf", _listed(schema, "allOf")))
     if "const" in value or "enum" in value:
         return _constants(schema)
-    kinds = _kinds(schema)
-    if kinds is None:
+    if "type" not in value:
         said = [kind for kind, keywords in _OF_TYPE.items() if not value.keys().isdisjoint(keywords)]
+        if not said:
+            return [schema.at({})]
         kinds = [kind for kind in said if kind != "integer"]
         if len(kinds) > 1:
             raise schema.unsupported("a grammar needs a 'type' beside keywords of several types")
-        if not kinds:
-            return [schema.at({})]
+    else:
+        kinds = _kinds(schema)
     return [
         schema.at({"type": kind, **{key: value[key] for key in _OF_TYPE.get(kind, ()) if key in value}})
         for kind in kinds
     ]
 
 
-def _kinds(schema: Schema) -> list[str] | None:
-    """Return the types that a schema names itself."""
-    if "type" not in schema.value:
-        return None
-    declared = schema.value["type"]
+def _kinds(schema: Schema) -> list[str]:
+    """Return the types that a schema names itself; all of them where it names none."""
+    declared = schema.value.get("type", [*JSON_TYPES])
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, (list, tuple)) or not all(name in JSON_TYPES for name in names):
         raise schema.unsupported(f"{declared!r} is no 'type'")
@@ -189,18 +188,13 @@ def _kinds(schema: Schema) -> list[str] | None:
 
 def _joined(schema: Schema, keyword: str, parts: list[Any], *keys: str) -> Schema:
     """Return a schema that asks for what some parts ask for, in place of a keyword; annotations do not matter."""
-    whole: Any = {key: inner for key, inner in schema.value.items() if key not in (keyword, "$id")}
-    for part in parts:
-        if whole is False or isinstance(part, bool):
-            whole = whole if part is True else False
-            continue
-        if not isinstance(part, Mapping):
-            raise schema.unsupported(f"{part!r} is no schema")
+    whole = {key: inner for key, inner in schema.value.items() if key not in (keyword, "$id")}
+    for part in (schema.at(part, *keys).value for part in parts):
         for together in _TOGETHER:
             mine, theirs = ({key: each[key] for key in together if key in each} for each in (whole, part))
             if mine and theirs and not same_json(mine, theirs):
                 raise schema.unsupported(f"a grammar cannot join two schemas that differ in {min(mine)!r}")
-        whole = {**whole, **part}
+        whole.update(part)
     return schema.at(whole, *keys)
 
 
@@ -221,11 +215,12 @@ def _constants(schema: Schema) -> list[Schema]:
     """Return a schema that lists the constants of a schema which are of its type."""
     value, kinds = schema.value, _kinds(schema)
     listed = [value["const"]] if "const" in value else _listed(schema, "enum")
-    if others := sorted(_CONSTRAINTS.intersection(value)):
+    others = sorted(_CONSTRAINTS.intersection(value))
+    if others and listed:
         raise schema.unsupported(f"a grammar cannot join constants and {others[0]!r}")
     if "const" in value and "enum" in value:
         listed = [constant for constant in listed if any(same_json(constant, one) for one in value["enum"])]
-    named = JSON_TYPES if kinds is None else {*kinds, *(["integer"] if "number" in kinds else [])}
+    named = {*kinds, "integer"} if "number" in kinds else {*kinds}
     kept = [constant for constant in listed if type_name(constant) in named]
     if not all(map(_is_json, kept)):
         raise schema.unsupported("a constant is no JSON")
@@ -258,18 +253,18 @@ def object_properties(schema: Schema) -> list[Property]:
     Raises:
         NotImplementedError: It allows others and declares none, requires one that is not declared, or counts them.
     """
-    properties = schema.value.get("properties")
-    others = schema.value.get("additionalProperties")
-    if (properties is None and others is not False) or (not properties and others not in (None, False)):
+    properties = schema.value.get("properties") or {}
+    others = schema.value.get("additionalProperties", "properties" not in schema.value)
+    if not properties and others is not False:
         raise schema.unsupported("a grammar needs the properties of an object to be declared")
     required = schema.value.get("required", ())
-    if not isinstance(properties or {}, Mapping) or not isinstance(required, (list, tuple)):
+    if not isinstance(properties, Mapping) or not isinstance(required, (list, tuple)):
         raise schema.unsupported("'properties' must be an object and 'required' a list")
-    if missing := [name for name in required if name not in (properties or {})]:
+    if missing := [name for name in required if name not in properties]:
         raise schema.unsupported(f"the required property {missing[0]!r} is not declared")
     found = [
         Property(name, schema.at(inner, "properties", name), name in required)
-        for name, inner in (properties or {}).items()
+        for name, inner in properties.items()
         if inner is not False or name in required
     ]
     for each in found:
@@ -289,11 +284,10 @@ def array_items(schema: Schema) -> tuple[list[Schema], Schema | None, int, int |
     """
     least, most = schema.sizes("minItems", "maxItems")
     items = schema.value.get("items", True)
-    if isinstance(items, (list, tuple)):
-        raise schema.unsupported("a grammar takes 'prefixItems' rather than a list of 'items'")
+    others = schema.at(items, "items")
     first = [schema.at(item, "prefixItems", str(index)) for index, item in enumerate(_listed(schema, "prefixItems"))]
     if not first and items is not False:
-        return [], schema.at(items, "items"), least, most if most is None else min(most, max(least, _LONGEST))
+        return [], others, least, most if most is None else min(most, max(least, _LONGEST))
     if least > len(first) or (most is not None and most < len(first)):
         what = "a grammar cannot express this number of items beside 'prefixItems'"
         raise schema.unsupported(what if first else "the schema allows no value")
@@ -316,10 +310,8 @@ def string_pattern(schema: Schema) -> str | None:
         is_plain = _PATTERN.fullmatch(pattern) is not None and re.compile(pattern) is not None
     except (TypeError, re.error):  # no text, or a range or a repetition from more to less
         is_plain = False
-    if not is_plain:
+    if not is_plain or sum(int(most or least) for least, most in _REPEATED.findall(pattern)) > _LONGEST:
         raise schema.unsupported(f"a grammar cannot hold a string to the pattern {pattern!r}")
-    if sum(int(most or least) for least, most in _REPEATED.findall(pattern)) > _LONGEST:
-        raise schema.unsupported(f"a grammar cannot count as far as the pattern {pattern!r}")
     return _ATOM.sub(_spelled_out, pattern[1:-1])
 
 

@@ -1,9 +1,10 @@
-"""The grammar of argument values, in JSON and in the notations of formats that have their own."""
+"""The grammar of argument values: one way to write them, and a table of the notations that formats have."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..tool_parsers.reading.schemas import same_json, type_name
@@ -35,29 +36,52 @@ from .schemas import (
 _MOST_VALUES = 5000  # of one grammar; the server would compile more of them for too long
 _SPELLED_OUT: dict[str, tuple[str, ...]] = {"boolean": ("true", "false"), "null": ("null",)}
 _PYTHON_SPELLINGS = {"boolean": ("True", "False"), "null": ("None",)}
+_TOKEN = "]<]minimax[>["
 
 
-class JSONNotation:
-    """How values are written: JSON, spaced as chat templates write it. One object writes one call."""
+@dataclass(frozen=True)
+class Notation:
+    """How a format writes values; without arguments as JSON, spaced as chat templates write it.
 
-    quote = '"'
-    colon = ": "
-    comma = literal(", ")
-    gap = literal("")
-    escapes = '["\\\\/bfnrt]'
-    """What may follow a backslash; no `u`, which could write half of a surrogate pair."""
+    Attributes:
+        quote: What stands on both sides of a string.
+        escapes: What may follow a backslash in a string, as a class of characters; no `u`, which could write half of a
+            surrogate pair. Empty where strings are not escaped.
+        excludes: Marks that no string may hold where strings are not escaped.
+        keys: Pattern of the keys that can be written, as they are; empty where keys are JSON strings.
+        member: What stands around the value of an object's property, with `{}` for the key.
+        item: What stands around an item of a list.
+        brackets: What stands around a list and around an object.
+        comma: What stands between items and between properties.
+        gap: White space inside of brackets.
+        is_sorted: The properties of an object are in alphabetical order.
+        is_typed: The parser types text by the schema.
+        nested: What lists and objects are written in; None for the same notation.
+    """
 
-    def __init__(self) -> None:
-        """Begin to count."""
-        self._written = 0
+    quote: str = '"'
+    escapes: str = '["\\\\/bfnrt]'
+    excludes: Sequence[str] = ()
+    keys: str = ""
+    member: tuple[str, str] = ("{}: ", "")
+    item: tuple[str, str] = ("", "")
+    brackets: Sequence[str] = ("[]", "{}")
+    comma: Element | str = ", "
+    gap: Element | str = ""
+    is_sorted: bool = False
+    is_typed: bool = False
+    nested: Notation | None = None
 
     def value(self, schema: Schema) -> Element:
         """Return what matches a value by its schema.
 
         Raises:
-            NotImplementedError: There is no grammar for that.
+            NotImplementedError: There is no grammar for that, or the parser would not always read what it lets through.
         """
-        return either(map(self.alternative, alternatives(schema)))
+        options = alternatives(schema)
+        if self.is_typed:
+            options = self._told_apart(schema, options)
+        return either(map(self.alternative, options))
 
     def alternative(self, schema: Schema) -> Element:
         """Return what matches one of the `alternatives` of a schema.
@@ -65,187 +89,119 @@ class JSONNotation:
         Raises:
             NotImplementedError: There is no grammar for that.
         """
-        self._written += 1
-        if self._written > _MOST_VALUES:
+        if next(schema.written) > _MOST_VALUES:
             raise schema.unsupported("the schema is too large for a grammar")
         if "enum" in schema.value:
-            return either([self.constant(value, schema) for value in schema.value["enum"]])
+            return either([self._constant(value, schema) for value in schema.value["enum"]])
         kind = schema.value["type"]
         if kind == "string":
-            pattern = string_pattern(schema)
-            sizes = schema.sizes("minLength", "maxLength")
-            return self.quoted(self.characters(*sizes) if pattern is None else matching(pattern))
+            return self._string(schema)
         if kind in ("number", "integer"):
             return json_number(number_bounds(schema), whole=kind == "integer")
-        if kind == "object":
-            return self.object([(found, self.value(found.schema)) for found in object_properties(schema)])
         if kind == "array":
-            first, item, least, most = array_items(schema)
-            return self.array([*map(self.value, first)], None if item is None else self.value(item), least, most)
+            return (self.nested or self)._array(schema)
+        if kind == "object":
+            return (self.nested or self)._object(schema)
         return either(_SPELLED_OUT[kind])
 
-    def quoted(self, content: Element | str) -> Element:
-        """Return what matches a string by what matches its characters."""
-        return sequence(self.quote, content, self.quote)
-
-    def characters(self, least: int, most: int | None) -> Element:
-        """Return what matches a number of characters in a string."""
-        return json_characters(least, most, escapes=self.escapes)
-
-    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
-        """Return what matches a list of the `first` items, or else of `least` to `most` others."""
-        if item is None or most == 0:
-            items = members([(each, True) for each in first], self.comma)
-        else:
-            more = repeated(sequence(self.comma, item), max(least - 1, 0), None if most is None else most - 1)
-            items = item if most == 1 else sequence(item, more)
-            items = items if least else optional(items)
-        return sequence("[", self.gap, items, self.gap, "]")
-
-    def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
-        """Return what matches an object of these properties and their values."""
-        parts = [(sequence(f"{self.key(found)}{self.colon}", value), found.required) for found, value in properties]
-        return sequence("{", self.gap, members(parts, self.comma), self.gap, "}")
-
-    def key(self, found: Property) -> str:
-        """Return the name of a property as it is written."""
-        return constant_text(found.name)
-
-    def constant(self, value: Any, schema: Schema) -> Element:
-        """Return what matches a constant."""
-        return literal(constant_text(value))
-
-
-class IndentedNotation(JSONNotation):
-    """JSON with any line breaks and indentation, of 32 characters at most."""
-
-    gap = matching(r"[ \n]{0,32}")
-    comma = sequence(",", gap)
-
-
-class PythonNotation(JSONNotation):
-    """Python's literals, as far as they are JSON's as well (parsers read `true`, `false` and `null` too)."""
-
-    escapes = '["\\\\bfnrt]'
-    """Python has no escape for `/`."""
-
-
-class MarkedNotation(JSONNotation):
-    """Strings are not escaped; they stand between marks, none of which they may hold."""
-
-    quote = ""
-    excludes: Sequence[str] = ()
-    keys = r"(?s:.*)"
-    """Pattern of the keys that the notation can write."""
-
-    def characters(self, least: int, most: int | None) -> Element:
-        """Return what matches a number of characters in a string."""
-        return free_text(self.excludes, least, most)
-
-    def key(self, found: Property) -> str:
-        """Return the name of a property as it is written."""
-        if re.fullmatch(self.keys, found.name) is None:
-            raise found.schema.unsupported(f"the format cannot write the key {found.name!r}")
-        return found.name
-
-    def constant(self, value: Any, schema: Schema) -> Element:
-        """Return what matches a constant."""
-        if isinstance(value, (list, dict)):
-            raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
-        if not isinstance(value, str):
-            return super().constant(value, schema)
-        if "\x00" in value or any(mark in value for mark in self.excludes):
-            raise schema.unsupported(f"the format cannot write the value {value!r}")
-        return self.quoted(value)
-
-
-class GemmaNotation(MarkedNotation):
-    """Gemma 4's: `{path:<|"|>a.txt<|"|>,lines:3}`, keys in alphabetical order."""
-
-    quote = '<|"|>'
-    excludes = (quote,)
-    colon = ":"
-    comma = literal(",")
-    keys = r"[^:,{}\[\]<>\n]{1,256}"
-
-    def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
-        """Return what matches an object, sorted as the chat template does."""
-        return super().object(sorted(properties, key=lambda item: item[0].name.lower()))
-
-
-class TypedNotation(MarkedNotation):
-    """Text between marks that the parser types by the schema."""
-
-    def value(self, schema: Schema) -> Element:
-        """Return what matches a value that the parser reads as the schema has it.
-
-        Raises:
-            NotImplementedError: There is no grammar for that, or the parser would not always read what it lets through.
-        """
-        options = alternatives(schema)
+    def _told_apart(self, schema: Schema, options: list[Schema]) -> list[Schema]:
+        """Return the alternatives of a schema that a typed text is one of; any other value is a free text as well."""
         for option in options:
             for value in option.value.get("enum", ()):
                 if not _reads(value, schema):
                     raise schema.unsupported(f"the format cannot tell the value {value!r} from others")
         strings = [option for option in options if option.value.get("type") == "string"]
-        others = [option for option in options if option.value.get("type") != "string"]
-        if strings and any(option.value.keys() != {"type"} or _is_nested(option) for option in others):
-            raise schema.unsupported("the format does not tell strings from the other values of this schema")
-        if any(option.value == {"type": "string"} for option in strings):
-            return free_text(self.excludes)  # any other value is such a text as well
-        return either(map(self.alternative, options))
-
-
-class PlainNotation(TypedNotation):
-    """Lists and objects are JSON, all else is plain text.
-
-    Args:
-        excludes: Marks that no string may hold.
-    """
-
-    def __init__(self, excludes: Sequence[str]) -> None:
-        """Keep the marks."""
-        super().__init__()
-        self.excludes = excludes
-        self._json = JSONNotation()
-
-    def alternative(self, schema: Schema) -> Element:
-        """Return what matches one of the `alternatives` of a schema."""
-        return self._json.alternative(schema) if _is_nested(schema) else super().alternative(schema)
-
-    def constant(self, value: Any, schema: Schema) -> Element:
-        """Return what matches a constant."""
-        if isinstance(value, (list, dict)):
-            return self._json.constant(value, schema)
-        return super().constant(value, schema)
-
-
-class ElementNotation(TypedNotation):
-    """MiniMax M3's: elements in each other, those of a list called `item`."""
-
-    TOKEN = "]<]minimax[>["
-    excludes = (TOKEN,)
-    keys = r"(?!/)[^<>\n]+"
-
-    def value(self, schema: Schema) -> Element:
-        """Return what matches a value that the parser reads as the schema has it."""
-        if sum(map(_is_nested, alternatives(schema))) > 1:
+        nested = [option for option in options if option.value.get("type") in ("array", "object")]
+        if len(nested) > 1 and self.nested is None:
             raise schema.unsupported("the format does not tell the alternatives of this schema apart")
-        return super().value(schema)
+        plain = [option for option in options if option.value.keys() == {"type"} and option not in nested]
+        if strings and any(option not in plain and option not in strings for option in options):
+            raise schema.unsupported("the format does not tell strings from the other values of this schema")
+        free = [option for option in strings if option in plain]
+        return free[:1] or options
 
-    def array(self, first: Sequence[Element], item: Element | None, least: int, most: int | None) -> Element:
-        """Return what matches the items of a list."""
-        if item is None:
-            return sequence(*(self.element("item", each) for each in first))
-        return repeated(self.element("item", item), least, most)
+    def _string(self, schema: Schema) -> Element:
+        pattern, sizes = string_pattern(schema), schema.sizes("minLength", "maxLength")
+        if pattern is not None:
+            characters = matching(pattern)
+        elif self.escapes:
+            characters = json_characters(*sizes, escapes=self.escapes)
+        else:
+            characters = free_text(self.excludes, *sizes)
+        return sequence(self.quote, characters, self.quote)
 
-    def object(self, properties: Sequence[tuple[Property, Element]]) -> Element:
-        """Return what matches the elements of an object."""
-        return members([(self.element(self.key(found), value), found.required) for found, value in properties])
+    def _array(self, schema: Schema) -> Element:
+        first, item, least, most = array_items(schema)
+        begin, end = self.item
+        one = literal("") if item is None else sequence(begin, self.value(item), end)
+        if item is None or most == 0:
+            items = members([(sequence(begin, self.value(each), end), True) for each in first], self.comma)
+        elif not self.comma:
+            items = repeated(one, least, most)
+        else:
+            more = repeated(sequence(self.comma, one), max(least - 1, 0), None if most is None else most - 1)
+            items = one if most == 1 else sequence(one, more)
+            items = items if least else optional(items)
+        return self._bracketed(self.brackets[0], items)
 
-    def element(self, name: str, content: Element) -> Element:
-        """Return what matches an element."""
-        return sequence(f"{self.TOKEN}<{name}>", content, f"{self.TOKEN}</{name}>")
+    def _object(self, schema: Schema) -> Element:
+        properties = object_properties(schema)
+        if self.is_sorted:
+            properties.sort(key=lambda found: found.name.lower())
+        parts = []
+        for found in properties:
+            begin, end = (around.format(self._key(found)) for around in self.member)
+            parts.append((sequence(begin, self.value(found.schema), end), found.required))
+        return self._bracketed(self.brackets[1], members(parts, self.comma))
+
+    def _bracketed(self, brackets: str, content: Element) -> Element:
+        return sequence(brackets[:1], self.gap, content, self.gap, brackets[1:])
+
+    def _key(self, found: Property) -> str:
+        if not self.keys:
+            return constant_text(found.name)
+        if re.fullmatch(self.keys, found.name) is None:
+            raise found.schema.unsupported(f"the format cannot write the key {found.name!r}")
+        return found.name
+
+    def _constant(self, value: Any, schema: Schema) -> Element:
+        if self.keys and isinstance(value, (list, dict)):
+            raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
+        if self.escapes or not isinstance(value, str):
+            return literal(constant_text(value))
+        if "\x00" in value or any(mark in value for mark in self.excludes):
+            raise schema.unsupported(f"the format cannot write the value {value!r}")
+        return sequence(self.quote, value, self.quote)
+
+
+JSON = Notation()
+INDENTED_JSON = Notation(comma=sequence(",", matching(r"[ \n]{0,32}")), gap=matching(r"[ \n]{0,32}"))
+PYTHON = Notation(escapes='["\\\\bfnrt]')  # no escape for `/`; parsers read `true`, `false` and `null` too
+GEMMA = Notation(
+    quote='<|"|>',
+    escapes="",
+    excludes=('<|"|>',),
+    keys=r"[^:,{}\[\]<>\n]{1,256}",
+    member=("{}:", ""),
+    comma=",",
+    is_sorted=True,
+)
+MINIMAX_M3 = Notation(
+    quote="",
+    escapes="",
+    excludes=(_TOKEN,),
+    keys=r"(?!/)[^<>\n]+",
+    member=(f"{_TOKEN}<{{}}>", f"{_TOKEN}</{{}}>"),
+    item=(f"{_TOKEN}<item>", f"{_TOKEN}</item>"),
+    brackets=("", ""),
+    comma="",
+    is_typed=True,
+)
+
+
+def plain_text(excludes: Sequence[str]) -> Notation:
+    """Return the notation of formats that write a value as plain text between marks, lists and objects as JSON."""
+    return Notation(quote="", escapes="", excludes=excludes, is_typed=True, nested=JSON)
 
 
 def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bool = False) -> Element:
@@ -259,7 +215,7 @@ def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bo
     Raises:
         NotImplementedError: There is no grammar for that.
     """
-    written = PlainNotation(excludes).value(schema)
+    written = plain_text(excludes).value(schema)
     kinds = [option.value.get("type", "constants") for option in alternatives(schema)]
     if not python_spellings or "string" in kinds or "constants" in kinds:
         return written
@@ -268,7 +224,7 @@ def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bo
 
 def values_by_type(schema: Schema, excludes: Sequence[str]) -> dict[str, Element]:
     """Return what matches the values of a schema by their JSON type: strings as plain text between marks, or JSON."""
-    notation = PlainNotation(excludes)
+    notation = plain_text(excludes)
     found: dict[str, list[Element]] = {}
     for option in alternatives(schema):
         constants: dict[str, list[Any]] = {}
@@ -287,7 +243,3 @@ def _reads(value: Any, schema: Schema) -> bool:
         return same_json(typed_value(written, schema.value, schema.root), value)
     except InvalidValueError:
         return False
-
-
-def _is_nested(schema: Schema) -> bool:
-    return schema.value.get("type") in ("array", "object")

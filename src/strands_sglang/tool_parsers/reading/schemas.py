@@ -73,11 +73,8 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
     def own(part: Any) -> frozenset[str] | None:
         if not isinstance(part, Mapping):
             return frozenset() if part is False else JSON_TYPES
-        types = JSON_TYPES
-        if isinstance(declared := part.get("type"), (str, list, tuple)):
-            types &= _types_named([declared] if isinstance(declared, str) else declared)
-        if (listed := _constants(part)) is not None:
-            types &= _types_named(map(type_name, listed))
+        listed = _constants(part)
+        types = _types_named(part.get("type")) & _types_named(listed and [*map(type_name, listed)])
         return None if types == JSON_TYPES and any(isinstance(part.get(key), str) for key in _REFERENCES) else types
 
     def all_of(part: Any, said: list[frozenset[str]]) -> frozenset[str]:
@@ -93,9 +90,11 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
     return types or JSON_TYPES
 
 
-def _types_named(names: Iterable[Any]) -> frozenset[str]:
+def _types_named(names: Any) -> frozenset[str]:
     """Return the types behind a schema's type names; every integer is a number as well."""
-    named = frozenset(name for name in names if isinstance(name, str))
+    if not isinstance(names, (str, list, tuple)):
+        return JSON_TYPES
+    named = frozenset(name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str))
     return named | {"integer"} if "number" in named else named
 
 
@@ -210,13 +209,13 @@ def resolve_reference(reference: str, root: Any) -> Any:
     """
     base, _, fragment = reference.partition("#")
     resource = _named(root, ("$id", "id"), base) if base else root
-    for spelled in (unquote(fragment), fragment):
-        found = _pointed(spelled, resource) if not spelled or spelled.startswith("/") else None
-        if found is None and spelled:
-            found = _named(resource, ("$anchor", "$dynamicAnchor"), spelled)
-        if found is not None:
-            return found
-    return None
+    candidates = (
+        _pointed(spelled, resource)
+        if spelled[:1] in ("", "/")
+        else _named(resource, ("$anchor", "$dynamicAnchor"), spelled)
+        for spelled in (unquote(fragment), fragment)
+    )
+    return next((found for found in candidates if found is not None), None)
 
 
 def _pointed(pointer: str, resource: Any) -> Any:
@@ -229,13 +228,9 @@ def _pointed(pointer: str, resource: Any) -> Any:
 
 def _named(root: Any, keywords: Iterable[str], name: str) -> Any:
     """Return the part of a schema that has a name, by the whole of it or by its last segments."""
-    waiting = [root]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if any(f"/{part.get(keyword, '')}".rstrip("#").endswith(f"/{name}") for keyword in keywords):
-                return part
-            waiting += part.values()
-        elif isinstance(part, (list, tuple)):
-            waiting += part
-    return None
+    if isinstance(root, Mapping):
+        if any(f"/{root.get(keyword, '')}".rstrip("#").endswith(f"/{name}") for keyword in keywords):
+            return root
+        root = list(root.values())
+    inner = (_named(part, keywords, name) for part in root) if isinstance(root, (list, tuple)) else ()
+    return next((found for found in inner if found is not None), None)
