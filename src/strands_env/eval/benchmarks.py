@@ -110,13 +110,11 @@ def load_benchmark(
     try:
         rows = load_dataset(benchmark.repository, benchmark.subset, split=benchmark.split)
     except Exception as error:  # whatever the Hub, the network or the cache raises
-        told = " ".join(str(error).split())
-        raise TaskError(f"{benchmark.repository} cannot be loaded: {type(error).__name__}: {told}") from error
-    return actions_of(
-        rows,
-        benchmark.question_field,
-        benchmark.answer_field,
-        source=benchmark.repository,
+        raise TaskError(f"{benchmark.repository} cannot be loaded: {type(error).__name__}: {_line(error)}") from error
+    return _actions(
+        _numbered(rows),
+        benchmark.repository,
+        (benchmark.question_field, benchmark.answer_field, None),
         read_answer=benchmark.read_answer,
         limit=limit,
         check_truth=check_truth,
@@ -163,64 +161,38 @@ def load_tasks(
     path = Path(path)
     return _actions(
         _rows(path),
-        _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth),
-        source=str(path),
+        str(path),
+        (question_field, answer_field, id_field),
+        needs_answer=needs_answer,
+        read_answer=read_answer,
         limit=limit,
+        check_truth=check_truth,
     )
 
 
-def actions_of(
-    rows: Iterable[Any],
-    question_field: str | None = None,
-    answer_field: str | None = None,
-    id_field: str | None = None,
-    *,
+Fields = tuple["str | None", "str | None", "str | None"]
+"""Which field of a row is the question, the answer and the id; None to look for it under its usual names."""
+
+
+def _actions(
+    rows: Iterable[tuple[str, Any]],
     source: str,
+    fields: Fields,
+    *,
     needs_answer: bool = True,
-    read_answer: Callable[[Any], Any] | None = None,
-    limit: int | None = None,
-    check_truth: Callable[[Any], None] | None = None,
+    read_answer: Callable[[Any], Any] | None,
+    limit: int | None,
+    check_truth: Callable[[Any], None] | None,
 ) -> list[Action]:
-    """The tasks of rows; see `load_tasks`.
-
-    Args:
-        rows: Mappings.
-        question_field: As in `load_tasks`.
-        answer_field: As in `load_tasks`.
-        id_field: As in `load_tasks`.
-        source: Where the rows are from, for messages.
-        needs_answer: As in `load_tasks`.
-        read_answer: As in `load_tasks`.
-        limit: As in `load_tasks`.
-        check_truth: As in `load_tasks`.
-
-    Raises:
-        TaskError: There are no rows, or a row is no task.
-    """
-    reader = _Reader((question_field, answer_field, id_field), needs_answer, read_answer, check_truth)
-    return _actions(_numbered(rows), reader, source=source, limit=limit)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """How a row is read: its fields (question, answer, id), and what becomes of its answer."""
-
-    fields: tuple[str | None, str | None, str | None]
-    needs_answer: bool
-    read_answer: Callable[[Any], Any] | None
-    check_truth: Callable[[Any], None] | None
-
-
-def _actions(rows: Iterable[tuple[str, Any]], reader: _Reader, *, source: str, limit: int | None) -> list[Action]:
     """The tasks of rows, each with its place for messages."""
     actions: list[Action] = []
     for place, row in itertools.islice(rows, limit):
         try:
             if not isinstance(row, Mapping):
                 raise TaskError("not an object")
-            action = _action(row, reader.fields, reader.needs_answer, reader.read_answer)
-            if reader.check_truth is not None:
-                reader.check_truth(action.task_context.ground_truth)
+            action = _action(row, fields, needs_answer, read_answer)
+            if check_truth is not None:
+                check_truth(action.task_context.ground_truth)
         except ValueError as error:
             raise TaskError(f"{source}, {place}: {_line(error)}") from error
         actions.append(action)
@@ -231,7 +203,7 @@ def _actions(rows: Iterable[tuple[str, Any]], reader: _Reader, *, source: str, l
 
 def _action(
     row: Mapping[str, Any],
-    fields: tuple[str | None, str | None, str | None],
+    fields: Fields,
     needs_answer: bool,
     read_answer: Callable[[Any], Any] | None,
 ) -> Action:

@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +67,11 @@ class Run:
     config: Mapping[str, Any]
     n_samples_per_prompt: int
     prompts: Mapping[str, str]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All of the configuration, by name."""
+        return {"benchmark": self.benchmark, **self.config}
 
     @property
     def config_digest(self) -> str:
@@ -141,57 +148,33 @@ class Storage:
                 configuration, or not of an evaluation.
         """
         self.path = results_file(path)
-        self._run = run
         self._config_digest = run.config_digest
-        try:
-            self._lock = lock_file(side_file(self.path, ".lock"))
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from error
-        try:
-            self.finished = self._open()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _open(self) -> dict[str, EvalSample]:
         run_file = side_file(self.path, ".run.json")
-        if self.path.exists():
-            self._refuse_other_configuration(run_file)
-        self._results = CheckpointFile(self.path)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._lock = lock_file(side_file(self.path, ".lock"))
+            undo.callback(self._lock.release)
+            if self.path.exists():
+                self._refuse_other_configuration(run, run_file)
+            self._results = CheckpointFile(self.path)
+            undo.callback(self._results.abandon)
             self._failures = CheckpointFile(side_file(self.path, ".failures.jsonl"))
-            try:
-                replace_file(run_file, _encode_run(self._run))
-                return self._finished()
-            except BaseException:
-                self._failures.abandon()
-                raise
-        except BaseException:
-            self._results.abandon()
-            raise
-
-    def _finished(self) -> dict[str, EvalSample]:
-        finished: dict[str, EvalSample] = {}
-        others = 0
-        for key, sample in _samples(self.path, self._run).items():
-            if sample is None:
-                others += 1
-            else:
-                finished[key] = sample
-        if others:
+            undo.callback(self._failures.abandon)
+            replace_file(run_file, encode({"format": FORMAT, **dataclasses.asdict(run)}))
+            samples = _samples(self.path, run)
+            undo.pop_all()
+        self.finished = {key: sample for key, sample in samples.items() if sample is not None}
+        if len(self.finished) < len(samples):
             logger.warning(
                 "path=<%s>, records=<%d> | results of tasks or sample indices that are not in this run are left out",
                 self.path,
-                others,
+                len(samples) - len(self.finished),
             )
-        return finished
 
-    def _refuse_other_configuration(self, run_file: Path) -> None:
-        first = next(read_records(self.path), None)
+    def _refuse_other_configuration(self, run: Run, run_file: Path) -> None:
+        _, first = next(read_records(self.path), (None, None))
         if first is None or first.get("config") == self._config_digest:
             return
-        known = read_run(self.path) if run_file.exists() else None
-        what = "" if known is None else f": {_difference(known, self._run)}"
+        what = f": {_difference(read_run(self.path).facts, run.facts)}" if run_file.exists() else ""
         raise CheckpointError(f"{self.path} has results of another configuration{what}; name another file for this one")
 
     def refuse_other_environment(self, key: str, identity: Mapping[str, Any]) -> None:
@@ -211,7 +194,7 @@ class Storage:
                     del other[name]
         if known != new:
             raise CheckpointError(
-                f"{self.path} has results of another environment: {_differences(known, new)}; name another file for "
+                f"{self.path} has results of another environment: {_difference(known, new)}; name another file for "
                 "this one"
             )
 
@@ -295,15 +278,14 @@ def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
     """
     run = read_run(path)
     file = results_file(path)
-    failures = side_file(file, ".failures.jsonl")
     samples: dict[str, EvalSample | None] = {}
-    if failures.exists():
-        samples.update(_samples(failures, run, is_finished=False))
-    if file.exists():
-        samples.update(_samples(file, run))
+    for records, is_finished in ((side_file(file, ".failures.jsonl"), False), (file, True)):
+        if records.exists():
+            samples.update(_samples(records, run, is_finished=is_finished))
     results: Results = {prompt: [] for prompt in run.prompts}
     for key, (prompt, _) in run.sample_keys.items():
-        if (sample := samples.get(key)) is not None:
+        sample = samples.get(key)
+        if sample is not None:
             results[prompt].append(sample)
     return run, results
 
@@ -312,7 +294,7 @@ def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, Eva
     """The last record of each key; None for keys that do not belong to the run."""
     keys = run.sample_keys
     samples: dict[str, EvalSample | None] = {}
-    for number, (place, record) in enumerate(read_placed_records(path), 1):
+    for number, (place, record) in enumerate(read_records(path), 1):
         if record["key"] not in keys:
             samples[record["key"]] = None
             continue
@@ -326,27 +308,8 @@ def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, Eva
     return samples
 
 
-def _encode_run(run: Run) -> bytes:
-    return encode(
-        {
-            "format": FORMAT,
-            "benchmark": run.benchmark,
-            "config": run.config,
-            "n_samples_per_prompt": run.n_samples_per_prompt,
-            "prompts": run.prompts,
-        }
-    )
-
-
-def _difference(known: Run, new: Run) -> str:
-    if known.benchmark != new.benchmark:
-        return f"benchmark was {known.benchmark!r} and is {new.benchmark!r}"
-    return _differences(known.config, new.config)
-
-
-def _differences(known: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    names = sorted({*known, *new}, key=str)
-    differing = [name for name in names if known.get(name) != new.get(name)]
+def _difference(known: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    differing = [name for name in sorted({*known, *new}, key=str) if known.get(name) != new.get(name)]
     return ", ".join(f"{name} was {known.get(name)!r:.200} and is {new.get(name)!r:.200}" for name in differing)
 
 
@@ -379,7 +342,7 @@ class CheckpointFile:
 
     Example:
         file = CheckpointFile(path)
-        records = list(read_records(path))
+        records = [record for _, record in read_records(path)]
         await file.append(lambda: line)
         await file.close()
     """
@@ -470,63 +433,51 @@ class CheckpointFile:
 
     def _commit(self, lines: list[Callable[[], bytes]]) -> list[Place | CheckpointError]:
         """Write and sync; runs in the thread. Where each is, or what went wrong with it."""
-        outcomes: dict[int, Place | CheckpointError] = {}
-        encoded: dict[int, bytes] = {}
-        for position, line in enumerate(lines):
-            try:
-                encoded[position] = line()
-            except Exception as error:
-                outcomes[position] = CheckpointError(f"{self.path}: a result cannot be written: {error!r}")
         start = self._end
+        outcomes = [self._failure or self._put(line) for line in lines]
         try:
-            if self._failure is None:
-                self._put(b"".join(encoded.values()))
-                for position, record in encoded.items():
-                    outcomes[position] = Place(self.path, start, len(record))
-                    start += len(record)
-        except OSError:
-            for position, record in encoded.items():  # some of them may still fit
-                if self._failure is None:
-                    start = self._end
-                    try:
-                        self._put(record)
-                        outcomes[position] = Place(self.path, start, len(record))
-                    except OSError as error:
-                        self._failure = self._told(error)
-        assert self._failure is not None or len(outcomes) == len(lines)
-        return [outcomes.get(position) or self._failure for position in range(len(lines))]  # type: ignore[misc]
-
-    def _put(self, data: bytes) -> None:
-        """Write and sync all of it, or leave none of it."""
-        try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(self._fd, data[written : written + _BLOCK], self._end + written)
             os.fsync(self._fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._end)
-            raise
-        self._end += len(data)
+        except OSError as error:
+            failure = self._fail(error, start)
+            outcomes = [failure if isinstance(one, Place) else one for one in outcomes]
+        return outcomes
 
-    def _told(self, error: OSError) -> CheckpointError:
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-        told = CheckpointError(f"{self.path}: {what}; every result reported as finished is kept, run again to go on")
-        told.__cause__ = error
-        return told
+    def _put(self, line: Callable[[], bytes]) -> Place | CheckpointError:
+        """Write a record, or none of it."""
+        try:
+            record = line()
+        except Exception as error:
+            return CheckpointError(f"{self.path}: a result cannot be written: {error!r}")
+        start, written = self._end, 0
+        try:
+            while written < len(record):
+                written += os.pwrite(self._fd, record[written : written + _BLOCK], start + written)
+        except OSError as error:
+            return self._fail(error, start)
+        self._end += len(record)
+        return Place(self.path, start, len(record))
+
+    def _fail(self, error: OSError, end: int) -> CheckpointError:
+        """Keep what is before a byte, and take no more."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, end)
+        self._end = end
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        self._failure = CheckpointError(
+            f"{self.path}: {what}; every result reported as finished is kept, run again to go on"
+        )
+        self._failure.__cause__ = error
+        return self._failure
 
     def _repair(self) -> int:
         """Cut off what is no whole record behind the last newline; return the file's length."""
         size = os.fstat(self._fd).st_size
-        if size and not _may_begin_a_record(os.pread(self._fd, len(RECORD_START), 0)):
+        if not size:
+            return 0
+        with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as content:
+            head, tail = content[: len(RECORD_START)], content[content.rfind(b"\n") + 1 :]
+        if not _may_begin_a_record(head):
             raise CheckpointError(f"{self.path} is not a results file of an evaluation: name another file")
-        tail = b""
-        start = size
-        while start > 0 and b"\n" not in tail:
-            begin = max(0, start - _BLOCK)
-            tail = os.pread(self._fd, start - begin, begin) + tail
-            start = begin
-        tail = tail[tail.rfind(b"\n") + 1 :]
         if not tail:
             return size
         if not _may_begin_a_record(tail):
@@ -550,29 +501,25 @@ def lock_file(path: Path) -> FileLock:
         path: Of the file that stands for it, made if need be and never removed.
 
     Raises:
-        CheckpointError: Someone holds it.
-        OSError: It cannot be opened.
+        CheckpointError: Someone holds it, or it cannot be opened.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, thread_local=False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise CheckpointError(f"{path}: another evaluation is writing there") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
     return lock
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The whole records of a results file; a torn last line is left out. The file is only read.
+def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The whole records of a results file with their places; a torn last line is left out. The file is only read.
 
     Raises:
         CheckpointError: A line is no record, or the file cannot be read.
     """
-    return (record for _, record in read_placed_records(path))
-
-
-def read_placed_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Likewise, each with its place."""
     path, start = Path(path), 0
     try:
         with open(path, "rb") as file:

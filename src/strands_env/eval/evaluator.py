@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -337,8 +336,8 @@ async def _all_or_none(workers: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-class Progress:
-    """Counts samples on standard error while its `with` block runs.
+class Progress(tqdm):
+    """A progress bar with rate, remaining time and running reward; nothing where nobody looks at a terminal.
 
     The mean reward is over the rewards seen so far, of finished samples of earlier runs too.
     """
@@ -352,10 +351,7 @@ class Progress:
             done: Those that are finished already; they don't count for the rate.
             shown: Whether to show it; None for "if standard error is a terminal".
         """
-        self._rewards = 0.0
-        self._rewarded = 0
-        self._failed = 0
-        self._bar = tqdm(
+        super().__init__(
             desc=description,
             total=total,
             initial=len(done),
@@ -364,36 +360,24 @@ class Progress:
             file=sys.stderr,
             disable=None if shown is None else not shown,
         )
+        self._rewards = 0.0
+        self._rewarded = 0
+        self._failed = 0
         for sample in done:
             self._count(sample)
-        self._show()
-
-    def __enter__(self) -> Progress:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Leave the last line as it is."""
-        self._bar.close()
 
     def add(self, sample: EvalSample) -> None:
         """Count one that ended."""
         self._count(sample)
-        self._show()
-        self._bar.update()
+        self.update()
 
     def _count(self, sample: EvalSample) -> None:
         self._failed += sample.is_errored or not sample.is_finished
         if sample.is_finished and sample.reward is not None:
             self._rewards += sample.reward
             self._rewarded += 1
-
-    def _show(self) -> None:
-        fields = {}
-        if self._rewarded:
-            fields["reward"] = f"{self._rewards / self._rewarded:.3f}"
-        if self._failed:
-            fields["failed"] = str(self._failed)
-        self._bar.set_postfix(fields, refresh=False)
+        shown = {
+            "reward": f"{self._rewards / self._rewarded:.3f}" if self._rewarded else "",
+            "failed": str(self._failed or ""),
+        }
+        self.set_postfix({name: text for name, text in shown.items() if text}, refresh=False)

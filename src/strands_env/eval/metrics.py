@@ -128,7 +128,9 @@ def standard_metrics(
         metrics[f"{name}_prompts"] = float(len(values))
         metrics[f"{name}_dropped_prompts"] = float(len(results) - len(values))
         if len(values):
-            metrics.update(interval_metrics(name, mean_over_prompts(values, scale=scale)))
+            interval = mean_over_prompts(values, scale=scale)
+            ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+            metrics.update({key: end for key, end in ends.items() if end is not None})
         if len(worst):
             metrics[f"{name}_if_dropped_failed"] = float(np.mean(worst))
 
@@ -191,16 +193,8 @@ def reward_scale(rewards: Iterable[Sequence[float]]) -> tuple[float, float]:
     return min([0.0, *seen]), max([1.0, *seen])
 
 
-def interval_metrics(name: str, interval: Interval) -> dict[str, float]:
-    """An interval as flat floats."""
-    ends = {f"{name}_low": interval.low, f"{name}_high": interval.high}
-    return {name: interval.value, **{key: end for key, end in ends.items() if end is not None}}
-
-
 def _by_prompt(function: Callable[..., np.ndarray], rows: Sequence[Sequence[bool]], k: int) -> Sequence[float]:
     usable = [row for row in rows if len(row) >= k]
-    if not usable:
-        return []
     values: list[float] = function([len(row) for row in usable], [sum(row) for row in usable], k).tolist()
     return values
 

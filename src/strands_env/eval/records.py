@@ -78,7 +78,7 @@ class EvalSample(BaseModel):
         }
         if result.observation.tokens is not None:
             observation["tokens"] = result.observation.tokens.model_dump()
-        record: dict[str, Any] = {
+        return {
             "key": self.key,
             "config": config_digest,
             "prompt_id": self.prompt_id,
@@ -97,7 +97,6 @@ class EvalSample(BaseModel):
             "task_context": self.action.task_context.model_dump(),
             "observation": observation,
         }
-        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, is_finished: bool = True) -> EvalSample:

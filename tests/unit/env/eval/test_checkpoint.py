@@ -16,7 +16,6 @@ from strands_env.eval.checkpoint import (
     CheckpointError,
     CheckpointFile,
     lock_file,
-    read_placed_records,
     read_record,
     read_records,
 )
@@ -35,7 +34,7 @@ async def write(path, numbers, size=10):
 
 
 def keys(path):
-    return [one["key"] for one in read_records(path)]
+    return [one["key"] for _, one in read_records(path)]
 
 
 async def test_records_come_back_in_the_order_of_their_writing(tmp_path):
@@ -197,7 +196,7 @@ async def test_a_record_is_read_again_from_where_it_was_written(tmp_path):
     places.append(await file.append(lambda: record(5)))
     await file.close()
     assert [read_record(place)["key"] for place in places] == [f"k{n}" for n in range(6)]
-    assert [place for place, _ in read_placed_records(tmp_path / "r.jsonl")] == places
+    assert [place for place, _ in read_records(tmp_path / "r.jsonl")] == places
     (tmp_path / "r.jsonl").write_bytes(record(1))
     with pytest.raises(CheckpointError, match="has been changed"):
         read_record(places[3])
