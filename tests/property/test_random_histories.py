@@ -17,8 +17,8 @@ import pytest
 
 from strands_sglang import TokenManager, Trajectory
 from strands_sglang.templates.chat_template import ChatTemplate
+from strands_sglang.trajectory import Place
 from strands_sglang.trajectory.export import sequence_of
-from strands_sglang.trajectory.recording import Place
 from strands_sglang.trajectory.tokens import Segment
 from support.history_log import Call, ViolationError
 from support.history_plans import (

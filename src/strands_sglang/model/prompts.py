@@ -25,8 +25,7 @@ from ..messages import (
 )
 from ..templates.chat_template import ChatTemplate, Prompt, UnprovenContinuationError
 from ..templates.images import ImageProcessor
-from ..trajectory.recording import Place
-from ..trajectory.trajectory import Trajectory
+from ..trajectory.trajectory import Place, Trajectory
 from ..trajectory.turn import Turn
 
 

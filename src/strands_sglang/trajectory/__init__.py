@@ -1,7 +1,6 @@
 """What was recorded: the turns of an episode, and what is made of them."""
 
-from .recording import Caller, ParsedAnswer, Place
-from .trajectory import Trajectory
+from .trajectory import Caller, ParsedAnswer, Place, Trajectory
 from .turn import Turn, TurnStatus
 
 __all__ = ["Caller", "ParsedAnswer", "Place", "Trajectory", "Turn", "TurnStatus"]

@@ -18,12 +18,12 @@ end its messages: by what stands behind a question that was answered. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from strands.types.content import Message, Messages
 
-from ..messages import Conversation, block_difference, block_digests, message_digest
+from ..messages import block_difference, block_digests, message_digest
 from .turn import Turn, TurnStatus
 
 _OPEN = TurnStatus.ANSWERED
@@ -32,177 +32,106 @@ UNKNOWN = "whether the agent kept it is not known: nothing that it asked later t
 """The note of an answer of which nothing tells what became. It is trained: it was sampled, and given to the agent."""
 
 
-class AnsweredTurns:
-    """The answered turns of a trajectory, by what they answered. The trajectory locks."""
+@dataclass(frozen=True)
+class After:
+    """What stands after a question in an agent's history.
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self._by_answer: dict[bytes, list[Turn]] = {}
-        self._by_question: dict[tuple[str, bytes], list[Turn]] = {}
-        self._latest: dict[str, Turn] = {}
-        self._digests: set[bytes] = set()
+    Attributes:
+        digests: Of the messages after it.
+        messages: As many of the last messages as are at hand.
+        position: Of the first message after it.
+        kept: The status of an answer that the agent kept: committed by a later call, final by the messages at the end,
+            still answered by the message that came into the history.
+        cycle: The turn of the agent's loop in which a later call is made.
+    """
 
-    def add(self, turn: Turn) -> None:
-        """Take in a turn whose answer is recorded; one without an answer is left out."""
-        if turn.answer_key is None or turn.answer_digest is None:
-            return
-        self._by_answer.setdefault(turn.answer_key, []).append(turn)
-        self._digests.add(turn.answer_digest)
-        if turn.agent is not None:
-            self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
-            self._latest[turn.agent] = turn
+    digests: tuple[bytes, ...]
+    messages: Messages
+    position: int
+    kept: TurnStatus
+    cycle: str | None = None
 
-    def find(self, answer_key: bytes, agent: str | None) -> Turn | None:
-        """The latest turn that ended a conversation with its answer, the agent's own one if there is one."""
-        same = self._by_answer.get(answer_key)
-        return next((turn for turn in reversed(same) if turn.agent == agent), same[-1]) if same else None
+    @property
+    def first(self) -> Message | None:
+        """The first message after it, if it is at hand."""
+        at = len(self.messages) - len(self.digests)
+        return self.messages[at] if 0 <= at < len(self.messages) else None
 
-    def knows(self, agent: str | None) -> bool:
-        """Whether an agent was answered, so that Strands remembers its id."""
-        return agent in self._latest
+    def is_in_cycle_of(self, turn: Turn) -> bool:
+        """Whether it is a later call, in the turn of the agent's loop in which the question was asked."""
+        return self.kept is TurnStatus.COMMITTED and turn.cycle == self.cycle
 
-    # --- by the message that came into the history ---
 
-    def judge_by_message(self, turns: Sequence[Turn], message: Message, position: int) -> list[Turn]:
-        """Settle which of the answers to one model call an agent took, where its hooks tell.
+def judge(attempts: Sequence[Turn], undecided: Sequence[Turn], after: After) -> Iterator[Turn]:
+    """Settle which answers to one question an agent kept.
 
-        Args:
-            turns: The turns with these answers, in their order.
-            message: The message that came into the history in their place.
-            position: Of the message in it.
+    Args:
+        attempts: All answered turns that asked the question, in their order.
+        undecided: Those that are to be settled.
+        after: What stands after the question.
 
-        Returns:
-            The turns in whose place stands an answer that nobody sampled.
-        """
-        behind = _Behind((message_digest(message),), [message], position)
-        turns = [turn for turn in turns if turn.status is _OPEN]
-        fits = (
-            [turn for turn in turns if turn.answer_digest in behind.digests],
-            [turn for turn in turns if _is_kept_in_another_form(turn, behind)],
-            [turn for turn in turns if turn.is_cut_short],
-        )
-        standing = next((group[-1] for group in fits if group), None)
-        rewritten = []
-        for turn in turns:
-            if turn is standing:
-                turn.was_added = True
-                if turn.answer_digest not in behind.digests and not turn.is_cut_short:
-                    _note_form(turn, behind)
-            else:
-                rewritten += _judge(turn, behind, taken=standing is not None, kept=_OPEN)
-        return rewritten
+    Yields:
+        The turns in whose place stands an answer that nobody sampled.
+    """
+    if not undecided:
+        return
+    standing = _that_stands(attempts, after)
+    if standing is not None:
+        judged_cycle = standing.cycle
+    else:
+        in_cycle = [turn for turn in attempts if after.is_in_cycle_of(turn)]
+        asks_again = after.kept is TurnStatus.COMMITTED and not after.digests
+        judged_cycle = after.cycle if in_cycle or asks_again else attempts[-1].cycle
+    for turn in undecided:
+        if turn.cycle != judged_cycle:
+            _note_unknown(turn)
+        elif _is_replaced(turn, after, taken=standing not in (None, turn)):
+            yield turn
+    if standing is not None and after.kept is _OPEN:
+        standing.was_added = True
 
-    # --- by a later call ---
 
-    def judge_by_call(
-        self, conversation: Conversation, new_messages: Messages, extended: Turn | None, agent: str, cycle: str | None
-    ) -> list[Turn]:
-        """Settle which answers an agent threw away, from a call that it makes now.
+def judge_end(turns: Sequence[Turn], messages: Messages) -> Iterator[Turn]:
+    """Settle which answers an agent kept, from the messages that it ended with.
 
-        Args:
-            conversation: What it asks.
-            new_messages: The last messages of it, those that no recorded turn covers.
-            extended: The turn that the call extends.
-            agent: Who asks.
-            cycle: The turn of its loop that it asks in.
+    Args:
+        turns: All turns in the order of their calls.
+        messages: The agent's messages.
 
-        Returns:
-            The turns in whose place stands an answer that nobody sampled.
-        """
-        rewritten = []
-        for known, link in enumerate(conversation.chain):
-            turns = self._by_question.get((agent, link))
-            if turns is None:
-                continue
-            after = conversation.chain[known + 1] if known < len(conversation.digests) else None
-            standing = [turn for turn in turns if turn.answer_key == after]
-            if standing or after is None or any(turn.cycle == cycle for turn in turns):
-                judged_cycle = standing[-1].cycle if standing else cycle
-            else:
-                judged_cycle = turns[-1].cycle
-            for turn in turns:
-                if turn.status is not _OPEN or turn is extended or turn.was_added is False:
-                    continue  # hooks that were not told yet are told once the call is over
-                if turn.cycle != judged_cycle:
-                    _say_unknown(turn)
-                    continue
-                behind = _Behind(conversation.digests[known:], new_messages, known)
-                taken = bool(standing) and turn is not standing[-1]
-                is_guide = turn.cycle == cycle
-                rewritten += self._judge(turn, behind, taken=taken, kept=TurnStatus.COMMITTED, is_guide=is_guide)
-        latest = self._latest.get(agent)
-        if latest is not None and latest is not extended and latest.key not in conversation.chain:
-            if latest.answer_digest not in conversation.digests:
-                _say_unknown(latest)
-        return rewritten
-
-    # --- by the messages at the end ---
-
-    def judge_by_messages(self, turns: Sequence[Turn], messages: Messages) -> list[Turn]:
-        """Settle which answers an agent kept, from the messages that it ended with.
-
-        Args:
-            turns: All turns in the order of their calls.
-            messages: The agent's messages.
-
-        Returns:
-            The turns in whose place stands an answer that nobody sampled.
-        """
-        digests = tuple(message_digest(message) for message in messages)
-        lengths = covered(turns, digests)
-        asked = [
-            (turn, lengths[id(turn)])
-            for turn in turns
-            if id(turn) in lengths and turn.answer_digest and not turn.is_auxiliary
-        ]
-        kept = [turn for turn, known in asked if digests[known : known + 1] == (turn.answer_digest,)]
-        # The messages are whose question is the longest one in them, and whose answer stands there if any does.
-        longest = max((known for _, known in asked), default=0)
-        last = [turn for turn, known in asked if known == longest]
-        agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
-        if len(agents) > 1:  # several have asked the same, and nothing tells them apart
-            for turn in kept:
-                if turn.status is _OPEN:
-                    settle(turn, TurnStatus.FINAL)
-            for turn in last:
-                _say_unknown(turn)
-            return []
-        rewritten = []
-        rivals: dict[bytes, list[tuple[Turn, int]]] = {}
-        for turn, known in asked:
-            if turn.agent in agents:
-                rivals.setdefault(turn.key, []).append((turn, known))
-            elif turn in kept and turn.status is _OPEN:
-                settle(turn, TurnStatus.FINAL)
-        for attempts in rivals.values():
-            standing = _that_stands([turn for turn, _ in attempts if turn in kept])
-            judged_cycle = (standing or attempts[-1][0]).cycle
-            for turn, known in attempts:
-                if turn is standing:
-                    if turn.status in (_OPEN, TurnStatus.DISCARDED):
-                        turn.status, turn.note = TurnStatus.FINAL, ""
-                elif turn.status is _OPEN and turn.cycle == judged_cycle:
-                    behind = _Behind(digests[known:], messages, known)
-                    rewritten += self._judge(turn, behind, taken=standing is not None, kept=TurnStatus.FINAL)
-                else:
-                    _say_unknown(turn)
-        for agent in agents or (self._latest if len(self._latest) == 1 else ()):
-            latest = self._latest.get(agent) if agent is not None else None
-            if latest is not None and id(latest) not in lengths and latest.answer_digest not in digests:
-                _say_unknown(latest)
-        return rewritten
-
-    def _judge(
-        self, turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False
-    ) -> list[Turn]:
-        """As the function of this name; another recorded answer does not replace one that came into the history."""
-        if (
-            turn.was_added
-            and turn.answer_digest not in behind.digests
-            and self._digests.intersection(behind.digests[:1])
-        ):
-            return []  # the agent has begun again, in another history or with other tools
-        return _judge(turn, behind, taken=taken, kept=kept, is_guide=is_guide)
+    Yields:
+        The turns in whose place stands an answer that nobody sampled.
+    """
+    digests = tuple(message_digest(message) for message in messages)
+    lengths = covered(turns, digests)
+    asked = [turn for turn in turns if id(turn) in lengths and turn.answer_digest and not turn.is_auxiliary]
+    kept = [turn for turn in asked if (turn.answer_digest,) == digests[lengths[id(turn)] :][:1]]
+    # The messages are whose question is the longest one in them, and whose answer stands there if any does.
+    longest = max((lengths[id(turn)] for turn in asked), default=0)
+    last = [turn for turn in asked if lengths[id(turn)] == longest]
+    agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
+    is_known = len(agents) <= 1  # several have asked the same, and nothing tells them apart
+    for turn in kept:
+        if turn.status is _OPEN and not (is_known and turn.agent in agents):
+            settle(turn, TurnStatus.FINAL)
+    if not is_known:
+        for turn in last:
+            _note_unknown(turn)
+        return
+    rivals: dict[bytes, list[Turn]] = {}
+    for turn in asked:
+        if turn.agent in agents:
+            rivals.setdefault(turn.key, []).append(turn)
+    for attempts in rivals.values():
+        known = lengths[id(attempts[0])]
+        after = After(digests[known:], messages, known, TurnStatus.FINAL)
+        standing = _that_stands(attempts, after)
+        if standing is not None and standing.status is TurnStatus.DISCARDED:
+            standing.status, standing.note = _OPEN, ""
+        yield from judge(attempts, [turn for turn in attempts if turn.status is _OPEN], after)
+    latest = {turn.agent: turn for turn in turns if turn.answer_digest and turn.agent is not None}
+    for agent in agents or (latest if len(latest) == 1 else ()):
+        if agent in latest and id(latest[agent]) not in lengths:
+            note_if_gone(latest[agent], digests)
 
 
 def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
@@ -227,27 +156,6 @@ def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
     return lengths
 
 
-@dataclass(frozen=True)
-class _Behind:
-    """What stands behind a question.
-
-    Attributes:
-        digests: Of the messages behind it.
-        messages: As many of the last messages as are at hand.
-        position: Of the first message behind it.
-    """
-
-    digests: tuple[bytes, ...]
-    messages: Messages
-    position: int
-
-    @property
-    def first(self) -> Message | None:
-        """The first message behind it, if it is at hand."""
-        at = len(self.messages) - len(self.digests)
-        return self.messages[at] if 0 <= at < len(self.messages) else None
-
-
 def settle(turn: Turn, status: TurnStatus) -> None:
     """Fix the status of a turn, of which nothing is unknown now."""
     turn.status = status
@@ -255,63 +163,72 @@ def settle(turn: Turn, status: TurnStatus) -> None:
         turn.note = ""
 
 
-def _judge(turn: Turn, behind: _Behind, *, taken: bool, kept: TurnStatus, is_guide: bool = False) -> list[Turn]:
-    """Settle the status of an answer; return its turn if an answer that nobody sampled stands in its place.
+def note_if_gone(turn: Turn, digests: Sequence[bytes]) -> None:
+    """Note of an answer whose question is gone that nothing tells what became of it, unless it stands in a history."""
+    if turn.answer_digest not in digests:
+        _note_unknown(turn)
+
+
+def _note_unknown(turn: Turn) -> None:
+    if turn.status is _OPEN and turn.was_added is None and not turn.note:
+        turn.note = UNKNOWN
+
+
+def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
+    """Settle the status of an answer, and tell whether an answer that nobody sampled stands in its place.
 
     Args:
         turn: The turn.
-        behind: What stands behind its question.
+        after: What stands after its question.
         taken: Whether another recorded answer stands there.
-        kept: The status of an answer that the agent kept.
-        is_guide: Whether a user's message that stands there came in the turn of the loop in which the turn was asked.
     """
-    first = behind.first
-    if not taken and turn.answer_digest in behind.digests:
-        settle(turn, kept)
-        return []
-    if not taken and _is_kept_in_another_form(turn, behind):
-        settle(turn, kept)
-        _note_form(turn, behind)
-        return []
+    first = after.first
+    stands = turn.answer_digest in after.digests
+    if turn.was_added and not stands and _is_recorded(after, turn):
+        return False  # the agent has begun again, in another history or with other tools
+    if not taken and (stands or _is_kept_in_another_form(turn, after)):
+        settle(turn, after.kept)
+        if not stands and first is not None and first["role"] == "assistant":
+            difference = block_difference(turn.answer_blocks, first)
+            turn.note = f"kept in another form: message {after.position} (assistant) holds {difference}"
+        return False
     if turn.is_cut_short:
-        if kept is TurnStatus.FINAL:
-            settle(turn, kept)
-        return []
-    if first is not None and first["role"] == "user" and not (taken or is_guide):
-        _say_unknown(turn)
-        return []
-    if turn.was_added and (taken or first is None or first["role"] != "assistant"):
-        return []  # it has come into the history, and the agent went back behind it
+        if after.kept is TurnStatus.FINAL:
+            settle(turn, TurnStatus.FINAL)
+        return False
+    role = None if first is None else first["role"]
+    if role == "user" and not (taken or after.is_in_cycle_of(turn)):
+        _note_unknown(turn)
+        return False
+    if turn.was_added and (taken or role != "assistant"):
+        return False  # it has come into the history, and the agent went back behind it
     turn.status = TurnStatus.DISCARDED
-    if not behind.digests:
-        ends = kept is TurnStatus.FINAL
+    if not after.digests:
+        ends = after.kept is TurnStatus.FINAL
         turn.note = "the agent's messages end before it" if ends else "the agent asked the same again"
     elif taken or first is None:
         turn.note = "another answer was kept"
-    elif first["role"] != "assistant":
-        turn.note = f"message {behind.position} ({first['role']}) stands in its place"
     else:
-        difference = block_difference(turn.answer_blocks, first)
-        turn.note = f"message {behind.position} (assistant) stands in its place, with {difference}"
-        return [turn]
-    return []
+        turn.note = f"message {after.position} ({role}) stands in its place"
+        if role == "assistant":
+            turn.note += f", with {block_difference(turn.answer_blocks, first)}"
+            return True
+    return False
 
 
-def _note_form(turn: Turn, behind: _Behind) -> None:
-    """Note what the agent made of an answer that it kept."""
-    first = behind.first
-    if first is not None and first["role"] == "assistant":
-        difference = block_difference(turn.answer_blocks, first)
-        turn.note = f"kept in another form: message {behind.position} (assistant) holds {difference}"
+def _is_recorded(after: After, turn: Turn) -> bool:
+    """Whether the first message after a question is an answer that was sampled."""
+    turns = turn.trajectory.turns if turn.trajectory is not None else ()
+    return any(other.answer_digest in after.digests[:1] for other in turns if other.answer_digest)
 
 
-def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:
+def _is_kept_in_another_form(turn: Turn, after: After) -> bool:
     """Whether one of its tool calls stands in the history, or where it has none its texts, more or less beside them."""
     calls = {call["toolUseId"] for call in turn.tool_calls}
     if calls:
-        blocks = (block for message in behind.messages for block in message["content"])
+        blocks = (block for message in after.messages for block in message["content"])
         return any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks)
-    first = behind.first
+    first = after.first
     if first is None or first["role"] != "assistant":
         return False
     sampled, there = set(turn.answer_blocks), set(block_digests(first))
@@ -319,14 +236,15 @@ def _is_kept_in_another_form(turn: Turn, behind: _Behind) -> bool:
     return texts <= there if texts else bool(sampled & there)
 
 
-def _that_stands(turns: Sequence[Turn]) -> Turn | None:
-    """Of several turns with one and the same answer, the one that the agent has most likely kept."""
-    committed = [turn for turn in turns if turn.status is TurnStatus.COMMITTED]
-    open_ones = [turn for turn in turns if turn.status is not TurnStatus.DISCARDED]
-    return next((group[-1] for group in (committed, open_ones, turns) if group), None)
-
-
-def _say_unknown(turn: Turn) -> None:
-    """Note of an answer that nothing tells what became of it."""
-    if turn.status is _OPEN and turn.was_added is None and not turn.note:
-        turn.note = UNKNOWN
+def _that_stands(attempts: Sequence[Turn], after: After) -> Turn | None:
+    """Of the attempts at a question, the one whose answer stands after it, and most likely is the one that was kept."""
+    same = [turn for turn in attempts if turn.answer_digest in after.digests[:1]]
+    groups = [
+        [turn for turn in same if turn.status is TurnStatus.COMMITTED],
+        [turn for turn in same if turn.status is not TurnStatus.DISCARDED],
+        same,
+    ]
+    if after.kept is _OPEN:  # what came into the history is made of one of these answers, or of none
+        groups.append([turn for turn in attempts if _is_kept_in_another_form(turn, after)])
+        groups.append([turn for turn in attempts if turn.is_cut_short])
+    return next((group[-1] for group in groups if group), None)

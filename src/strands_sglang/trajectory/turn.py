@@ -110,7 +110,7 @@ class Turn:
     note: str = ""
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
-    trajectory: Trajectory | None = field(default=None, init=False)
+    trajectory: Trajectory | None = None
     _root: Turn | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
