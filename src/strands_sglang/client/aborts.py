@@ -11,17 +11,23 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import httpx
 import orjson
 
 from ..protocol.wire import NO_SUCH_ENDPOINT
 
+if TYPE_CHECKING:
+    from .connections import LoopSession
+
 logger = logging.getLogger(__name__)
 
+ABORT_TIMEOUT_S = 2.0
+"""How long telling a server to abort may take."""
 WORKERS_KEPT_S = 5.0
 """How long a router's list of workers is used again."""
 ABORTS_AT_ONCE = 32
@@ -31,24 +37,12 @@ WORKER_LISTS = ("/workers", "/list_workers")
 """Where routers name their workers; the second one is that of older ones."""
 
 
-class Send(Protocol):
-    """Sends one request and returns the whole answer; raises whatever the network does."""
-
-    def __call__(self, method: str, url: str, content: bytes | None) -> Awaitable[httpx.Response]:
-        """Send it."""
-        ...
-
-
-Share = Callable[[Any, Callable[[], Coroutine[Any, Any, tuple[str, ...]]]], Awaitable[tuple[str, ...]]]
-"""Runs work once for all who ask under the same key while it runs."""
-
-
 class Aborter:
     """Tells servers to stop requests, over the connections of one event loop."""
 
-    def __init__(self, send: Send, share: Share) -> None:
-        """Send with `send`; what several ask for at the same time goes through `share`."""
-        self._send, self._share = send, share
+    def __init__(self, session: LoopSession) -> None:
+        """Send over `session`."""
+        self._session = session
         self._workers: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._gates: dict[str, asyncio.Semaphore] = {}
 
@@ -63,6 +57,16 @@ class Aborter:
         Returns:
             Whether anyone has heard. A server that does not know the id (any more) has.
         """
+        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
+            try:
+                with anyio.move_on_after(timeout):
+                    return await self._abort(base_url, rid, again)
+                break
+            except asyncio.CancelledError:
+                continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
+        return False
+
+    async def _abort(self, base_url: str, rid: str, again: bool) -> bool:
         if self._known_workers(base_url) is None:
             status = await self._tell(base_url, rid)
             if status is None or status not in NO_SUCH_ENDPOINT:
@@ -98,7 +102,10 @@ class Aborter:
 
     async def _list(self, base_url: str) -> tuple[str, ...]:
         """Ask a router for its workers; those who ask at the same time share the answer."""
-        return await self._share(("workers", base_url), partial(self._ask, base_url))
+        return await self._session.shared(("workers", base_url), partial(self._ask, base_url))
+
+    async def _send(self, method: str, url: str, content: bytes | None) -> httpx.Response:
+        return await self._session.request(method, url, content, timeout=ABORT_TIMEOUT_S)
 
     async def _ask(self, base_url: str) -> tuple[str, ...]:
         for path in WORKER_LISTS:

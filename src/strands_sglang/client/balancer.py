@@ -2,19 +2,21 @@
 
 A conversation that comes back to the server that has its prefix in the cache saves the prefill of everything said so
 far. Promises: a server that takes no connections gets no requests while another one does, is asked for its health at
-growing intervals, and gets requests again once it answers; with a single server nothing of this happens.
+growing intervals, and gets requests again once it answers; with a single server nothing of this happens. A server that
+is down gives a handful of log lines, not one per request.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from .retries import FailureKind, ServerHistory
+from .retries import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +29,66 @@ DROPS_UNTIL_OUT = 3
 FIRST_PROBE_S = 1.0
 MAX_PROBE_S = 60.0
 
+FIRST_LOG_INTERVAL_S = 1.0
+MAX_LOG_INTERVAL_S = 60.0
+
 
 class Server:
-    """One address, and what is known about it.
+    """One address, what is known about it, and the log lines about its outages.
 
     Attributes:
         base_url: Without a slash at the end.
-        history: What it answered, and the log lines about its outages.
+        answered: Whether it has ever answered anything over HTTP.
+        usable: Whether it has ever given a generation.
         in_flight: Generations on their way, over all event loops.
         keys: Routing keys that lead to it.
         is_out: Whether it takes no connections and gets no requests while others do.
     """
 
     def __init__(self, base_url: str) -> None:
-        """Know nothing about the server yet."""
+        """Start with no history."""
         self.base_url = base_url
-        self.history = ServerHistory(base_url)
-        self.in_flight = 0
-        self.keys = 0
-        self.is_out = False
-        self.drops = 0
+        self.answered = self.usable = self.is_out = False
+        self.in_flight = self.keys = self.drops = 0
         self.probe_at = 0.0
         self.probe_interval = FIRST_PROBE_S
+        self._lock = threading.Lock()
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._last_failure = self._next_line = -math.inf
+        self._interval = FIRST_LOG_INTERVAL_S
+
+    def log_failure(self, failure: Failure) -> None:
+        """Count a failure that will be retried; write a line about it unless one was written a short while ago."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._last_failure > MAX_LOG_INTERVAL_S:
+                self._interval, self._next_line = FIRST_LOG_INTERVAL_S, now
+            if self._failing_since is None:
+                self._failing_since, self._failures = now, 0
+            self._failures += 1
+            self._last_failure = now
+            if now < self._next_line:
+                return
+            self._next_line = now + self._interval
+            self._interval = min(2 * self._interval, MAX_LOG_INTERVAL_S)
+            failures, seconds = self._failures, now - self._failing_since
+        logger.warning(
+            "base_url=<%s>, failed_attempts=<%d>, seconds=<%.0f>, error=<%s> | server does not answer, retrying",
+            self.base_url,
+            failures,
+            seconds,
+            failure.error,
+        )
+
+    def log_answer(self) -> None:
+        """End an outage, if there was one, with a line that says so."""
+        if self._failing_since is None:
+            return
+        with self._lock:
+            since, self._failing_since = self._failing_since, None
+        if since is not None:
+            logger.info("base_url=<%s>, seconds=<%.0f> | server answers again", self.base_url, time.monotonic() - since)
 
     def __repr__(self) -> str:
         """The address and the load."""
@@ -59,7 +99,7 @@ class Servers:
     """The servers of one client. Thread-safe."""
 
     def __init__(self, base_urls: Iterable[str]) -> None:
-        """Have these servers.
+        """Track the given servers.
 
         Args:
             base_urls: At least one address, each once.
@@ -73,12 +113,12 @@ class Servers:
     @property
     def answered(self) -> bool:
         """Whether any of them has ever answered anything over HTTP."""
-        return any(server.history.answered for server in self.all)
+        return any(server.answered for server in self.all)
 
     @property
     def usable(self) -> bool:
         """Whether any of them has ever given a generation."""
-        return any(server.history.usable for server in self.all)
+        return any(server.usable for server in self.all)
 
     def __getitem__(self, base_url: str) -> Server:
         """The server at an address.
@@ -148,7 +188,7 @@ class Servers:
         if server.drops or server.is_out:
             with self._lock:
                 server.drops, server.is_out, server.probe_interval = 0, False, FIRST_PROBE_S
-        server.history.note_answer()
+        server.log_answer()
 
     def note_failure(self, server: Server, kind: FailureKind) -> None:
         """Take note of a failed request: without connections the server is out from now on."""

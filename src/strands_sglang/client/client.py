@@ -12,15 +12,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
+
+import orjson
 
 from ..exceptions import SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
 from .cancellation import Cancellation
-from .connections import SessionPool
-from .requests import Call, Question
+from .connections import SessionPool, connect
+from .requests import Request, ask_once, generate_once, retrying
 from .retries import RetryPolicy
 from .settings import checked_number, checked_routing_key, normalize_base_urls, slime_client_arguments
 from .transport import Transport, TransportSource, failure_kind
@@ -103,14 +107,16 @@ class SGLangClient:
         self.abort_grace = checked_number("abort_grace", abort_grace, at_least=0)
         if transport is not None and not isinstance(transport, Transport) and not callable(transport):
             raise ValueError("transport must be an httpx.AsyncBaseTransport or a function that makes one")
-        self._sessions = SessionPool(
+        self._transport = transport
+        open_session = partial(
+            connect,
+            transport,
             https=any(url.startswith("https:") for url in self.base_urls),
             max_connections=max_connections,
             connect_timeout=connect_timeout,
-            abort_grace=abort_grace,
-            transport=transport,
-            headers=headers or {},
+            headers=dict(headers or {}),
         )
+        self._sessions = SessionPool(open_session, abort_grace)
         self.retry_policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
         self._servers = Servers(self.base_urls)
         self._context_lengths: dict[str, int] = {}
@@ -173,26 +179,24 @@ class SGLangClient:
         cancellation = (
             cancel_signal if isinstance(cancel_signal, Cancellation) else Cancellation(deadline, cancel_signal)
         )
-        call = Call(
-            session,
-            self._servers,
-            self.retry_policy,
-            cancellation,
-            body=body,
-            headers={} if key is None else {"x-smg-routing-key": key},
+        request = Request(session, self._servers, cancellation, "POST", "/generate")
+        attempt = partial(
+            generate_once,
+            request,
+            body,
             key=key,
             prefix=f"{fields['rid']}-" if fields.get("rid") else "",
             timeout=self.timeout,
             grace=self.abort_grace,
         )
         try:
-            response = await call.answered()
-            call.server.history.usable = True
+            response = await retrying(attempt, request, self.retry_policy)
+            request.server.usable = True
             return response
         except BaseException:
-            if call.partial is not None and on_partial is not None:
+            if request.partial is not None and on_partial is not None:
                 try:
-                    on_partial(call.partial)
+                    on_partial(request.partial)
                 except Exception:
                     logger.exception("on_partial raised; the partial answer may be lost")
             raise
@@ -309,6 +313,8 @@ class SGLangClient:
         """
         self.closings += 1
         await self._sessions.close()
+        if isinstance(self._transport, Transport):
+            await self._transport.aclose()
 
     async def __aenter__(self) -> SGLangClient:
         """The client itself."""
@@ -362,17 +368,8 @@ class SGLangClient:
         retry_refusals: bool = True,
     ) -> dict[str, Any]:
         """Ask an endpoint for a JSON object, with the retries of `generate`; error statuses may be left out of them."""
-        session = await self._sessions.current()
-        question = Question(
-            session,
-            self._servers,
-            self.retry_policy,
-            Cancellation(),
-            method=method,
-            path=path,
-            content=content,
-            server=None if base_url is None else self._servers[base_url],
-            retry_refusals=retry_refusals,
-            timeout=INFO_TIMEOUT_S,
-        )
-        return await question.answered()
+        only = None if base_url is None else self._servers[base_url]
+        request = Request(await self._sessions.current(), self._servers, Cancellation(), method, path, only)
+        encoded = None if content is None else orjson.dumps(content)
+        policy = replace(self.retry_policy, retry_refusals=retry_refusals)
+        return await retrying(partial(ask_once, request, encoded, INFO_TIMEOUT_S), request, policy)

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import httpx
 
-from .aborts import Aborter
+from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
-from .cancellation import Cancellation, End, consume, within
+from .cancellation import consume, let_go
 from .transport import (
     KEEPALIVE_EXPIRY_S,
+    AttemptTimeoutError,
     LentTransport,
     Transport,
     TransportSource,
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ABORT_TIMEOUT_S = 2.0
-"""How long telling a server to abort may take."""
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
 """Seconds between the aborts of one request that does not come back: the first may have overtaken the request."""
 
@@ -66,7 +65,12 @@ class LoopSession:
     """The connections of one event loop.
 
     Attributes:
+        http: Sends what is asked for in this loop.
+        slots: One is taken by each generation. The limit is not the connector's: an abort must pass while all slots are
+            taken, and an attempt's time limit should not run while it waits for its turn.
+        flights: The generations that were sent and have not `landed`, by their ids.
         closed: Set once the session is closing; nothing new is sent over it.
+        closing: Is done once it is being closed.
     """
 
     def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
@@ -77,56 +81,45 @@ class LoopSession:
             max_connections: Most generations at a time; more of them wait for their turn.
             drop: Lets go of the connections after the loop was closed, when nothing can be awaited any more.
         """
+        self.http = http
+        self.slots = asyncio.Semaphore(max_connections)
+        self.flights: dict[str, Flight] = {}
         self.closed = False
-        self._http = http
         self._drop = drop
         self._loop = asyncio.get_running_loop()
+        self.closing = self._loop.create_future()
         self._urls: dict[str, httpx.URL] = {}
-        # The limit is not the connector's: an abort must pass while all slots are taken, and an attempt's time limit
-        # should not run while it waits for its turn.
-        self._slots = asyncio.Semaphore(max_connections)
-        self._aborter = Aborter(partial(self.request, timeout=ABORT_TIMEOUT_S), self.shared)
-        self._flights: dict[str, Flight] = {}
-        self._idle: set[Cancellation] = set()
+        self._aborter = Aborter(self)
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
         self._guard: AsyncGenerator[None, None] | None = None
 
-    async def request(self, method: str, url: str, content: bytes | None, *, timeout: float | None) -> httpx.Response:
+    async def request(self, method: str, url: str, content: bytes | None, *, timeout: float) -> httpx.Response:
         """Send one request and read the whole answer.
 
         Args:
             method: HTTP method.
             url: The whole address.
             content: JSON body.
-            timeout: Seconds for everything, None for no limit.
+            timeout: Seconds for everything.
 
         Raises:
             AttemptTimeoutError: The time has passed.
         """
         headers = JSON_HEADERS if content is not None else None
-        return await within(self._http.request(method, self._parsed(url), content=content, headers=headers), timeout)
+        with anyio.move_on_after(timeout):
+            return await self.http.request(method, self.url(url), content=content, headers=headers)
+        raise AttemptTimeoutError(f"the limit is {timeout:g} s")
 
-    def send(self, server: Server, content: bytes, rid: str, headers: Mapping[str, str]) -> Flight:
-        """POST one attempt to `/generate`, without waiting for the answer. `landed` has to be called in the end.
-
-        Args:
-            server: Where to.
-            content: JSON body.
-            rid: The id in it.
-            headers: Beside the session's.
-        """
-        url = self._parsed(f"{server.base_url}/generate")
-        request = self._http.request("POST", url, content=content, headers={**JSON_HEADERS, **headers})
-        flight = Flight(rid, server, self._loop.create_task(request))
-        self._flights[rid] = flight
-        return flight
+    def url(self, url: str) -> httpx.URL:
+        """An address, parsed once: parsing one costs 0.1 ms."""
+        if (parsed := self._urls.get(url)) is None:
+            parsed = self._urls[url] = httpx.URL(url)
+        return parsed
 
     def landed(self, flight: Flight) -> None:
         """Forget a flight; one whose answer has not come is let go."""
-        self._flights.pop(flight.rid, None)
-        if not flight.answer.done():
-            flight.answer.add_done_callback(consume)
-            flight.answer.cancel()
+        self.flights.pop(flight.rid, None)
+        let_go(flight.answer)
 
     async def call_back(self, flight: Flight, grace: float) -> None:
         """Abort a flight, and wait up to `grace` seconds for the answer with what was sampled until then.
@@ -163,39 +156,8 @@ class LoopSession:
         if cancelled:
             raise asyncio.CancelledError
 
-    async def take_slot(self, waiting: Cancellation) -> End:
-        """Wait for the turn to send a generation; `End.DONE` if it has come, and `give_slot` is due."""
-        if not self._slots.locked():
-            await self._slots.acquire()
-            return End.DONE
-        turn = self._loop.create_task(self._slots.acquire())
-        end = None
-        try:
-            end = await self.idle(waiting, turn)
-            return end
-        finally:
-            if end is not End.DONE:
-                turn.cancel()
-                turn.add_done_callback(self._give_back)
-
-    def _give_back(self, turn: asyncio.Task[Any]) -> None:
-        if not turn.cancelled():  # it came after all
-            self._slots.release()
-
-    def give_slot(self) -> None:
-        """Let the next one send."""
-        self._slots.release()
-
-    async def idle(self, waiting: Cancellation, work: asyncio.Future[Any] | None, timeout: float | None = None) -> End:
-        """`waiting.until(work, timeout)` while nothing is in flight: it also ends when the session is closed."""
-        self._idle.add(waiting)
-        try:
-            return End.TIME_OVER if self.closed else await waiting.until(work, timeout)
-        finally:
-            self._idle.discard(waiting)
-
-    async def abort(self, rid: str, base_urls: tuple[str, ...], *, wait: float = ABORT_TIMEOUT_S) -> None:
-        """Tell servers to abort a request, and wait up to `wait` seconds for them to have heard.
+    async def abort(self, rid: str, base_urls: tuple[str, ...]) -> None:
+        """Tell servers to abort a request, and wait up to 2 s for them to have heard.
 
         Never fails. A caller that is cancelled while waiting leaves at once; the abort still goes out.
 
@@ -203,11 +165,10 @@ class LoopSession:
             rid: The exact id of an attempt, or the prefix that attempts in flight over this session got from their
                 caller.
             base_urls: Where to, if nothing of that name is in flight here.
-            wait: Seconds.
         """
-        flights = [flight for flight in self._flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
+        flights = [flight for flight in self.flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
         where = [(flight.server.base_url, flight.rid) for flight in flights] or [(url, rid) for url in base_urls]
-        await asyncio.wait({self._abort_task(*one) for one in where}, timeout=wait)
+        await asyncio.wait({self._abort_task(*one) for one in where}, timeout=ABORT_TIMEOUT_S)
 
     async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` once for all who ask under `key` while it runs; a caller that is cancelled does not end it."""
@@ -236,7 +197,7 @@ class LoopSession:
             finally:
                 self.closed = True
                 at_end()
-                await self._http.aclose()
+                await self.http.aclose()
 
         self._guard = guard()
         await self._guard.__anext__()
@@ -244,9 +205,9 @@ class LoopSession:
     async def close(self, grace: float) -> None:
         """Abort what is in flight, wait up to `grace` seconds for its answers, and close the connections."""
         self.closed = True
-        for waiting in tuple(self._idle):
-            waiting.wake()
-        await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self._flights.values())))
+        if not self.closing.done():
+            self.closing.set_result(None)
+        await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self.flights.values())))
         if self._guard is not None:
             await self._guard.aclose()
 
@@ -255,59 +216,59 @@ class LoopSession:
         self.closed = True
         self._drop()
 
-    def _parsed(self, url: str) -> httpx.URL:
-        if (parsed := self._urls.get(url)) is None:
-            parsed = self._urls[url] = httpx.URL(url)  # parsing one costs 0.1 ms
-        return parsed
-
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
-        return self.background(("abort", base_url, rid), partial(self._abort, base_url, rid, again))
-
-    async def _abort(self, base_url: str, rid: str, again: bool) -> bool:
-        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
-            try:
-                return await within(self._aborter.abort(base_url, rid, again=again), timeout)
-            except asyncio.CancelledError:
-                continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
-            except Exception as error:
-                logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
-                break
-        return False
+        return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
 
     def _forget(self, key: Any, done: asyncio.Task[Any]) -> None:
         self._tasks.pop(key, None)
         consume(done)
 
 
+def connect(
+    source: TransportSource | None,
+    *,
+    https: bool,
+    max_connections: int,
+    connect_timeout: float,
+    headers: Mapping[str, str],
+) -> LoopSession:
+    """Make the session of the running loop.
+
+    Args:
+        source: An httpx transport for all loops, or a factory that is called once for each; None for aiohttp.
+        https: Whether certificates are needed.
+        max_connections: Most generations at a time.
+        connect_timeout: Seconds for making a connection.
+        headers: Sent with every request.
+    """
+    drop: Callable[[], None] = lambda: None  # noqa: E731
+    if source is None:
+        transport, drop = aiohttp_transport(https=https)
+    else:
+        transport = LentTransport(source) if isinstance(source, Transport) else source()
+    # The only limit below httpx is the time for a connection: one attempt as a whole is timed by who waits for it.
+    http = httpx.AsyncClient(
+        transport=transport,
+        headers=headers,
+        trust_env=False,
+        timeout=httpx.Timeout(None, connect=connect_timeout),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
+    )
+    return LoopSession(http, max_connections=max_connections, drop=drop)
+
+
 class SessionPool:
     """One `LoopSession` per event loop, made at its first use. Thread-safe."""
 
-    def __init__(
-        self,
-        *,
-        https: bool,
-        max_connections: int,
-        connect_timeout: float,
-        abort_grace: float,
-        transport: TransportSource | None,
-        headers: Mapping[str, str],
-    ) -> None:
-        """Remember how to connect.
+    def __init__(self, connect: Callable[[], LoopSession], abort_grace: float) -> None:
+        """Open nothing yet.
 
         Args:
-            https: Whether certificates are needed.
-            max_connections: Most generations at a time in each loop.
-            connect_timeout: Seconds for making a connection.
+            connect: Makes the running loop's session.
             abort_grace: Seconds for the answers of what is aborted when a session is closed.
-            transport: An httpx transport for all loops, or a factory that is called once for each.
-            headers: Sent with every request.
         """
-        self._headers = dict(headers)
-        self._https = https
+        self._connect = connect
         self._abort_grace = abort_grace
-        self._max_connections = max_connections
-        self._connect_timeout = connect_timeout
-        self._transport = transport
         self._lock = threading.Lock()
         # A session holds its loop, so weak keys would never let go: entries leave when their loop ends, or are swept
         # out if it was closed without warning. The finalizer keeps them alive for long enough to be closed in order
@@ -323,7 +284,7 @@ class SessionPool:
             return session
         with self._lock:
             gone = [self._sessions.pop(other) for other in tuple(self._sessions) if other.is_closed()]
-            session = self._sessions[loop] = self._open()
+            session = self._sessions[loop] = self._connect()
         for old in gone:
             old.drop()
         await session.keep_until_loop_ends(partial(self._sessions.pop, loop, None))
@@ -342,26 +303,6 @@ class SessionPool:
                 await asyncio.wait({asyncio.wrap_future(elsewhere)}, timeout=self._abort_grace + ABORT_TIMEOUT_S)
             else:
                 session.drop()
-        if isinstance(self._transport, Transport):
-            await self._transport.aclose()
-
-    def _open(self) -> LoopSession:
-        drop: Callable[[], None] = lambda: None  # noqa: E731
-        if self._transport is None:
-            transport, drop = aiohttp_transport(https=self._https)
-        elif isinstance(self._transport, Transport):
-            transport = LentTransport(self._transport)
-        else:
-            transport = self._transport()
-        # The only limit below httpx is the time for a connection: one attempt as a whole is timed by `within`.
-        http = httpx.AsyncClient(
-            transport=transport,
-            headers=self._headers,
-            trust_env=False,
-            timeout=httpx.Timeout(None, connect=self._connect_timeout),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
-        )
-        return LoopSession(http, max_connections=self._max_connections, drop=drop)
 
 
 def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: float) -> None:

@@ -1,24 +1,23 @@
-"""When a failed attempt is tried again, and what the log says meanwhile.
+"""When a failed attempt is tried again.
 
 Promises: retries end; an answer that cannot change (a 4xx, a second timeout, a port where nobody has ever listened) is
-not asked for again; a server that is down gives a handful of log lines, not one per request.
+not asked for again.
 """
 
 from __future__ import annotations
 
-import logging
 import random
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..exceptions import SGLangClientError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .balancer import Servers
 
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)} - {501, 505})
 """Statuses that can be different the next time. 501 and 505 say what the server is unable to do at all."""
@@ -30,9 +29,6 @@ MAX_DELAY_S = 8.0
 MAX_RETRIES_AFTER_TIMEOUT = 1
 MAX_RETRIES_OF_STRANGE_ANSWERS = 3
 """How often an undecodable answer is asked for again, of a server that never gave a good one; an unfit one of any."""
-
-FIRST_LOG_INTERVAL_S = 1.0
-MAX_LOG_INTERVAL_S = 60.0
 
 
 class FailureKind(Enum):
@@ -79,11 +75,13 @@ class RetryPolicy:
         max_retries: Attempts after the first one.
         retry_delay: Seconds before the first retry; doubles up to `MAX_DELAY_S`.
         unreachable_after: Seconds after which a server that never answered counts as not being there.
+        retry_refusals: Whether error statuses are retried.
     """
 
     max_retries: int
     retry_delay: float
     unreachable_after: float
+    retry_refusals: bool = True
 
     def delay(self, retries: int, retry_after: float | None = None) -> float:
         """Seconds before the next attempt, at most `MAX_DELAY_S`.
@@ -99,82 +97,13 @@ class RetryPolicy:
         return min(max(backoff * random.uniform(0.5, 1.0), retry_after or 0.0), MAX_DELAY_S)
 
 
-class ServerHistory:
-    """What is known about one server from all requests to it, and the log lines about its outages. Thread-safe.
-
-    Attributes:
-        answered: Whether it has ever answered anything over HTTP.
-        usable: Whether it has ever given a generation.
-    """
-
-    def __init__(self, base_url: str) -> None:
-        """Know nothing about the server at `base_url` yet."""
-        self.answered = False
-        self.usable = False
-        self._base_url = base_url
-        self._lock = threading.Lock()
-        self._failing_since: float | None = None
-        self._failures = 0
-        self._last_failure = float("-inf")
-        self._next_line = float("-inf")
-        self._interval = FIRST_LOG_INTERVAL_S
-
-    def note_failure(self, failure: Failure) -> None:
-        """Count a failure that will be retried; write a line about it unless one was written a short while ago."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._last_failure > MAX_LOG_INTERVAL_S:
-                self._interval, self._next_line = FIRST_LOG_INTERVAL_S, now
-            if self._failing_since is None:
-                self._failing_since, self._failures = now, 0
-            self._failures += 1
-            self._last_failure = now
-            if now < self._next_line:
-                return
-            self._next_line = now + self._interval
-            self._interval = min(2 * self._interval, MAX_LOG_INTERVAL_S)
-            failures, seconds = self._failures, now - self._failing_since
-        logger.warning(
-            "base_url=<%s>, failed_attempts=<%d>, seconds=<%.0f>, error=<%s> | server does not answer, retrying",
-            self._base_url,
-            failures,
-            seconds,
-            failure.error,
-        )
-
-    def note_answer(self) -> None:
-        """End an outage, if there was one, with a line that says so."""
-        if self._failing_since is None:
-            return
-        with self._lock:
-            since, self._failing_since = self._failing_since, None
-        if since is not None:
-            logger.info(
-                "base_url=<%s>, seconds=<%.0f> | server answers again", self._base_url, time.monotonic() - since
-            )
-
-
-class Known(Protocol):
-    """What is known about whoever is asked: one server, or several."""
-
-    @property
-    def answered(self) -> bool:
-        """Whether it has ever answered anything over HTTP."""
-        ...
-
-    @property
-    def usable(self) -> bool:
-        """Whether it has ever given a generation."""
-        ...
-
-
 class RetryState:
     """The attempts of one call."""
 
-    def __init__(self, policy: RetryPolicy, history: Known) -> None:
+    def __init__(self, policy: RetryPolicy, servers: Servers) -> None:
         """Start with no failed attempts."""
         self._policy = policy
-        self._history = history
+        self._servers = servers
         self._retries = 0
         self._timeouts = 0
         self._strange = 0
@@ -190,11 +119,12 @@ class RetryState:
         left = self._seconds_left_to_appear(kind)
         if (
             kind is FailureKind.FINAL
+            or (kind is FailureKind.REFUSED and not self._policy.retry_refusals)
             or self._retries >= self._policy.max_retries
             or self._timeouts > MAX_RETRIES_AFTER_TIMEOUT
             or (
                 self._strange > MAX_RETRIES_OF_STRANGE_ANSWERS
-                and (kind is FailureKind.UNFIT or not self._history.usable)
+                and (kind is FailureKind.UNFIT or not self._servers.usable)
             )
             or left <= 0
         ):
@@ -209,7 +139,7 @@ class RetryState:
         if self._retries:
             seconds = time.monotonic() - self._started
             notes.append(f" (given up after {self._retries + 1} attempts in {seconds:.1f} s)")
-        if failure.kind in (FailureKind.UNREACHABLE, FailureKind.DROPPED) and not self._history.answered:
+        if failure.kind in (FailureKind.UNREACHABLE, FailureKind.DROPPED) and not self._servers.answered:
             notes.append("; no server has ever answered there: start one (`strands-sglang serve`), or correct base_url")
         if notes:
             error.args = (f"{error}{''.join(notes)}",)
@@ -217,7 +147,7 @@ class RetryState:
 
     def _seconds_left_to_appear(self, kind: FailureKind) -> float:
         """How long a server that never answered may go on not answering; infinite for one that did."""
-        if self._history.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
+        if self._servers.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
             self._unreachable_since = None
             return float("inf")
         now = time.monotonic()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from .cancellation import AttemptTimeoutError
 from .retries import FailureKind
 
 if TYPE_CHECKING:
@@ -28,6 +27,10 @@ KEEPALIVE_EXPIRY_S = 4.0
 """Idle connections are dropped before the server does that (SGLang: after 5 s); a POST over a closing one is lost."""
 DEAD_PEER_AFTER_S = 120
 """A peer that vanished without closing is noticed after about this time, also with no timeout set."""
+
+
+class AttemptTimeoutError(Exception):
+    """The time limit of one attempt has passed."""
 
 
 def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:
