@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._other_install import own_version, warn_of_other_installs
 from .client.cache import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .client.client import SGLangClient
 from .exceptions import (
@@ -35,8 +34,6 @@ from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register
 from .trajectory.tokens import Rollout, Segment, Token, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn, TurnStatus
-
-warn_of_other_installs()  # after the imports, so that the warning names the line that imported this package
 
 __all__ = [
     "OUTCOMES",
@@ -86,6 +83,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`__version__`, read from the metadata when it is first asked for."""
     if name == "__version__":
-        version = globals()["__version__"] = own_version()
+        from importlib import metadata
+
+        try:
+            version = metadata.version("strands-sglang")
+        except metadata.PackageNotFoundError:  # a checkout on the path
+            version = "0+unknown"
+        globals()["__version__"] = version
         return version
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
