@@ -13,8 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .client import SGLangClient
-from .settings import normalize_base_urls, slime_client_arguments
+from .client import SGLangClient, normalize_base_urls, slime_client_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

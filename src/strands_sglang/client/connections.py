@@ -1,20 +1,25 @@
 """HTTP connections, one pool per running event loop, and the requests in flight over them.
 
 Why per loop: a connection belongs to the event loop that opened it, and Strands' synchronous `agent(...)` makes a new
-loop for every call. Promises: a pool is closed when its loop ends, without "Unclosed client session" warnings; an abort
-gets out even when the pool is full, the caller is being cancelled, or the loop is shutting down.
+loop for every call. `httpx` is the interface and `aiohttp` the transport, because httpcore's pool costs ten times the
+CPU at hundreds of concurrent requests; `aiohttp` is imported at the first request. Promises: a pool is closed when its
+loop ends, without "Unclosed client session" warnings; an abort gets out even when the pool is full, the caller is being
+cancelled, or the loop is shutting down; a connection that cannot be made, one that broke and an answer that is not HTTP
+are told apart, whichever library reports them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import math
+import socket
+import ssl
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 import httpx
@@ -22,23 +27,33 @@ import httpx
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
 from .cancellation import consume, let_go
-from .transport import (
-    KEEPALIVE_EXPIRY_S,
-    AttemptTimeoutError,
-    LentTransport,
-    Transport,
-    TransportSource,
-    aiohttp_transport,
-)
+from .retries import FailureKind
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    pass
 
 T = TypeVar("T")
+
+Transport = httpx.AsyncBaseTransport
+TransportSource = Transport | Callable[[], Transport]
+
+KEEPALIVE_EXPIRY_S = 4.0
+"""Idle connections are dropped before the server does that (SGLang: after 5 s); a POST over a closing one is lost."""
+DEAD_PEER_AFTER_S = 120
+"""A peer that vanished without closing is noticed after about this time, also with no timeout set."""
 
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
 """Seconds between the aborts of one request that does not come back: the first may have overtaken the request."""
 
 JSON_HEADERS = {"content-type": "application/json"}
+
+
+parsed_url = lru_cache(maxsize=4096)(httpx.URL)
+"""An address, parsed once: parsing one costs 0.1 ms."""
+
+
+class AttemptTimeoutError(Exception):
+    """The time limit of one attempt has passed."""
 
 
 class Flight(NamedTuple):
@@ -88,7 +103,6 @@ class LoopSession:
         self._drop = drop
         self._loop = asyncio.get_running_loop()
         self.closing = self._loop.create_future()
-        self._urls: dict[str, httpx.URL] = {}
         self._aborter = Aborter(self)
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
         self._guard: AsyncGenerator[None, None] | None = None
@@ -107,14 +121,8 @@ class LoopSession:
         """
         headers = JSON_HEADERS if content is not None else None
         with anyio.move_on_after(timeout):
-            return await self.http.request(method, self.url(url), content=content, headers=headers)
+            return await self.http.request(method, parsed_url(url), content=content, headers=headers)
         raise AttemptTimeoutError(f"the limit is {timeout:g} s")
-
-    def url(self, url: str) -> httpx.URL:
-        """An address, parsed once: parsing one costs 0.1 ms."""
-        if (parsed := self._urls.get(url)) is None:
-            parsed = self._urls[url] = httpx.URL(url)
-        return parsed
 
     def landed(self, flight: Flight) -> None:
         """Forget a flight; one whose answer has not come is let go."""
@@ -313,3 +321,117 @@ def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: floa
         else:
             session.drop()
     sessions.clear()
+
+
+class LentTransport(httpx.AsyncBaseTransport):
+    """A transport that outlives the sessions which use it."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Lend out `transport`."""
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Pass the request on."""
+        return await self._transport.handle_async_request(request)
+
+
+def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:
+    """An httpx transport over aiohttp for the running loop, and what drops its connections when the loop is gone."""
+    import aiohttp
+    from httpx_aiohttp import AiohttpTransport
+
+    # The transport wants a context although it uses its session's. Loading certificates takes 20 ms, so for http:// it
+    # gets one that trusts nobody.
+    context = httpx.create_ssl_context(trust_env=False) if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=KEEPALIVE_EXPIRY_S,
+            ssl=context,
+            socket_factory=_keepalive_socket,
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
+
+    def drop() -> None:
+        connector = session.connector
+        session.detach()
+        if connector is None:
+            return
+        # aiohttp only offers a coroutine for this. It closes the connections before it first waits for something, and
+        # there is no loop left to wait in.
+        closing = connector.close().__await__()
+        with contextlib.suppress(StopIteration, RuntimeError):
+            next(closing)
+
+    return AiohttpTransport(verify=context, trust_env=False, client=session), drop
+
+
+def _keepalive_socket(address: Any) -> socket.socket:
+    family, kind, proto, _, _ = address
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every platform has all of these. The last one covers a peer that vanishes while data are on the way to it.
+    for name, value in (
+        ("TCP_KEEPIDLE", DEAD_PEER_AFTER_S // 2),
+        ("TCP_KEEPALIVE", DEAD_PEER_AFTER_S // 2),
+        ("TCP_KEEPINTVL", DEAD_PEER_AFTER_S // 8),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", DEAD_PEER_AFTER_S * 1000),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
+
+
+_KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], FailureKind], ...] = (
+    ((ssl.SSLError, httpx.UnsupportedProtocol), FailureKind.FINAL),
+    ((httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, ConnectionRefusedError), FailureKind.UNREACHABLE),
+    ((AttemptTimeoutError, httpx.TimeoutException), FailureKind.TIMED_OUT),
+    (httpx.DecodingError, FailureKind.UNDECODABLE),
+    ((httpx.TransportError, OSError), FailureKind.DROPPED),
+)
+
+
+def failure_kind(error: Exception) -> FailureKind | None:
+    """Tell by its chain of causes how an attempt failed; None for an error that is not the network's.
+
+    httpx-aiohttp 0.2 reports refused, reset and closed connections alike as `httpx.ConnectTimeout`, and lets some of
+    aiohttp's errors through as they are. So aiohttp's error decides where there is one.
+    """
+    import aiohttp
+
+    of_aiohttp = (
+        (
+            (aiohttp.ClientConnectorCertificateError, aiohttp.ClientSSLError, aiohttp.InvalidURL),
+            FailureKind.FINAL,
+        ),
+        ((aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError), FailureKind.UNREACHABLE),
+        (aiohttp.ServerTimeoutError, FailureKind.TIMED_OUT),
+        (aiohttp.ClientResponseError, FailureKind.UNDECODABLE),
+        (aiohttp.ClientError, FailureKind.DROPPED),
+    )
+    chain = tuple(_causes(error))
+    for kinds in (of_aiohttp, _KINDS):
+        for link in chain:
+            for types, kind in kinds:
+                if isinstance(link, types):
+                    return kind
+    return None
+
+
+def root_cause(error: Exception) -> str:
+    """The last error with a text in the chain of causes: what happened, not how it was reported."""
+    telling = [link for link in _causes(error) if isinstance(link, Exception) and str(link)]
+    cause = telling[-1] if telling else error
+    return " ".join(f"{type(cause).__name__}: {cause}".split())
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

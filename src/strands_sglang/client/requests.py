@@ -27,7 +27,15 @@ from ..exceptions import (
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 from .balancer import Server, Servers
 from .cancellation import Cancellation
-from .connections import JSON_HEADERS, Flight, LoopSession
+from .connections import (
+    JSON_HEADERS,
+    AttemptTimeoutError,
+    Flight,
+    LoopSession,
+    failure_kind,
+    parsed_url,
+    root_cause,
+)
 from .retries import (
     PERHAPS_RUNNING_STATUSES,
     RETRIED_STATUSES,
@@ -37,7 +45,6 @@ from .retries import (
     RetryState,
     retry_after_seconds,
 )
-from .transport import AttemptTimeoutError, failure_kind, root_cause
 
 PROBE_TIMEOUT_S = 10.0
 """How long a server that was out may take to say that it is healthy."""
@@ -180,7 +187,7 @@ async def generate_once(
         server = servers.choose(key, rather_not=None if request.failure is None else request.server)
         request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{uuid.uuid4().hex}"
         headers = JSON_HEADERS if key is None else {**JSON_HEADERS, "x-smg-routing-key": key}
-        sent = session.http.request("POST", session.url(url), content=body.with_rid(rid), headers=headers)
+        sent = session.http.request("POST", parsed_url(url), content=body.with_rid(rid), headers=headers)
         flight = session.flights[rid] = Flight(rid, server, asyncio.create_task(sent))
         servers.started(server)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from strands.types.exceptions import ContextWindowOverflowException
 
-from ..client.settings import checked_routing_key
+from ..client.client import checked_routing_key
 from ..exceptions import SGLangDecodingError
 from ..json_values import plain
 from ..protocol.generation import Generation

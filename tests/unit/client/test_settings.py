@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from strands_sglang.client.settings import normalize_base_url, slime_client_arguments
+from strands_sglang.client.client import normalize_base_url, slime_client_arguments
 
 
 @pytest.mark.parametrize(
