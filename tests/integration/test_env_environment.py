@@ -9,25 +9,10 @@ from typing import Any
 from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_sglang import SGLangClient
-from support.environments import CalculatorEnv, Contains
+from support.environments import CalculatorEnv, Contains, worked_examples
 from support.examples import run_example
 
 PROBLEMS = {"27 * 43": 1161, "64 * 18": 1152, "52 * 77": 4004, "91 * 36": 3276}
-
-
-def history() -> list[dict[str, Any]]:
-    """Worked examples: what makes a small model call tools."""
-    messages: list[dict[str, Any]] = []
-    for number, (left, right) in enumerate([(15, 12), (31, 8), (22, 19)]):
-        expression = f"{left} * {right}"
-        function = {"name": "calculator", "arguments": {"expression": expression}}
-        messages += [
-            {"role": "user", "content": f"What is {expression}?"},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": f"call_{number}", "function": function}]},
-            {"role": "tool", "tool_call_id": f"call_{number}", "content": str(left * right)},
-            {"role": "assistant", "content": f"The answer is {left * right}."},
-        ]
-    return messages
 
 
 def environment(server: Any, *, client: SGLangClient, params: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -42,7 +27,8 @@ def environment(server: Any, *, client: SGLangClient, params: dict[str, Any] | N
 
 
 def action(expression: str, value: int) -> Action:
-    context = TaskContext(id=expression, ground_truth=value, conversation_history=history())
+    history = worked_examples({"15 * 12": 180, "31 * 8": 248, "22 * 19": 418})
+    context = TaskContext(id=expression, ground_truth=value, conversation_history=history)
     return Action(message=f"What is {expression}?", task_context=context)
 
 

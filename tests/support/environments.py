@@ -28,6 +28,18 @@ class Contains(RewardFunction):
         return RewardResult(reward=float(str(action.task_context.ground_truth) in answer))
 
 
+class Gives(RewardFunction):
+    """Gives what it has: a value, what an async function returns, an exception by raising it."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    async def compute(self, **kwargs: Any) -> Any:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return await self.outcome() if callable(self.outcome) else self.outcome
+
+
 class CalculatorEnv(Environment):
     """Notes in `steps` what happened to it and in `ran` what its tools were given."""
 
@@ -72,3 +84,17 @@ def scripted_env(
     shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(**(client or {})), **(model or {}))
     settings = {"reward_fn": Contains(), **settings}
     return CalculatorEnv(lambda: shared, **settings), scripted
+
+
+def worked_examples(values: dict[str, int]) -> list[dict[str, Any]]:
+    """What makes a small model call tools: the calculator asked for each expression, which has the value."""
+    messages: list[dict[str, Any]] = []
+    for expression, value in values.items():
+        function = {"name": "calculator", "arguments": {"expression": expression}}
+        messages += [
+            {"role": "user", "content": f"What is {expression}?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": expression, "function": function}]},
+            {"role": "tool", "tool_call_id": expression, "content": str(value)},
+            {"role": "assistant", "content": f"The answer is {value}."},
+        ]
+    return messages

@@ -73,11 +73,6 @@ def finished(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def finished_by_prompt(path):
-    whole = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return Counter(json.loads(line)["prompt_id"] for line in whole if line.endswith(b"\n"))
-
-
 def test_an_evaluation_from_the_command_line(command, tmp_path, capsys):
     assert run([*command, "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
@@ -124,6 +119,18 @@ def test_a_server_that_gives_no_answer_is_one_line_and_exit_code_1(command, serv
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_sample(command, server, tmp_path):
+    def finished_by_prompt(path):
+        whole = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return Counter(json.loads(line)["prompt_id"] for line in whole if line.endswith(b"\n"))
+
+    def assert_nothing_is_asked_again(requests, before, *, exactly=False):
+        # Every sample opens with one request without a tool's answer: as many of a question as samples were missing.
+        openings = [request.text for request in requests if "<tool_response>" not in request.text]
+        asked = Counter("s" + re.findall(r"What is (\d+) ", text)[-1] for text in openings)
+        for prompt in {*asked, *(f"s{n}" for n in range(6))}:
+            missing = SAMPLES - before[prompt]
+            assert asked[prompt] == missing if exactly else asked[prompt] <= missing
+
     path = tmp_path / "out" / "results.jsonl"
     for wanted in (4, 9, 14):
         before, asked = finished_by_prompt(path), len(server.requests)
@@ -144,15 +151,6 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_samp
     assert {(record["prompt_id"], record["sample_index"]) for record in records} == {
         (f"s{n}", index) for n in range(6) for index in range(SAMPLES)
     }
-
-
-def assert_nothing_is_asked_again(requests, before, *, exactly=False):
-    """Every sample opens with one request without a tool's answer: as many of a question as samples were missing."""
-    openings = [request.text for request in requests if "<tool_response>" not in request.text]
-    asked = Counter("s" + re.findall(r"What is (\d+) ", text)[-1] for text in openings)
-    for prompt in {*asked, *(f"s{n}" for n in range(6))}:
-        missing = SAMPLES - before[prompt]
-        assert asked[prompt] == missing if exactly else asked[prompt] <= missing
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

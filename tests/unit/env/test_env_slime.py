@@ -14,7 +14,7 @@ from strands_env import slime
 from strands_env.core import Action, RewardFunction, TaskContext
 from strands_env.utils import clear_clients
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives
 from support.slime_checker import check_against_server, check_rollouts
 from support.slime_episodes import SlimeState
 from support.slime_stub import Sample, slime_args, slime_sampling_params
@@ -117,11 +117,6 @@ class Rollouts:
         return result
 
 
-class Broken(RewardFunction):
-    async def compute(self, **kwargs: Any) -> Any:
-        raise LookupError("no such answer")
-
-
 ENDS: dict[str, tuple[list[Any], dict[str, Any], str, float | None, bool]] = {
     "an answer": ([CALL, ANSWER], {"reward_fn": Contains()}, "COMPLETED", 1.0, False),
     "an answer for slime's function": ([CALL, ANSWER], {}, "COMPLETED", None, False),
@@ -137,7 +132,13 @@ ENDS: dict[str, tuple[list[Any], dict[str, Any], str, float | None, bool]] = {
         0.0,
         True,
     ),
-    "a reward function that fails": ([ANSWER], {"reward_fn": Broken()}, "COMPLETED", 0.0, True),
+    "a reward function that fails": (
+        [ANSWER],
+        {"reward_fn": Gives(LookupError("no such answer"))},
+        "COMPLETED",
+        0.0,
+        True,
+    ),
 }
 
 

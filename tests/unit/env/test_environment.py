@@ -24,7 +24,7 @@ from strands_env.core import (
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Gives, scripted_env
 from support.scripted_model import ScriptedModel, tool_use
 
 
@@ -96,18 +96,17 @@ async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(c
     assert seen == list(range(1, 41))
 
 
-class Invocations(HookProvider):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def register_hooks(self, registry: Any, **kwargs: Any) -> None:
-        registry.add_callback(AfterInvocationEvent, self._add)
-
-    def _add(self, event: AfterInvocationEvent) -> None:
-        self.count += 1
-
-
 async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokenizer: Any) -> None:
+    class Invocations(HookProvider):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def register_hooks(self, registry: Any, **kwargs: Any) -> None:
+            registry.add_callback(AfterInvocationEvent, self._add)
+
+        def _add(self, event: AfterInvocationEvent) -> None:
+            self.count += 1
+
     hook = Invocations()
     env, _ = scripted_env(chatml_tokenizer, [CALL] * 9 + [ANSWER], hooks=[hook])
     assert (await env.step(ASK)).termination_reason is TerminationReason.TASK_COMPLETE
@@ -140,11 +139,10 @@ async def test_a_model_factory_may_be_async_and_make_any_model(is_async: bool) -
     assert result.observation.metrics["tools"]["calculator"]["calls"] == 1
 
 
-class Prompted(CalculatorEnv):
-    pass
-
-
 async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tokenizer: Any, tmp_path: Path) -> None:
+    class Prompted(CalculatorEnv):
+        pass
+
     path = tmp_path / "prompt.md"
     path.write_text("From the file.\n", encoding="utf-8")
     env, server = scripted_env(chatml_tokenizer, [ANSWER, ANSWER, ANSWER])
@@ -249,17 +247,9 @@ def test_a_setting_that_cannot_work_is_refused(setting: dict[str, Any]) -> None:
         Environment(lambda: None, **setting)  # type: ignore[arg-type, return-value]
 
 
-class Returns(RewardFunction):
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    async def compute(self, **kwargs: Any) -> Any:
-        return self.value
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), "1.0", RewardResult(reward=float("inf"))], ids=repr)
 async def test_a_reward_that_is_no_finite_number_is_none_at_all(value: Any, chatml_tokenizer: Any) -> None:
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(value))
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     result = await env.step(ASK)
     assert result.reward is None
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -267,7 +257,7 @@ async def test_a_reward_that_is_no_finite_number_is_none_at_all(value: Any, chat
 
 
 async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(0.5))
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(0.5))
     result = await env.step(ASK)
     assert result.reward == RewardResult(reward=0.5)
 
@@ -275,16 +265,8 @@ async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.array(0.5)], ids=repr)
 async def test_numbers_of_other_libraries_are_rewards(value: Any, chatml_tokenizer: Any) -> None:
     """B15."""
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Returns(value))
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
-
-
-class Raises(RewardFunction):
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    async def compute(self, **kwargs: Any) -> Any:
-        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -299,7 +281,7 @@ class Raises(RewardFunction):
 async def test_a_reward_that_fails_says_whether_the_infrastructure_did(
     error: Exception, is_infrastructure: bool, chatml_tokenizer: Any
 ) -> None:
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Raises(error))
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(error))
     result = await env.step(ASK)
     assert result.reward is None
     assert result.reward_error is not None and result.reward_error.startswith(type(error).__name__)
@@ -307,11 +289,8 @@ async def test_a_reward_that_fails_says_whether_the_infrastructure_did(
 
 
 async def test_a_reward_that_takes_too_long_fails_and_not_the_infrastructure(chatml_tokenizer: Any) -> None:
-    class Hangs(RewardFunction):
-        async def compute(self, **kwargs: Any) -> Any:
-            await asyncio.Event().wait()
-
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Hangs(), reward_timeout=0.05)
+    hangs = Gives(asyncio.Event().wait)
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=hangs, reward_timeout=0.05)
     result = await env.step(ASK)
     assert result.reward_error is not None and not result.reward_error_is_infrastructure
 

@@ -22,7 +22,7 @@ from strands_sglang import OUTCOMES, RewardRule
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
 from support.agents import call
 from support.clock import advance
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, scripted_env
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives, scripted_env
 from support.scripted_model import ScriptedModel, tool_use
 
 FAULT = ScriptedFault(status=500)
@@ -238,21 +238,14 @@ async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer: Any) -> None:
     assert hanging.steps == ["reset", "cleanup"]
 
 
-class Broken(RewardFunction):
-    async def compute(self, **kwargs: Any) -> Any:
-        raise LookupError("no such answer")
-
-
-class Hangs(RewardFunction):
-    async def compute(self, **kwargs: Any) -> Any:
-        await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        (Broken(), "reward function: LookupError: no such answer"),
-        (Hangs(), "reward function: TimeoutError: the reward function took longer than 0.2 seconds"),
+        (Gives(LookupError("no such answer")), "reward function: LookupError: no such answer"),
+        (
+            Gives(lambda: asyncio.Event().wait()),
+            "reward function: TimeoutError: the reward function took longer than 0.2 seconds",
+        ),
     ],
 )
 async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(

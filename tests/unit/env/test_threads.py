@@ -11,13 +11,12 @@ from support.environments import ANSWER, ASK, CalculatorEnv, Contains
 from support.scripted_model import ScriptedModel
 
 
-class Speechless(BaseException):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
 async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> None:
     """B9."""
+
+    class Speechless(BaseException):
+        def __str__(self) -> str:
+            raise ValueError("no text")
 
     def fails() -> None:
         raise Speechless
@@ -26,14 +25,13 @@ async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> Non
         await asyncio.wait_for(called(fails), 5)
 
 
-class MuteError(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
 @pytest.mark.parametrize("place", ["reset", "compute_metrics"])
 async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place: str) -> None:
     """B9."""
+
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
 
     def fails(*args: object) -> None:
         raise MuteError

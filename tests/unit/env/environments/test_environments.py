@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +94,6 @@ async def test_an_episode_that_runs_out_of_time_ends_its_program(factory: Any, t
         assert time.monotonic() < deadline
 
 
-def _is_server(folder: Path) -> bool:
-    """Whether a process is an MCP server of this one."""
-    try:
-        parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        return int(parent) == os.getpid() and str(SERVER).encode() in (folder / "cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 async def test_a_sandbox_that_does_not_work_is_no_reward(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = PythonSandbox(unsafe=True)
     answers = [call("execute_python_code", code="print(1)"), "done"]
@@ -137,7 +130,14 @@ def mcp_client(*options: str) -> MCPClient:
 
 
 def servers() -> list[str]:
-    return [folder.name for folder in Path("/proc").iterdir() if folder.name.isdigit() and _is_server(folder)]
+    """The MCP servers of this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and str(SERVER).encode() in (folder / "cmdline").read_bytes():
+                found.append(folder.name)
+    return found
 
 
 async def test_the_tools_of_a_server_are_the_agents(factory: Any) -> None:
@@ -278,29 +278,22 @@ class FakeInterpreter:
 
     def invoke(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         assert method == "executeCode" and params is not None and params["language"] == "python"
+        if params["code"] == "throttle":
+            return {"stream": [{"throttlingException": {"message": "slow down"}}]}
+        printed, error = [], ""
         assert self.busy.acquire(blocking=False), "two programs at once"
         try:
-            return {"stream": self._events(params["code"])}
-        finally:
-            self.busy.release()
-
-    def _events(self, code: str) -> Iterator[dict[str, Any]]:
-        if code == "throttle":
-            yield {"throttlingException": {"message": "slow down"}}
-            return
-        printed: list[str] = []
-        error = ""
-        try:
-            exec(code, {"print": lambda *what: printed.append(" ".join(map(str, what))), "names": self.names})
+            exec(params["code"], {"print": lambda *what: printed.append(" ".join(map(str, what))), "names": self.names})
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        yield {
-            "result": {
-                "content": [{"type": "text", "text": "\n".join(printed) + error}],
-                "structuredContent": {"stdout": "\n".join(printed), "stderr": error, "exitCode": int(bool(error))},
-                "isError": bool(error),
-            }
+        finally:
+            self.busy.release()
+        result = {
+            "content": [{"type": "text", "text": "\n".join(printed) + error}],
+            "structuredContent": {"stdout": "\n".join(printed), "stderr": error, "exitCode": int(bool(error))},
+            "isError": bool(error),
         }
+        return {"stream": [{"result": result}]}
 
     def stop(self) -> bool:
         self.stopped += 1
@@ -313,8 +306,7 @@ def interpreters() -> list[FakeInterpreter]:
     return FakeInterpreter.made
 
 
-def agentcore(model_factory: Any, **options: Any) -> Environment:
-    return AgentCoreCodeEnvironment(model_factory, client_factory=FakeInterpreter, session_timeout=60, **options)
+agentcore = functools.partial(AgentCoreCodeEnvironment, client_factory=FakeInterpreter, session_timeout=60)
 
 
 async def test_programs_of_a_step_share_a_session_that_is_stopped(factory: Any, interpreters: Any) -> None:

@@ -114,6 +114,12 @@ async def test_a_task_whose_content_changed_is_run_anew(tmp_path):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(data=st.data())
 def test_a_results_file_cut_at_any_byte_is_completed_without_repeating_a_whole_record(tmp_path, data):
+    def offsets(content):
+        start = 0
+        for line in content.splitlines():
+            yield start, line
+            start += len(line) + 1
+
     path = tmp_path / "r.jsonl"
     path.unlink(missing_ok=True)
     order = data.draw(st.permutations(range(4)))
@@ -129,13 +135,6 @@ def test_a_results_file_cut_at_any_byte_is_completed_without_repeating_a_whole_r
     asyncio.run(evaluator(stub, n_samples_per_prompt=2, output_path=path).run(again))
     assert len(stub.episodes) == 8 - kept
     assert pairs(path) == [(f"t{n}", index) for n in range(4) for index in range(2)]
-
-
-def offsets(content):
-    start = 0
-    for line in content.splitlines():
-        yield start, line
-        start += len(line) + 1
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
