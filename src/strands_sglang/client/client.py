@@ -231,11 +231,6 @@ class SGLangClient:
         return dict(zip(self.base_urls, answers, strict=True))
 
     @property
-    def origin(self) -> SGLangClient:
-        """Itself. A client that stands before this one gives it, too: what is known of its servers is kept by it."""
-        return self
-
-    @property
     def available_urls(self) -> tuple[str, ...]:
         """The addresses that requests go to: all but those that take no connections, or all if none does."""
         return tuple(server.base_url for server in self._servers.up())

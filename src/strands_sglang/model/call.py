@@ -1,7 +1,11 @@
 """One model call: from a conversation to a recorded turn with the tokens that the server sampled for it.
 
-The steps are those of docs/architecture.md: attach, prompt, ask, request, checks. Whatever raises on the way leaves the
-turn failed, or cut if something was sampled.
+A call is attached to the recorded turn that it extends, and adds what the chat template puts after that turn. Where
+that cannot be proven, or the user wants the template's own form of history, it opens a new sequence from a full render
+instead, and its place says why. As a rule one request samples the answer; where the server aborts it and the call
+continues, several.
+
+Promise: whatever ends the call, what the server had sampled until then is recorded; the turn is failed or cut.
 """
 
 from __future__ import annotations
@@ -9,77 +13,130 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strands.types.content import ContentBlock, Message, Messages
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.types.tools import ToolSpec
 
 from ..client.cancellation import Cancellation
 from ..client.client import SGLangClient
-from ..exceptions import SGLangAbortedError, SGLangCancelledError
-from ..messages import Conversation
-from ..protocol.generation import Generation
-from ..templates.chat_template import ChatTemplate, Prompt
-from ..templates.images import ImageInputs, ImageProcessor, require_image_understanding
-from ..tool_choice import GRAMMAR_PARAMETERS
+from ..exceptions import (
+    SGLangAbortedError,
+    SGLangCancelledError,
+    SGLangContextLengthError,
+    SGLangDecodingError,
+    SGLangThrottledError,
+)
+from ..messages import (
+    NO_SYSTEM_PROMPT,
+    ChatMessage,
+    Conversation,
+    fingerprint,
+    pictures_of,
+    to_chat_messages,
+    to_chat_tools,
+)
+from ..protocol.generation import Generation, read_generation
+from ..protocol.resume import begun_stop_strings, join_parts, sampling_params_of_the_rest, stop_patterns, stop_strings
+from ..templates.chat_template import ChatTemplate, Prompt, UnprovenContinuationError
+from ..templates.images import ImageInputs, ImageProcessor, check_prompt, require_image_understanding
+from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser
-from ..trajectory import Caller as Asking
-from ..trajectory import ParsedAnswer
+from ..trajectory import Caller, ParsedAnswer, Place
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
-from .events import content_blocks, parse_answer, shown_name
-from .prompts import counted_prompt, next_prompt
-from .sampling import TurnRequests
+from .config import ModelConfig
+from .events import content_blocks, parse_answer, sampled_text, shown_name
+from .request import RequestPlan, check_answer, check_stop, plan_request
+from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
 
 logger = logging.getLogger(__name__)
 
+OnRequest = Callable[[Turn, RequestPlan], RequestPlan]
+"""Called before each request with its turn; returns what to ask for, or raises so that nothing is asked."""
+
 
 @dataclass(frozen=True)
-class Caller:
-    """What a call works with.
+class ChatRequest:
+    """What Strands asks a model.
 
     Attributes:
-        client: Sends the request.
-        template: Makes prompt tokens.
-        parser: Knows the mark that opens reasoning.
-        images: Expands placeholders; None for a model that takes no images.
-        config: The model's configuration.
+        messages: The conversation.
+        tool_specs: The tools that the model may call.
+        system: The system prompt.
+        conversation: The same as fingerprints.
     """
 
+    messages: Messages
+    tool_specs: list[ToolSpec] | None
+    system: str | None
+    conversation: Conversation
+
+    @classmethod
+    def of(
+        cls, messages: Messages, tool_specs: list[ToolSpec] | None, system: str | None, template: ChatTemplate
+    ) -> ChatRequest:
+        """The request whose prompts a template writes."""
+        parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
+        return cls(messages, tool_specs, system, fingerprint(parts, messages))
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """One call of a model, as the model is when the call is made.
+
+    Attributes:
+        chat: What is asked.
+        trajectory: Where it is recorded.
+        client: Sends the requests.
+        template: Makes prompt tokens.
+        parser: Reads the answer.
+        images: Expands placeholders; None for a model that takes no images.
+        config: The model's configuration.
+        on_request: A trainer's hook.
+        caller: Who asks.
+        names: By toolUseId, names that the model wrote and Strands does not hand back, of calls that the trajectory
+            does not have.
+        cancel_signal: Ends the call once it is set.
+        json_schema: Forces an answer that fits it, which is text alone; None for none.
+        turn: The recorded turn, once it is asked.
+        parts: What was sampled so far, in the order of the requests.
+    """
+
+    chat: ChatRequest
+    trajectory: Trajectory
     client: SGLangClient
     template: ChatTemplate
     parser: ToolParser
     images: ImageProcessor | None
-    config: Mapping[str, Any]
+    config: ModelConfig
+    on_request: OnRequest | None = None
+    caller: Caller = field(default_factory=Caller)
+    names: Mapping[str, str] = field(default_factory=dict)
+    cancel_signal: threading.Event | None = None
+    json_schema: str | None = None
+    turn: Turn = field(init=False)
+    parts: list[Generation] = field(init=False, default_factory=list)
+    _cancellation: Cancellation = field(init=False)
+    _grammar: Mapping[str, Any] | None = field(init=False, default=None)
+    _input_ids: list[int] = field(init=False)
+    _known: int = field(init=False)
+    _response: dict[str, Any] | None = field(init=False, default=None)
+    _partial: dict[str, Any] | None = field(init=False, default=None)
+    _begun: list[str] = field(init=False, default_factory=list)
 
-    async def generate(
-        self,
-        trajectory: Trajectory,
-        conversation: Conversation,
-        messages: Messages,
-        tool_specs: list[ToolSpec] | None,
-        system: str | None,
-        *,
-        grammar: Callable[[Prompt, Mapping[str, Any]], Mapping[str, Any] | None],
-        asking: Asking,
-        names: Mapping[str, str] | None = None,
-        cancel_signal: threading.Event | None = None,
-    ) -> tuple[Turn, Generation]:
-        """Attach a call, ask the server, and return the turn with a complete answer that is yet to be recorded.
+    # --- sampling ---
+
+    async def sample(self, tool_choice: Any = None) -> Generation:
+        """Ask the server, and return a complete answer, which `record` takes.
 
         Args:
-            trajectory: Where it is recorded.
-            conversation: What it asks, as fingerprints.
-            messages: The same as messages.
-            tool_specs: The tools that the model may call.
-            system: The system prompt.
-            grammar: Given the prompt and the configured sampling parameters, those that constrain the answer.
-            asking: Who asks.
-            names: What the agent keeps of the names that the model wrote; see `next_prompt`.
-            cancel_signal: Ends the call once it is set.
+            tool_choice: A Strands tool choice.
 
         Raises:
             ContextWindowOverflowException: The context has no room for the prompt.
@@ -90,159 +147,364 @@ class Caller:
             ModelThrottledException: The server is too busy and the client was told not to retry.
             UnsupportedContentError: A message holds content that cannot be rendered.
         """
-        if cancel_signal is not None and cancel_signal.is_set():
+        if self.cancel_signal is not None and self.cancel_signal.is_set():
             raise SGLangCancelledError("the call was cancelled by its signal before it was made")
-        template, config = self.template, self.config
-        waiting = Cancellation(deadline=self.client.deadline, signal=cancel_signal)
-        place = trajectory.attach(conversation, messages, asking)
-        place, prompt = next_prompt(
-            template,
-            trajectory,
+        self._cancellation = Cancellation(self.client.deadline, self.cancel_signal)
+        await self._ask(tool_choice)
+        client = self.client
+        try:
+            server = known_facts(client, self.template)
+            if server is None:
+                server = await self._cancellation.finish(check_server(client, self.template))
+            if self.turn.resumes is not None:
+                self.parts.append(self.turn.resumes)
+            closings, fruitless = client.closings, 0
+            while True:
+                plan = self._plan(server)
+                if plan.has_no_budget_left:
+                    return replace(join_parts(self.parts), finish_type="length", abort_message=None)
+                try:
+                    part = await self._request(plan)
+                except ContextWindowOverflowException:
+                    if plan.total_tokens(len(self._input_ids)) != server.context_length:
+                        raise
+                    reserve_last_token(client, self.template)
+                    planned_with, server = server, await check_server(client, self.template)
+                    if server == planned_with:  # the token was reserved already
+                        raise
+                    continue
+                self.parts.append(part)
+                answer = self._named_by_its_stop(join_parts(self.parts), plan)
+                fruitless = 0 if part.output_ids else fruitless + 1
+                if answer.stop_string not in self._begun and part.finish_type != "abort":
+                    return answer
+                if answer.stop_string not in self._begun and (
+                    self.config.on_abort != "resume" or fruitless > client.max_retries or client.closings != closings
+                ):
+                    raise self._aborted(answer, closed=client.closings != closings)
+                if self.turn.constrained:
+                    self.parts.clear()  # a grammar begins at the first token; nobody trains on what it forced
+                logger.debug("call=<%d>, tokens=<%d> | aborted, continuing", self.turn.index, answer.completion_tokens)
+                if fruitless:
+                    await self._cancellation.finish(asyncio.sleep(client.retry_policy.delay(fruitless - 1)))
+                    if client.closings != closings:
+                        raise self._aborted(answer, closed=True)
+        except BaseException as error:  # also CancelledError: the turn must not stay "asked"
+            sampled = self._sampled()
+            if sampled is None:
+                self.trajectory.fail(self.turn, error)
+            else:
+                self.trajectory.cut(self.turn, sampled, error)
+            raise
+
+    async def _ask(self, tool_choice: Any) -> None:
+        """Record what is about to be asked."""
+        place, prompt = self._attach()
+        prompt_ids, images = await self._expand(prompt)
+        given = self.config.sampling_params
+        if self.json_schema is not None:
+            self._grammar = {**UNCONSTRAINED, "json_schema": self.json_schema}
+        else:
+            tools = self.chat.tool_specs
+            self._grammar = force_call(self.parser, tools, tool_choice, self.template, prompt, sampling_params=given)
+        constrained = self._grammar is not None or any(given.get(name) is not None for name in GRAMMAR_PARAMETERS)
+        self.turn = self.trajectory.ask(
             place,
-            messages,
-            tool_specs,
-            system,
-            keep_history=config.get("history_policy") != "template",
-            images=self.images,
-            names=names,
-        )
-        new_ids, images = await self._expand(prompt, waiting)
-        given = config.get("sampling_params") or {}
-        constraint = grammar(prompt, given)
-        turn = trajectory.ask(
-            place,
-            conversation,
-            new_ids,
-            asking,
+            self.chat.conversation,
+            prompt_ids,
+            self.caller,
             reasoning_open=prompt.ends_with(self.parser.think_start_token),
-            constrained=constraint is not None or any(given.get(name) is not None for name in GRAMMAR_PARAMETERS),
+            constrained=constrained,
             images=images,
         )
-        logger.debug("call=<%d>, reason=<%s> | asking the model", turn.index, turn.reason)
-        requests = TurnRequests(
-            self.client,
-            template,
-            self.images,
-            config,
-            turn,
-            constraint,
-            routing_key=config.get("routing_key") or trajectory.routing_key(turn),
-            waiting=waiting,
+        self._input_ids = self.turn.token_ids()
+        self._known = len(self._input_ids) - len(self.turn.prompt_ids)
+        logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
+
+    async def _expand(self, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
+        """The prompt tokens with images in place of their placeholders, and the images."""
+        if self.images is None or not prompt.pictures:
+            return prompt.token_ids, None
+        await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
+        return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
+
+    def _plan(self, server: ServerFacts) -> RequestPlan:
+        """What is asked of the server next, as the turn notes it."""
+        plan = plan_request(
+            self.config,
+            len(self._input_ids),
+            self._known,
+            context_length=server.context_length,
+            grammar=self._grammar,
+            sampled=sum(part.completion_tokens for part in self.parts),
         )
+        turn = self.turn
         try:
-            generation = await requests.answer()
-        except BaseException as error:  # also CancelledError: the turn must not stay "asked"
-            sampled = requests.sampled()
-            if sampled is None:
-                trajectory.fail(turn, error)
-            else:
-                trajectory.cut(turn, sampled, error)
-            raise
-        if generation.finish_type == "abort":
-            count = generation.completion_tokens
-            message = (
-                f"the client was closed while the request ran, which aborted it after {count} tokens"
-                if requests.client_closed
-                else f"the server aborted the request after {count} tokens: {generation.abort_message}; this happens "
-                "at weight updates and pauses"
-            )
-            abort = SGLangAbortedError(message, response=requests.response)
-            trajectory.cut(turn, generation, abort)
-            raise abort
-        return turn, generation
+            if self.on_request is not None and not plan.has_no_budget_left:
+                plan = self.on_request(turn, plan)
+        finally:
+            turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
+            turn.request_fields = dict(self.config.request_fields)
+        return plan
 
-    async def count(
-        self,
-        trajectory: Trajectory,
-        conversation: Conversation,
-        messages: Messages,
-        tool_specs: list[ToolSpec] | None,
-        system: str | None,
-        *,
-        is_part: bool,
-    ) -> int:
-        """How many tokens messages have in front of the model; see `counted_prompt`.
-
-        Args:
-            trajectory: What is recorded; it is read only.
-            conversation: The messages, as fingerprints.
-            messages: They.
-            tool_specs: Their tools.
-            system: Their system prompt.
-            is_part: Whether others may stand before them.
-
-        Raises:
-            Exception: There is no such prompt.
-        """
-        known, prompt = counted_prompt(
-            self.template,
-            trajectory,
-            conversation,
-            messages,
-            tool_specs,
-            system,
-            is_part=is_part,
-            keep_history=self.config.get("history_policy") != "template",
-            images=self.images,
+    async def _request(self, plan: RequestPlan) -> Generation:
+        """Make the next request and read its answer."""
+        template = self.template
+        so_far = [token_id for part in self.parts for token_id in part.output_ids]
+        ids = [*self._input_ids, *so_far]
+        stops = stop_strings(plan.sampling_params)
+        self._begun = begun_stop_strings(stops, template.decode(so_far)) if so_far and stops else []
+        vocab_size = max(  # sampled ids may be padding ids
+            len(template.tokenizer), max(ids[: self._known], default=0) + 1, max(so_far, default=0) + 1
         )
-        if prompt is None or not prompt.pictures or self.images is None:
-            return known + (0 if prompt is None else len(prompt.token_ids))
-        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
-        return known + len(expanded)
+        sent_ids, fields = ids, plan.fields
+        images = self.turn.image_inputs()
+        if self.images is not None and images:
+            sent_ids = [*self.turn.sent_ids(), *so_far]
+            fields = {**fields, **self.images.request_fields(sent_ids, images)}
+        began = time.monotonic()
+        try:
+            self._response = await self.client.generate(
+                sent_ids,
+                sampling_params_of_the_rest(plan.sampling_params, len(so_far), self._begun),
+                vocab_size=vocab_size,
+                routing_key=self.config.routing_key or self.trajectory.routing_key(self.turn),
+                cancel_signal=self._cancellation,
+                on_partial=self._keep_partial,
+                **fields,
+            )
+        except SGLangContextLengthError as error:
+            raise ContextWindowOverflowException(str(error)) from error
+        except SGLangThrottledError as error:
+            if self.client.max_retries == 0:
+                raise ModelThrottledException(str(error)) from error
+            raise
+        finally:
+            self.turn.requests_s += time.monotonic() - began
+        if images:
+            check_prompt(self._response, ids)
+        part = self._read(self._response)
+        if part.output_ids or part.finish_type != "length" or not self.parts:  # else whoever gives the budget had none
+            before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
+            check_answer(part, self.config, len(ids), len(ids) - self._known, parent=before)
+        return part
 
-    def record(
-        self, trajectory: Trajectory, turn: Turn, generation: Generation, tool_specs: list[ToolSpec] | None
-    ) -> tuple[ParsedTurn, list[ContentBlock]]:
-        """Take an answer apart and record it; one that cannot be read is kept as a cut turn.
+    def _keep_partial(self, response: dict[str, Any]) -> None:
+        self._partial = response
 
-        Args:
-            trajectory: Where it is recorded.
-            turn: What was asked.
-            generation: The answer.
-            tool_specs: The tools that the model may call.
+    def _read(self, response: Mapping[str, Any]) -> Generation:
+        generation = read_generation(
+            response, logprobs_expected=self.config.wants_logprobs, end_token_ids=self.template.stop_ids
+        )
+        sent = self.turn.sampling_params
+        check_stop(generation, {*stop_strings(sent), *stop_patterns(sent), *self._begun}, self.template.decode)
+        return generation
+
+    def _sampled(self) -> Generation | None:
+        """What was sampled until the call failed; None if nothing was and no server told of the request."""
+        parts = list(self.parts)
+        if self._partial is not None:
+            try:
+                parts.append(self._read(self._partial))
+            except SGLangDecodingError as error:
+                logger.warning("call=<%d>, error=<%s> | a partial answer is not readable", self.turn.index, error)
+        try:
+            return join_parts(parts) if parts else None
+        except SGLangDecodingError as error:  # must not take the place of what has ended the call
+            logger.warning("call=<%d>, error=<%s> | kept without routed experts", self.turn.index, error)
+            return join_parts([replace(part, routed_experts=None) for part in parts])
+
+    def _named_by_its_stop(self, answer: Generation, plan: RequestPlan) -> Generation:
+        """The answer; if it ended with the rest of a stop string that an earlier part began, with all of that."""
+        if answer.stop_string not in self._begun:
+            return answer
+        text = self.template.decode(answer.output_ids)
+        whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), answer.stop_string)
+        return replace(answer, stop_string=whole)
+
+    def _aborted(self, answer: Generation, *, closed: bool) -> SGLangAbortedError:
+        count = answer.completion_tokens
+        message = (
+            f"the client was closed while the request ran, which aborted it after {count} tokens"
+            if closed
+            else f"the server aborted the request after {count} tokens: {answer.abort_message}; this happens "
+            "at weight updates and pauses"
+        )
+        return SGLangAbortedError(message, response=self._response)
+
+    # --- recording ---
+
+    def record(self, generation: Generation) -> tuple[ParsedTurn, list[ContentBlock]]:
+        """Take an answer apart and record it; one that cannot be read, as by a parser's error, is kept as a cut turn.
 
         Returns:
             Its reasoning, text and tool calls, and the same as the agent gets them.
         """
-        with kept_if_unreadable(trajectory, turn, generation):
-            parsed = parse_answer(self.parser, self.template, turn, generation, tool_specs)
+        template, parser, turn = self.template, self.parser, self.turn
+        try:
+            if self.json_schema is None:
+                parsed = parse_answer(parser, template, turn, generation, self.chat.tool_specs)
+            else:  # a grammar leaves no room for reasoning or calls, and what looks like them is a part of the JSON
+                parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
-            trajectory.answer(
-                turn,
-                generation,
-                Message(role="assistant", content=blocks),
-                ParsedAnswer(
-                    tool_calls=[
-                        {
-                            "toolUseId": call.id,
-                            "name": shown_name(call),
-                            "id": call.native_id or self.template.call_id(call.id, shown_name(call), number),
-                        }
-                        for number, call in enumerate(parsed.tool_calls, turn.calls_before)
-                    ],
-                    result_notices={
-                        call.id: self.parser.render_error(call) for call in parsed.tool_calls if call.is_error
-                    },
-                    parse_errors=[call.attempted_name or call.name for call in parsed.tool_calls if call.is_error],
-                    ends_in_reasoning=parsed.ends_in_reasoning,
-                    has_reasoning=parsed.reasoning is not None,
-                ),
+            errors = [call for call in parsed.tool_calls if call.is_error]
+            answer = ParsedAnswer(
+                tool_calls=[
+                    {
+                        "toolUseId": call.id,
+                        "name": shown_name(call),
+                        "id": call.native_id or template.call_id(call.id, shown_name(call), number),
+                    }
+                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                ],
+                result_notices={call.id: parser.render_error(call) for call in errors},
+                parse_errors=[call.attempted_name or call.name for call in errors],
+                ends_in_reasoning=parsed.ends_in_reasoning,
+                has_reasoning=parsed.reasoning is not None,
             )
+            self.trajectory.answer(turn, generation, Message(role="assistant", content=blocks), answer)
+        except Exception as error:
+            self.trajectory.cut(turn, generation, error)
+            raise
         return parsed, blocks
 
-    async def _expand(self, prompt: Prompt, waiting: Cancellation) -> tuple[list[int], ImageInputs | None]:
-        """The prompt tokens with images in place of their placeholders, and the images."""
-        if self.images is None or not prompt.pictures:
-            return prompt.token_ids, None
-        await waiting.finish(require_image_understanding(self.client, prompt.pictures[0]))
-        return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
+    # --- prompts ---
 
+    def _attach(self) -> tuple[Place, Prompt]:
+        """Where the call belongs, and the prompt tokens that it adds there.
 
-@contextmanager
-def kept_if_unreadable(trajectory: Trajectory, turn: Turn, generation: Generation) -> Iterator[None]:
-    """If what runs inside raises, as a parser may, the sampled tokens are kept as a cut turn."""
-    try:
-        yield
-    except Exception as error:
-        trajectory.cut(turn, generation, error)
-        raise
+        Raises:
+            UnsupportedContentError: A message holds content that cannot be rendered.
+            ChatTemplateError: The template refuses the whole conversation.
+        """
+        messages = self.chat.messages
+        place = self.trajectory.attach(self.chat.conversation, messages, self.caller)
+        turn = place.turn
+        if turn is None:
+            return place, self._opening()
+        known = len(messages) - len(place.new_messages)
+        # One walk over what is known: which kinds of blocks it holds.
+        blocks = Counter(kind for message in messages[:known] for block in message["content"] for kind in block)
+        try:
+            prompt = self._continuation(
+                turn,
+                known,
+                has_system=self.chat.system is not None,
+                calls_before=blocks["toolUse"],
+                had_tool_results=blocks["toolResult"] > 0,
+            )
+        except UnprovenContinuationError as error:
+            return Place(None, messages, f"opens a sequence: {error}"), self._opening()
+        if prompt.kept is not None:
+            place = replace(place, kept=prompt.kept, reason=f"forks inside call {turn.index}: {prompt.note}")
+        return place, prompt
+
+    async def count(self) -> int:
+        """How many tokens the messages have in front of the model: those recorded, and those to be added.
+
+        Nothing is recorded. Without tools and a system prompt, the messages may be a part of a conversation, those
+        after an answer, as Strands counts them.
+
+        Raises:
+            UnsupportedContentError: A message holds content that cannot be rendered.
+            ChatTemplateError: The template refuses the messages.
+            UnprovenContinuationError: The messages are a part, and what follows their turn cannot be told.
+        """
+        counted, prompt = self._counted_prompt()
+        if prompt is None:
+            return counted
+        if not prompt.pictures or self.images is None:
+            return counted + len(prompt.token_ids)
+        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
+        return counted + len(expanded)
+
+    def _counted_prompt(self) -> tuple[int, Prompt | None]:
+        messages = self.chat.messages
+        is_part = self.chat.tool_specs is None and self.chat.system is None
+        found = self.trajectory.recorded(self.chat.conversation, whatever_before=is_part)
+        if found is not None:
+            turn, known = found
+            counted = len(turn.token_ids())
+            if known == len(messages):
+                return counted, None
+        elif is_part and not any(message["role"] == "assistant" for message in messages):
+            blocks = [block for message in messages for block in message["content"]]
+            answered = {block["toolResult"]["toolUseId"] for block in blocks if "toolResult" in block}
+            latest = self.trajectory.latest_answered(answered)
+            if latest is None:
+                return 0, self._opening(ahead=True)
+            turn, known, counted = latest, 0, 0
+        else:
+            return 0, self._opening(ahead=True)
+        try:
+            prompt = self._continuation(
+                turn,
+                known,
+                has_system=turn.parts.get("system prompt") != NO_SYSTEM_PROMPT,
+                calls_before=turn.calls_before + len(turn.tool_calls),
+                had_tool_results=turn.calls_before > 0,
+                ahead=True,
+            )
+        except UnprovenContinuationError:
+            if found is None:
+                raise
+            return 0, self._opening(ahead=True)
+        return counted - (0 if prompt.kept is None else len(turn.output_ids) - prompt.kept), prompt
+
+    def _continuation(
+        self,
+        turn: Turn,
+        known: int,
+        *,
+        has_system: bool,
+        calls_before: int,
+        had_tool_results: bool,
+        ahead: bool = False,
+    ) -> Prompt:
+        """The prompt that follows a turn, for the messages from `known` on."""
+        new = self._chat(
+            self.chat.messages[known:], known_calls=turn.tool_calls, calls_before=calls_before, first=known
+        )
+        if self.images is not None and self.images.numbered and pictures_of(new):
+            raise UnprovenContinuationError("the chat template numbers the images of a conversation")
+        # After an answer that is not among the messages that are counted, only what they add can be told.
+        if self.config.history_policy == "template" and (known or not ahead):
+            self._refuse_rewritten_history(turn, new)
+        return self.template.continuation(
+            turn.output_ids,
+            turn.generation.stop_token_id if turn.generation is not None else None,
+            turn.tool_calls,
+            new,
+            to_chat_tools(self.chat.tool_specs),
+            has_system=has_system,
+            had_tool_results=had_tool_results,
+            ends_in_reasoning=turn.ends_in_reasoning,
+            ahead=ahead,
+        )
+
+    def _opening(self, *, ahead: bool = False) -> Prompt:
+        """The prompt of the whole conversation."""
+        chat = self._chat(self.chat.messages)
+        if self.chat.system is not None:
+            chat.insert(0, {"role": "system", "content": self.chat.system})
+        return self.template.opening(chat, to_chat_tools(self.chat.tool_specs), ahead=ahead)
+
+    def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
+        trajectory = self.trajectory
+        return to_chat_messages(
+            messages,
+            result_notice=trajectory.result_notice,
+            call_id=lambda use_id, name, number: (
+                trajectory.call_id(use_id) or self.template.call_id(use_id, name, number)
+            ),
+            sampled_name=lambda use_id: trajectory.sampled_name(use_id) or self.names.get(use_id),
+            images=self.images is not None,
+            **context,
+        )
+
+    def _refuse_rewritten_history(self, turn: Turn, new: list[ChatMessage]) -> None:
+        reasoning = any(earlier.has_reasoning for earlier in turn.path())
+        for role, tool_result in (("user", False), ("tool", True)):
+            follows = any(message["role"] == role for message in new)
+            if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
+                raise UnprovenContinuationError(f"the chat template writes earlier turns anew behind a {role} message")

@@ -12,13 +12,13 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from strands.models.model import Model
-from strands.types.content import Message, Messages, SystemContentBlock
+from strands.types.content import Messages, SystemContentBlock
 from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
@@ -26,20 +26,19 @@ from typing_extensions import Unpack, override
 from ..client.cache import get_client
 from ..client.client import SGLangClient
 from ..exceptions import SGLangCancelledError
-from ..messages import Conversation, fingerprint, is_tool_name, plain_texts, system_text
-from ..templates.chat_template import ChatTemplate, Prompt, get_chat_template
+from ..messages import is_tool_name, plain_texts, system_text
+from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.images import ImageProcessor
-from ..tool_choice import UNCONSTRAINED, can_force, force_call
+from ..tool_choice import can_force
 from ..tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
-from ..trajectory import Caller as Asking
+from ..trajectory import Caller
 from ..trajectory.episodes import Episodes, cycle_of, keep_written_names, written_names
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import Trajectory
-from .auxiliary import AuxiliaryModel
-from .call import Caller, kept_if_unreadable
-from .events import sampled_text, stop_reason, stream_events
+from .call import ChatRequest, ModelCall, OnRequest
+from .config import ModelConfig, check_keys
+from .events import stop_reason, stream_events
 from .hooks import RecordingHooks
-from .request import check_keys, checked_config
 from .server_check import check_server, known_facts
 
 if TYPE_CHECKING:
@@ -156,21 +155,21 @@ class SGLangModel(Model):
         self.processor = processor
         self.images: ImageProcessor | None = None
         self.config: dict[str, Any] = {}
+        self.on_request: OnRequest | None = None
         # A parser that is not named goes with the chat template, which can be changed later.
-        self._parser_name = None if isinstance(tool_parser, ToolParser) else tool_parser
-        self._finds_parser = self._parser_name in (None, AUTO) and not isinstance(tool_parser, ToolParser)
-        if not self._finds_parser:
-            self.tool_parser = (
-                tool_parser if isinstance(tool_parser, ToolParser) else get_tool_parser(cast(str, tool_parser))
-            )
+        self._parser_name = tool_parser
+        if isinstance(tool_parser, ToolParser):
+            self.tool_parser = tool_parser
+        elif tool_parser not in (None, AUTO):
+            self.tool_parser = get_tool_parser(tool_parser)
         self.update_config(**config)
         self._episodes = Episodes()
 
-    def _find_tool_parser(self, name: str | None, template: ChatTemplate, config: Mapping[str, Any]) -> ToolParser:
+    def _find_tool_parser(self, template: ChatTemplate, chat_template: str | None) -> ToolParser:
         """The parser of the model family; where none is known, "auto" is an error and the default is Hermes."""
         known = template.family.tool_parser if template.family is not None else None
-        if name == AUTO and known is None:
-            return get_tool_parser(AUTO, tokenizer=self.tokenizer, chat_template=config.get("chat_template"))
+        if self._parser_name == AUTO and known is None:
+            return get_tool_parser(AUTO, tokenizer=self.tokenizer, chat_template=chat_template)
         return get_tool_parser(known or DEFAULT_TOOL_PARSER)
 
     # --- configuration ---
@@ -190,20 +189,18 @@ class SGLangModel(Model):
             if changed.get("sampling_params") is not None:
                 raise ValueError("pass sampling_params= only; params= is its earlier spelling")
             changed["sampling_params"] = earlier
-        config = checked_config({**self.config, **changed})
-        arguments = dict(config.get("chat_template_kwargs") or {})
-        if config.get("enable_thinking") is not None:
-            arguments["enable_thinking"] = config["enable_thinking"]
+        settings, config = ModelConfig.read({**self.config, **changed})
         template = get_chat_template(
             self.tokenizer,
-            config.get("chat_template"),
-            arguments,
-            config.get("family"),
-            escape_control_tokens=bool(config.get("escape_control_tokens")),
+            settings.chat_template,
+            settings.template_arguments,
+            settings.family,
+            escape_control_tokens=settings.escape_control_tokens,
         )
-        parser = self._find_tool_parser(self._parser_name, template, config) if self._finds_parser else self.tool_parser
+        finds_parser = self._parser_name in (None, AUTO)
+        parser = self._find_tool_parser(template, settings.chat_template) if finds_parser else self.tool_parser
         self.images = None if self.processor is None else ImageProcessor(self.processor, template)
-        self.chat_template, self.tool_parser, self.config = template, parser, config
+        self.chat_template, self.tool_parser, self._settings, self.config = template, parser, settings, config
 
     @override
     def get_config(self) -> SGLangConfig:
@@ -284,11 +281,10 @@ class SGLangModel(Model):
     @override
     def context_window_limit(self) -> int | None:
         """Context length in tokens: what is configured, or what the server said; None before it was asked."""
-        own = self.config.get("context_window_limit")
-        if own is not None:
-            return cast(int, own)
+        if self._settings.context_window_limit is not None:
+            return self._settings.context_window_limit
         facts = known_facts(self.client, self.chat_template)
-        limits = (self.config.get("max_context_tokens"), None if facts is None else facts.context_length)
+        limits = (self._settings.max_context_tokens, None if facts is None else facts.context_length)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @override
@@ -314,12 +310,8 @@ class SGLangModel(Model):
         """
         await self._look_at_server()
         system = system_text(system_prompt, cast(Any, system_prompt_content))
-        is_part = tool_specs is None and system is None
         try:
-            conversation = self._fingerprint(messages, tool_specs, system)
-            return await self._caller().count(
-                self.trajectory, conversation, messages, tool_specs, system, is_part=is_part
-            )
+            return await self._call(messages, tool_specs, system, self.trajectory).count()
         except Exception as error:
             logger.debug("error=<%s> | counting plain text", error)
             texts = [system or "", *(text for message in messages for text in plain_texts(message["content"]))]
@@ -388,47 +380,35 @@ class SGLangModel(Model):
                 f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, as calls that do not parse are, so every such call "
                 "would run it; give the tool another name"
             )
-        caller = self._caller()  # `update_config` while the request is on its way is for the next call
         if kwargs.get("structured_output_model") is not None and not can_force(
-            caller.parser, tool_specs, cast(Any, tool_choice)
+            self.tool_parser, tool_specs, cast(Any, tool_choice)
         ):
             tool_specs = _named(tool_specs, tool_choice)
-        system = system_text(system_prompt, cast(Any, system_prompt_content))
-        conversation = self._fingerprint(messages, tool_specs, system)
-        # Kept: a reset while the request is on its way must not split the call.
-        state = kwargs.get("model_state")
-        origin = self._episodes.of_call(state, kwargs.get("invocation_state"))
-        trajectory = origin.trajectory
-
-        def grammar(prompt: Prompt, sampling_params: Mapping[str, Any]) -> Mapping[str, Any] | None:
-            choice = cast(Any, tool_choice)
-            return force_call(
-                caller.parser, tool_specs, choice, caller.template, prompt, sampling_params=sampling_params
-            )
-
+        state, invocation = kwargs.get("model_state"), kwargs.get("invocation_state")
+        origin = self._episodes.of_call(state, invocation)
+        # Made of what the model is now: `update_config` and `reset` while the request is on its way are for the next.
+        call = self._call(
+            messages,
+            tool_specs,
+            system_text(system_prompt, cast(Any, system_prompt_content)),
+            origin.trajectory,
+            caller=Caller(origin.agent, cycle_of(invocation), auxiliary),
+            names=written_names(state),
+            cancel_signal=cancel_signal,
+        )
         try:
-            turn, generation = await caller.generate(
-                trajectory,
-                conversation,
-                messages,
-                tool_specs,
-                system,
-                grammar=grammar,
-                asking=Asking(origin.agent, cycle_of(kwargs.get("invocation_state")), auxiliary),
-                names=written_names(state),
-                cancel_signal=cancel_signal,
-            )
+            generation = await call.sample(tool_choice)
         except SGLangCancelledError:
             # Strands looks at its signal when an event arrives, so it needs one, and goes no further than that.
             yield {"messageStart": {"role": "assistant"}}
             yield {"messageStop": {"stopReason": "cancelled"}}
             return
-        parsed, blocks = caller.record(trajectory, turn, generation, tool_specs)
-        origin.note(turn)
+        parsed, blocks = call.record(generation)
+        origin.note(call.turn)
         keep_written_names(state, {call.id: call.name for call in parsed.tool_calls if not is_tool_name(call.name)})
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event
-            _observe_cancellation(kwargs.get("invocation_state"), cancel_signal)
+            _observe_cancellation(invocation, cancel_signal)
 
     @override
     async def structured_output(
@@ -453,39 +433,40 @@ class SGLangModel(Model):
             SGLangCancelledError: The signal was set.
             SGLangClientError: As for `stream`.
         """
-        schema = json.dumps(output_model.model_json_schema())
-        conversation = self._fingerprint(prompt, None, system_prompt)
-        trajectory = self._episodes.of_call(None).trajectory
-        caller = self._caller()
-        turn, generation = await caller.generate(
-            trajectory,
-            conversation,
+        call = self._call(
             prompt,
             None,
             system_prompt,
-            grammar=lambda prompt, sampling_params: {**UNCONSTRAINED, "json_schema": schema},
-            asking=Asking(auxiliary=True),
+            self._episodes.of_call(None).trajectory,
+            caller=Caller(auxiliary=True),
             cancel_signal=kwargs.get("cancel_signal"),
+            json_schema=json.dumps(output_model.model_json_schema()),
         )
-        # A grammar leaves no room for reasoning or tool calls, and what looks like them is a part of the JSON.
-        with kept_if_unreadable(trajectory, turn, generation):
-            text = sampled_text(caller.template, turn, generation)
-            trajectory.answer(turn, generation, Message(role="assistant", content=[{"text": text}] if text else []))
+        generation = await call.sample()
+        parsed, _ = call.record(generation)
         try:
-            output = output_model.model_validate_json(text)
+            output = output_model.model_validate_json(parsed.text)
         except ValidationError as error:
             raise ValueError(
                 f"the sampled text is no {output_model.__name__} (finish reason {generation.finish_type}): {error}"
             ) from error
         yield {"output": output}
 
-    def _fingerprint(self, messages: Messages, tool_specs: list[ToolSpec] | None, system: str | None) -> Conversation:
-        parts = {"system prompt": system, "tools": tool_specs or None, **self.chat_template.identity}
-        return fingerprint(parts, messages)
-
-    def _caller(self) -> Caller:
-        """What a call works with, as it is now: `update_config` takes effect at the next call."""
-        return Caller(self.client, self.chat_template, self.tool_parser, self.images, self.config)
+    def _call(
+        self,
+        messages: Messages,
+        tool_specs: list[ToolSpec] | None,
+        system: str | None,
+        trajectory: Trajectory,
+        **about: Any,
+    ) -> ModelCall:
+        """A call of the model as it is now."""
+        template = self.chat_template
+        chat = ChatRequest.of(messages, tool_specs, system, template)
+        about = {"on_request": self.on_request, **about}
+        return ModelCall(
+            chat, trajectory, self.client, template, self.tool_parser, self.images, self._settings, **about
+        )
 
 
 def _named(tool_specs: list[ToolSpec] | None, choice: ToolChoice | None) -> list[ToolSpec] | None:
@@ -508,3 +489,73 @@ def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event 
     observe = getattr(agent, "_observe_cancellation", None)
     if cancel_signal is not None and observe is not None and getattr(agent, "cancel_signal", None) is cancel_signal:
         observe()
+
+
+class AuxiliaryModel(Model):
+    """A view of a model: the same server, configuration and trajectory, and every call is auxiliary.
+
+    Strands does not tell a provider what a call is for, so an agent that judges looks like one that is trained. Whoever
+    makes the agent knows, and says so by the model that the agent gets. That holds in every thread, event loop and
+    context, and for helpers that Strands makes by itself from `Agent(aux_model=...)`.
+
+    Attributes:
+        model: The model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Look at a model, which must take `auxiliary=True` in `stream`."""
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        """What else there is of the model: its tokenizer, client, trajectory, configuration and so on."""
+        if name == "model":  # a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    @property
+    def auxiliary(self) -> AuxiliaryModel:
+        """This."""
+        return self
+
+    @property
+    def _supports_structured_output(self) -> bool:  # type: ignore[override]
+        return self.model._supports_structured_output
+
+    @property
+    @override
+    def stateful(self) -> bool:
+        """As the model's."""
+        return self.model.stateful
+
+    @property
+    @override
+    def context_window_limit(self) -> int | None:
+        """As the model's."""
+        return self.model.context_window_limit
+
+    @override
+    async def count_tokens(self, *args: Any, **kwargs: Any) -> int:
+        """As the model's `count_tokens`."""
+        return await self.model.count_tokens(*args, **kwargs)
+
+    @override
+    def update_config(self, **model_config: Any) -> None:
+        """Change the configuration of the model, for everybody."""
+        self.model.update_config(**model_config)
+
+    @override
+    def get_config(self) -> Any:
+        """The configuration of the model, as it is now."""
+        return self.model.get_config()
+
+    @override
+    def stream(self, *args: Any, **kwargs: Any) -> AsyncIterable[StreamEvent]:
+        """As the model's `stream`; the call is auxiliary."""
+        return self.model.stream(*args, **{**kwargs, "auxiliary": True})
+
+    @override
+    def structured_output(
+        self, output_model: type[T], prompt: Messages, system_prompt: str | None = None, **kwargs: Any
+    ) -> AsyncGenerator[dict[str, T | Any], None]:
+        """As the model's `structured_output`, which is auxiliary in any case."""
+        return self.model.structured_output(output_model, prompt, system_prompt, **kwargs)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strands.types.exceptions import ContextWindowOverflowException
 
-from ..client.client import checked_routing_key
 from ..exceptions import SGLangDecodingError
-from ..json_values import plain
 from ..protocol.generation import Generation
-from ..request_fields import REQUEST_FIELDS, check_sampling_mask, checked_fields
-
-RENDERING_ARGUMENTS = frozenset(
-    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
-    | {"tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
-)
-"""Arguments of `apply_chat_template` that say what is rendered, not how."""
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "history_policy": ("append", "template"),
-    "on_abort": ("raise", "resume"),
-    "escape_control_tokens": (True, False),
-}
+from .config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -36,14 +20,20 @@ class RequestPlan:
     Attributes:
         sampling_params: SGLang's sampling parameters.
         fields: Further top-level keys of `/generate`.
-        given_fields: Those of them that the user has given.
         clamped: Whether the context, not the caller, decided `max_new_tokens`.
+        sampled: How many tokens of the answer are there already, from requests that the server aborted.
     """
 
-    sampling_params: dict[str, Any]
-    fields: dict[str, Any]
-    given_fields: dict[str, Any]
+    sampling_params: Mapping[str, Any]
+    fields: Mapping[str, Any]
     clamped: bool
+    sampled: int = 0
+
+    @property
+    def has_no_budget_left(self) -> bool:
+        """Whether the answer is as long as it may be."""
+        budget = self.sampling_params.get("max_new_tokens")
+        return budget is not None and self.sampled >= budget
 
     def total_tokens(self, prompt_tokens: int) -> int | None:
         """Most tokens of prompt and answer; None where the request sets no limit."""
@@ -51,90 +41,14 @@ class RequestPlan:
         return None if most is None else prompt_tokens + int(most)
 
 
-def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse keys that would have no effect, such as `lora_path`: the run would be another one than was meant.
-
-    Raises:
-        ValueError: Names them, and what was probably meant.
-    """
-    unknown = sorted(set(config) - set(known))
-    if not unknown:
-        return
-    close = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
-    meant = [f"{key!r} may be meant as {names[0]!r}" for key, names in close.items() if names]
-    meant += [f"{key!r} goes into request_fields" for key in unknown if key in REQUEST_FIELDS]
-    hint = f" ({'; '.join(meant)})" if meant else ""
-    raise ValueError(
-        f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. What "
-        "SGLang samples with (temperature, top_p, ...) goes into sampling_params"
-    )
-
-
-def checked_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without values that could only fail later: at the first call, or when the episode is saved.
-
-    Raises:
-        ValueError: Names the key, what it holds and what it takes.
-    """
-    given = config.get("sampling_params")
-    if given is not None:
-        if not isinstance(given, Mapping):
-            raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {given!r}")
-        misplaced = sorted(set(given) & set(REQUEST_FIELDS))
-        if misplaced:
-            raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
-    # A chat template may take arguments of any kind.
-    checked = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in config.items()}
-    params = checked.get("sampling_params")
-    check_sampling_mask(sent_fields(checked), params or {})
-    for name, choices in _CHOICES.items():
-        if checked.get(name) not in (None, *choices):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {checked[name]!r}")
-    checked_routing_key(checked.get("routing_key"))
-    reserved = RENDERING_ARGUMENTS & set(checked.get("chat_template_kwargs") or {})
-    if reserved:
-        raise ValueError(f"chat_template_kwargs cannot hold {sorted(reserved)}: the model sets them itself")
-    limits = {
-        "sampling_params['max_new_tokens']": (params or {}).get("max_new_tokens"),
-        "context_window_limit": checked.get("context_window_limit"),
-        "max_context_tokens": checked.get("max_context_tokens"),
-    }
-    for name, limit in limits.items():
-        if limit is not None and not _is_whole(limit, at_least=1):
-            raise ValueError(f"{name} must be a whole number of at least 1 or None, not {limit!r}")
-    least, most = (params or {}).get("min_new_tokens"), (params or {}).get("max_new_tokens")
-    if least is not None and not _is_whole(least, at_least=0):
-        raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
-    if least is not None and most is not None and least > most:
-        raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
-    return checked
-
-
-def sent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the user adds to every request.
-
-    Raises:
-        ValueError: One of them is not known, or wrong.
-    """
-    return checked_fields(config.get("request_fields"), config.get("unchecked_request_fields"))
-
-
-def _is_whole(number: Any, *, at_least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= at_least
-
-
-def wants_logprobs(config: Mapping[str, Any]) -> bool:
-    """Whether the logprobs of sampled tokens are to be recorded; with those of prompts, always."""
-    return config.get("return_logprob") is not False or bool(config.get("return_prompt_logprobs"))
-
-
 def plan_request(
-    config: Mapping[str, Any],
+    config: ModelConfig,
     prompt_tokens: int,
     known_tokens: int,
     *,
     context_length: int | None,
     grammar: Mapping[str, Any] | None = None,
+    sampled: int = 0,
 ) -> RequestPlan:
     """Plan a request.
 
@@ -145,15 +59,16 @@ def plan_request(
         context_length: Longest prompt plus answer, in tokens; None if the server does not tell.
         grammar: Sampling parameters that constrain the answer, e.g. `{"json_schema": ...}`; None takes out what is
             configured.
+        sampled: How many tokens of the answer are there already.
 
     Raises:
         ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
     """
     grammar = grammar or {}
-    configured = {name: value for name, value in (config.get("sampling_params") or {}).items() if name not in grammar}
+    configured = {name: value for name, value in config.sampling_params.items() if name not in grammar}
     sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
     asked = sampling_params.pop("max_new_tokens", None)
-    limit = min((one for one in (config.get("max_context_tokens"), context_length) if one is not None), default=None)
+    limit = min((one for one in (config.max_context_tokens, context_length) if one is not None), default=None)
     room = None if limit is None else limit - prompt_tokens
     if room is not None and room <= 0:
         raise ContextWindowOverflowException(
@@ -168,20 +83,19 @@ def plan_request(
     limits = [limit for limit in (asked, room) if limit is not None]
     if limits:
         sampling_params["max_new_tokens"] = min(limits)
-    given_fields = sent_fields(config)
-    fields: dict[str, Any] = {**given_fields, "return_logprob": wants_logprobs(config)}
-    if config.get("return_prompt_logprobs"):
+    fields: dict[str, Any] = {**config.request_fields, "return_logprob": config.wants_logprobs}
+    if config.return_prompt_logprobs:
         # The first entry that the server returns is always null, so ask from one token earlier.
         fields["logprob_start_len"] = max(known_tokens - 1, 0)
-    if config.get("return_routed_experts"):
+    if config.return_routed_experts:
         fields["return_routed_experts"] = True
     clamped = room is not None and (asked is None or asked > room)
-    return RequestPlan(sampling_params, fields, given_fields, clamped)
+    return RequestPlan(sampling_params, fields, clamped, sampled)
 
 
 def check_answer(
     generation: Generation,
-    config: Mapping[str, Any],
+    config: ModelConfig,
     prompt_tokens: int,
     new_tokens: int,
     *,
@@ -209,16 +123,16 @@ def check_answer(
             f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
             "a server started with --allow-auto-truncate does this: start it without"
         )
-    if config.get("return_routed_experts") and not (aborted and generation.routed_experts is None):
+    if config.return_routed_experts and not (aborted and generation.routed_experts is None):
         _check_routed_experts(generation, parent)
-    asked_for_mask = sent_fields(config).get("return_sampling_mask")
+    asked_for_mask = config.request_fields.get("return_sampling_mask")
     if asked_for_mask and generation.output_ids and generation.sampling_mask is None and not aborted:
         raise SGLangDecodingError(
             "sampling masks were asked for and not returned: the server is older than they are, or a router drops "
             "`return_sampling_mask`"
         )
     returned = len(generation.prompt_logprobs)
-    if config.get("return_prompt_logprobs") and returned < new_tokens and not aborted:
+    if config.return_prompt_logprobs and returned < new_tokens and not aborted:
         raise SGLangDecodingError(
             f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
             "`logprob_start_len` does this"

@@ -12,8 +12,8 @@ import functools
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..client.cancellation import consume
 from ..client.client import SGLangClient
@@ -43,13 +43,32 @@ class ServerFacts:
     tokenizer_proven: bool
 
 
-_Checked = dict[str, ServerFacts]  # by address
-_Key = tuple[asyncio.AbstractEventLoop, int]
-_facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Checked]]
-_facts = weakref.WeakKeyDictionary()
-_with_a_reserved_token: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
-_checks: weakref.WeakKeyDictionary[SGLangClient, dict[_Key, asyncio.Task[None]]] = weakref.WeakKeyDictionary()
+@dataclass(eq=False)
+class _Known:
+    """What is known of the servers of one client.
+
+    Attributes:
+        facts: By tokenizer and address.
+        checks: What is being asked, by event loop and tokenizer.
+        reserves_last_token: Whether they refuse requests that fill their context to the last token.
+    """
+
+    facts: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, ServerFacts]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    checks: dict[Any, asyncio.Task[None]] = field(default_factory=dict)
+    reserves_last_token: bool = False
+
+
+_known: weakref.WeakKeyDictionary[SGLangClient, _Known] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+def _of(client: SGLangClient, template: ChatTemplate) -> tuple[_Known, dict[str, ServerFacts]]:
+    """What is known of a client's servers, and their facts by address."""
+    with _lock:
+        known = _known.setdefault(client, _Known())
+        return known, known.facts.setdefault(template.tokenizer, {})
 
 
 def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
@@ -57,19 +76,17 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
 
     Of several servers the shortest context counts, and the tokenizer is proven if it is for all of them.
     """
-    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
-    facts = [checked.get(base_url) for base_url in client.available_urls]
-    if None in facts:
+    known, by_url = _of(client, template)
+    facts = [by_url[base_url] for base_url in client.available_urls if base_url in by_url]
+    if len(facts) < len(client.available_urls):
         return None
-    known = [one for one in facts if one is not None]
-    reserved = client.origin in _with_a_reserved_token
-    lengths = [one.context_length - reserved for one in known if one.context_length is not None]
-    return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in known))
+    lengths = [one.context_length - known.reserves_last_token for one in facts if one.context_length is not None]
+    return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in facts))
 
 
-def reserve_last_token(client: SGLangClient) -> None:
+def reserve_last_token(client: SGLangClient, template: ChatTemplate) -> None:
     """Note that a client's servers refuse requests that fill their context to the last token, as older SGLang does."""
-    _with_a_reserved_token.add(client.origin)
+    _of(client, template)[0].reserves_last_token = True
 
 
 async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
@@ -82,19 +99,18 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
         TokenizerMismatchError: The server's tokenizer gives other ids.
         SGLangClientError: The server cannot be reached.
     """
+    checks = _of(client, template)[0].checks
+    key = (asyncio.get_running_loop(), id(template.tokenizer))
     while (facts := known_facts(client, template)) is None:
-        with _lock:
-            key = (asyncio.get_running_loop(), id(template.tokenizer))
-            checks = _checks.setdefault(client.origin, {})
-            if key not in checks:
-                checks[key] = asyncio.ensure_future(_check(client, template))
-                checks[key].add_done_callback(functools.partial(_forget, checks, key))
-            check = checks[key]
+        check = checks.get(key)
+        if check is None:
+            check = checks[key] = asyncio.ensure_future(_check(client, template))
+            check.add_done_callback(functools.partial(_forget, checks, key))
         await asyncio.shield(check)
     return facts
 
 
-def _forget(checks: dict[_Key, asyncio.Task[None]], key: _Key, task: asyncio.Task[None]) -> None:
+def _forget(checks: dict[Any, asyncio.Task[None]], key: Any, task: asyncio.Task[None]) -> None:
     checks.pop(key, None)
     consume(task)  # its waiters may all have been cancelled
 
@@ -105,22 +121,17 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     Raises:
         SGLangClientError: A tokenizer is not the model's, or none of the servers could be asked.
     """
-    checked = _facts.get(client.origin, {}).get(template.tokenizer, {})
-    base_urls = [base_url for base_url in client.available_urls if base_url not in checked]
+    _, facts = _of(client, template)
+    base_urls = [base_url for base_url in client.available_urls if base_url not in facts]
     answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
         # A server that takes no connections is not available any more, unless all of them are such.
         if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
             raise error
-    with _lock:
-        kept = _facts.setdefault(client.origin, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
-        for base_url, answer in zip(base_urls, answers, strict=True):
-            if isinstance(answer, ServerFacts):
-                kept[base_url] = answer
-    unasked = [base_url for base_url in client.available_urls if base_url not in kept]
-    if errors and unasked:  # it answers other requests, but not these
-        raise errors[0]
+    facts.update((url, one) for url, one in zip(base_urls, answers, strict=True) if isinstance(one, ServerFacts))
+    if errors and any(base_url not in facts for base_url in client.available_urls):
+        raise errors[0]  # it answers other requests, but not these
 
 
 async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str) -> ServerFacts:

@@ -44,6 +44,8 @@ def sampling_params_of_the_rest(
     for name in _BUDGETS:
         if rest.get(name) is not None:
             rest[name] = max(rest[name] - sampled, 0)
+    if rest.get("min_new_tokens") and rest.get("max_new_tokens") is not None:
+        rest["min_new_tokens"] = min(rest["min_new_tokens"], rest["max_new_tokens"])
     if begun:
         rest["stop"] = [*stop_strings(sampling_params), *begun]
     return rest

@@ -63,10 +63,6 @@ class ImageClient(Protocol):
 
     base_url: str
 
-    @property
-    def origin(self) -> Any:
-        """The client itself; of one that stands before another one, that one."""
-
     async def model_info(self) -> dict[str, Any]:
         """What the server tells about its model."""
 
@@ -300,8 +296,7 @@ async def require_image_understanding(client: ImageClient, picture: Picture) -> 
         UnsupportedContentError: The server takes no images.
         SGLangClientError: The server cannot be reached.
     """
-    origin = client.origin
-    if origin not in _understood:
+    if client not in _understood:
         try:
             told = (await client.model_info()).get("has_image_understanding")
         except SGLangHTTPError as error:
@@ -310,8 +305,8 @@ async def require_image_understanding(client: ImageClient, picture: Picture) -> 
             told = None  # routers have no such endpoint
         if told is None:
             return  # one that drops the images answers a shorter prompt, which is an error then
-        _understood[origin] = bool(told)
-    if not _understood[origin]:
+        _understood[client] = bool(told)
+    if not _understood[client]:
         raise UnsupportedContentError(
             f"{picture.where}: the model served at {client.base_url} takes no images (has_image_understanding of its "
             "/model_info is false): serve one that does, or turn the image into text before the call"

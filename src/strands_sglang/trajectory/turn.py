@@ -75,6 +75,7 @@ class Turn:
             no hooks that tell (see `hooks`).
         note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
         trajectory: The trajectory that records it; None for a turn on its own.
+        requests_s: Seconds that its requests took so far; not saved.
         resumes: What an earlier attempt at this call had sampled, where it goes on from there.
         prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
     """
@@ -110,6 +111,7 @@ class Turn:
     note: str = ""
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
+    requests_s: float = 0.0
     trajectory: Trajectory | None = None
     _root: Turn | None = field(default=None, init=False)
 

@@ -19,7 +19,7 @@ import strands.agent.agent
 import strands.event_loop.event_loop as event_loop
 import strands.models.bedrock
 
-from strands_sglang.model.auxiliary import AuxiliaryModel
+from strands_sglang.model.model import AuxiliaryModel
 from support.strands_own.brain import BrainModel, CloudModel
 
 HERE = Path(__file__).parent

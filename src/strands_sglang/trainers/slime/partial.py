@@ -17,12 +17,15 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...exceptions import SGLangAbortedError, causes
 from ...tool_limiter import ToolLimiter
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn, TurnStatus
+
+if TYPE_CHECKING:
+    from .episode import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -71,37 +74,28 @@ class Kept:
             setattr(limiter, name, count)
 
 
-def keep(
-    sample: Any,
-    trajectory: Trajectory,
-    agent: Any,
-    limiter: ToolLimiter,
-    *,
-    elapsed_s: float,
-    non_generation_s: float,
-) -> bool:
-    """Put an aborted episode on its sample; False if it cannot be gone on with."""
-    forget(sample)
+def keep(episode: Episode) -> None:
+    """Put an aborted episode on its sample, unless it cannot be continued."""
+    sample, trajectory, agent = episode.sample, episode.trajectory, episode.agent
     if not _can_go_on(trajectory):
-        return False
+        return
     messages, state = list(agent.messages), agent.state.get() or {}
     try:
         json.dumps([messages, state])
         content = trajectory.to_bytes()
     except (TypeError, ValueError) as error:
         logger.warning("sample=<%s> | starts again, for it is no plain data: %s", getattr(sample, "index", None), error)
-        return False
+        return
     kept = {
         "version": _VERSION,
         "trajectory": base64.b64encode(content).decode("ascii"),
         "messages": copy.deepcopy(messages),
         "state": copy.deepcopy(state),
-        "counts": {name: getattr(limiter, name) for name in _COUNTS},
-        "elapsed_s": elapsed_s,
-        "non_generation_s": non_generation_s,
+        "counts": {name: getattr(episode.limiter, name) for name in _COUNTS},
+        "elapsed_s": episode.elapsed_s(),
+        "non_generation_s": episode.non_generation_s(),
     }
     setattr(sample, KEPT, kept)
-    return True
 
 
 def kept_on(sample: Any) -> Kept | None:

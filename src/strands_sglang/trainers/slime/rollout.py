@@ -2,30 +2,89 @@
 
 Promises: whatever an episode raises ends in a sample (a cancellation goes on); slime's sampling parameters are left as
 they are; nothing is asked of the server once slime aborts; a sample that is handed in again is generated anew or, as a
-partial rollout, gone on with; one that is finished is handed back.
+partial rollout, continued; one that is finished is handed back.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-from ...client.cache import get_client_from_slime_args
-from ...client.client import SGLangClient
+from strands.types.content import Messages
+
+from ...model.config import check_keys
 from ...model.model import SGLangModel
-from ...model.request import check_keys, sent_fields
-from ...outcomes import OUTCOMES, TerminationReason
+from ...request_fields import checked_fields
 from ...tool_limiter import ToolLimiter
-from ...trajectory.trajectory import Trajectory
-from .arguments import SlimeExportError, context_limit, normalizes_by_group, runs_aborted_again
-from .episode import EpisodesModel, Part, Settings, clean_up, error_text, own_reward, reason_of, run, run_elsewhere
-from .gate import EpisodeGate, GatedClient
-from .partial import Kept, forget, keep, kept_on
-from .prompts import messages_of
-from .samples import RolloutSamples, to_slime_samples
+from .arguments import SlimeExportError, normalizes_by_group
+from .episode import Episode
+from .samples import RolloutSamples
 
 Generate = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `make_generate`."""
+
+    agent_factory: Callable[..., Any] | None
+    episode: Callable[..., Any] | None
+    tools: Sequence[Any]
+    system_prompt: str | None
+    prompt: Callable[[Any], Any] | None
+    max_tool_iters: int | None
+    max_tool_calls: int | None
+    max_parallel_tool_calls: int | None
+    max_messages: int | None
+    max_turns: int | None
+    timeout: float | None
+    reward: Callable[..., Any] | None
+    fan_out: bool
+    requeue_aborted: bool | None
+    tool_parser: Any
+    model_config: Mapping[str, Any] | None
+    client_settings: Mapping[str, Any] | None
+    generate_state: Callable[[Any], Any] | None
+    failure_reward: float
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that contradict each other or cannot work."""
+        if self.agent_factory is not None and (self.tools or self.system_prompt is not None):
+            raise ValueError("agent_factory makes the whole agent: give it the tools and the system prompt")
+        if self.episode is not None and any(getattr(self, name) not in (None, "", ()) for name in _OF_AN_AGENT):
+            raise ValueError(
+                "episode runs everything by itself: give it the agent, its limits, its prompt and its reward"
+            )
+        config = self.model_config or {}
+        check_keys(config, SGLangModel.SGLangConfig.__annotations__)
+        checked_fields(config.get("request_fields"), config.get("unchecked_request_fields"))
+        if config.get("return_logprob") is False:
+            raise ValueError("slime trains on logprobs: leave return_logprob at True")
+        for name in ("sampling_params", "params"):
+            if name in config:
+                raise ValueError(f"{name} come from slime: set --rollout-temperature and the like")
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"timeout must be above 0 seconds, not {self.timeout}")
+        self.limiter()
+
+    def limiter(self) -> ToolLimiter:
+        """The limits of a new episode.
+
+        Raises:
+            ValueError: One cannot work.
+        """
+        return ToolLimiter(**{name: getattr(self, name) for name in _LIMITS}, on_limit="stop")
+
+
+_LIMITS = ("max_tool_iters", "max_tool_calls", "max_parallel_tool_calls", "max_messages")
+_OF_AN_AGENT = (
+    *("agent_factory", "tools", "system_prompt", "prompt", "max_turns", "timeout", "reward"),
+    *_LIMITS,
+)
 
 
 def make_generate(
@@ -88,62 +147,7 @@ def make_generate(
     Raises:
         ValueError: Arguments that contradict each other or cannot work.
     """
-    if agent_factory is not None and (tools or system_prompt is not None):
-        raise ValueError("agent_factory makes the whole agent: give it the tools and the system prompt")
-    if episode is not None and any(
-        one not in (None, "", ())
-        for one in (
-            agent_factory,
-            tools,
-            system_prompt,
-            prompt,
-            max_tool_iters,
-            max_tool_calls,
-            max_parallel_tool_calls,
-            max_messages,
-            max_turns,
-            timeout,
-            reward,
-        )
-    ):
-        raise ValueError("episode runs everything by itself: give it the agent, its limits, its prompt and its reward")
-    config = dict(model_config or {})
-    check_keys(config, SGLangModel.SGLangConfig.__annotations__)
-    sent_fields(config)
-    if config.get("return_logprob") is False:
-        raise ValueError("slime trains on logprobs: leave return_logprob at True")
-    for name in ("sampling_params", "params"):
-        if name in config:
-            raise ValueError(f"{name} come from slime: set --rollout-temperature and the like")
-    if max_turns is not None and max_turns < 1:
-        raise ValueError(f"max_turns must be at least 1, not {max_turns}")
-    if timeout is not None and timeout <= 0:
-        raise ValueError(f"timeout must be above 0 seconds, not {timeout}")
-    limits = {
-        "max_tool_iters": max_tool_iters,
-        "max_tool_calls": max_tool_calls,
-        "max_parallel_tool_calls": max_parallel_tool_calls,
-        "max_messages": max_messages,
-    }
-    ToolLimiter(**limits, on_limit="stop")  # refuses what cannot work
-    settings = Settings(
-        episode=episode,
-        agent_factory=agent_factory,
-        tools=tuple(tools),
-        system_prompt=system_prompt,
-        prompt=prompt,
-        limits=limits,
-        max_turns=max_turns,
-        timeout=timeout,
-        reward=reward,
-        fan_out=fan_out,
-        requeue_aborted=requeue_aborted,
-        tool_parser=tool_parser,
-        model_config=config,
-        client_settings=dict(client_settings or {}),
-        generate_state=generate_state,
-        failure_reward=failure_reward,
-    )
+    settings = Settings(**locals())
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
         """Generate one sample; see `make_generate`."""
@@ -161,8 +165,6 @@ async def _generate(
     if fan_out:
         _check_fan_out(args)
     state = _state_of(settings, args)
-    can_go_on = settings.episode is None and not fan_out and not evaluation
-    partial = can_go_on and bool(getattr(args, "partial_rollout", False))
     if state.aborted:
         # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
         sample.status = type(sample).Status.ABORTED
@@ -170,21 +172,18 @@ async def _generate(
         return RolloutSamples([sample]) if fan_out else sample
     if not getattr(sample, "session_id", None):
         sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
-    system, asked = _asked(settings, args, sample)
-    part = _begin(settings, args, state, sampling_params, kept_on(sample) if partial else None, evaluation)
+    is_partial = bool(getattr(args, "partial_rollout", False)) and not (settings.episode or fan_out or evaluation)
+    # What the agent is asked is left to `prompt` and, but for texts, to `episode`.
+    made_elsewhere = settings.prompt is not None or (
+        settings.episode is not None and not isinstance(sample.prompt, str)
+    )
+    system, asked = (None, None) if made_elsewhere else messages_of(args, sample)
+    episode = Episode(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
     try:
-        model = _model(settings, args, sample, state, sampling_params, part, evaluation)
-        if settings.episode is not None:
-            end = await run_elsewhere(settings, args, model, sample, part, evaluation)
-            reason, reward, told = end.reason, end.reward, end.metadata
-        else:
-            await run(settings, model, sample, part, system, asked)
-            reason, told = reason_of(part), None
-            part.trajectory.settle(list(part.agent.messages) if part.agent is not None else [])
-            reward = await own_reward(settings, part, sample, reason)
-        return _export(settings, args, sample, state, part, reason, reward, fan_out, partial, evaluation, told)
+        reason, reward, facts = await episode.run(system, asked)
+        return episode.export(reason, reward, facts)
     finally:
-        clean_up(part.agent)
+        episode.clean_up()
 
 
 def _check_fan_out(args: Any) -> None:
@@ -208,124 +207,48 @@ def _state_of(settings: Settings, args: Any) -> Any:
     return GenerateState(args)
 
 
-def _asked(settings: Settings, args: Any, sample: Any) -> tuple[str | None, Any]:
-    """What the agent is asked; nothing where somebody else makes it of the sample."""
-    made_elsewhere = settings.episode is not None and not isinstance(sample.prompt, str)
-    return (None, None) if made_elsewhere or settings.prompt is not None else messages_of(args, sample)
+def messages_of(args: Any, sample: Any) -> tuple[str | None, Messages]:
+    """The system prompt that a sample's prompt has, None without one, and its messages, a user's last.
+
+    Args:
+        args: slime's parsed arguments.
+        sample: slime's sample; its `prompt` is a text, or chat messages with texts.
+
+    Raises:
+        SlimeExportError: The prompt cannot be given to an agent; says what to do instead.
+    """
+    prompt = sample.prompt
+    if isinstance(prompt, str):
+        if getattr(args, "apply_chat_template", False):
+            raise SlimeExportError(
+                "slime has put the chat template around the prompt, and the agent does that itself: leave "
+                "--apply-chat-template out"
+            )
+        return None, [{"role": "user", "content": [{"text": prompt}]}]
+    if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+        raise SlimeExportError(f"a prompt is a text or a list of chat messages, not {prompt!r:.80}")
+    system: list[str] = []
+    messages: Messages = []
+    for message in prompt:
+        role, text = message.get("role"), _text(message.get("content"))
+        if role == "system":
+            system.append(text)
+        elif role in ("user", "assistant"):
+            messages.append({"role": role, "content": [{"text": text}]})
+        else:
+            raise SlimeExportError(f"a prompt's messages are of system, user and assistant, not of {role!r}")
+    if not messages or messages[-1]["role"] != "user":
+        raise SlimeExportError("the last message of a prompt must be a user's")
+    return "\n\n".join(system) or None, messages
 
 
-def _begin(
-    settings: Settings,
-    args: Any,
-    state: Any,
-    sampling_params: Mapping[str, Any],
-    kept: Kept | None,
-    evaluation: bool,
-) -> Part:
-    if kept is not None:
-        kept.resume()
-    gate = EpisodeGate(
-        trajectory=kept.trajectory if kept is not None else Trajectory(),
-        aborted=lambda: bool(state.aborted),
-        budget=sampling_params.get("max_new_tokens"),
-    )
-    return Part(gate, ToolLimiter(**settings.limits, on_limit="stop"), kept)
-
-
-def _model(
-    settings: Settings,
-    args: Any,
-    sample: Any,
-    state: Any,
-    sampling_params: Mapping[str, Any],
-    part: Part,
-    evaluation: bool,
-) -> SGLangModel:
-    # slime's session is the routing key, which keeps an episode on one worker.
-    config: dict[str, Any] = {"sampling_params": dict(sampling_params), "routing_key": sample.session_id}
-    limits = (context_limit(args, evaluation=evaluation), settings.model_config.get("max_context_tokens"))
-    longest = min((limit for limit in limits if limit is not None), default=None)
-    if getattr(args, "use_rollout_routing_replay", False) and not evaluation:
-        config["return_routed_experts"] = True
-    processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
-    client = get_client_from_slime_args(args, **settings.client_settings)
-    model = EpisodesModel(
-        tokenizer=state.tokenizer if processor is None else processor.tokenizer,
-        client=cast(SGLangClient, GatedClient(client, part.gate)),
-        tool_parser=settings.tool_parser,
-        processor=processor,
-        **cast(Any, {**config, **settings.model_config, "max_context_tokens": longest}),
-    )
-    model.trajectory = part.trajectory
-    return model
-
-
-def _export(
-    settings: Settings,
-    args: Any,
-    sample: Any,
-    state: Any,
-    part: Part,
-    reason: TerminationReason,
-    reward: Any,
-    fan_out: bool,
-    partial: bool,
-    evaluation: bool,
-    told: Mapping[str, Any] | None = None,
-) -> Any:
-    requeued = settings.requeue_aborted
-    if requeued is None:
-        requeued = runs_aborted_again(args) and not fan_out and not evaluation
-    if reason is TerminationReason.ABORTED:
-        requested = requeued or bool(state.aborted)
-    else:  # an agent that cancels itself would do so for ever
-        requested = reason is TerminationReason.CANCELLED and bool(state.aborted)
-    waits = any(turn.waits_to_go_on for turn in part.trajectory.turns)
-    if requested and partial and waits and not part.has_sampled:
-        # Aborted before anything was asked: the sample is what the part before has left.
-        sample.status, sample.reward = type(sample).Status.ABORTED, None
-        return sample
-    exported = to_slime_samples(
-        part.trajectory,
-        sample,
-        reason,
-        tokenizer=state.tokenizer,
-        args=args,
-        reward=reward,
-        fan_out=fan_out,
-        abort_requested=requested,
-        evaluation=evaluation,
-        failure_reward=settings.failure_reward,
-        off_policy_tokens=_off_policy_tokens(args, part),
-        non_generation_time=part.non_generation_s(),
-        metadata={
-            "tool_iterations": part.limiter.tool_iter_count,
-            "tool_calls": part.limiter.tool_call_count,
-            "tool_parse_errors": sum(part.trajectory.tool_parse_errors.values()),
-            **({"error": error_text(part.end)} if OUTCOMES[reason].slime_status == "FAILED" and part.end else {}),
-            **(told or {}),
-        },
-    )
-    if requested and partial and part.agent is not None:
-        keep(
-            sample,
-            part.trajectory,
-            part.agent,
-            part.limiter,
-            elapsed_s=part.elapsed_s(),
-            non_generation_s=part.non_generation_s(),
-        )
-    else:
-        forget(sample)
-    return exported
-
-
-def _off_policy_tokens(args: Any, part: Part) -> dict[int, int]:
-    """What earlier parts sampled, if that is not to be trained on."""
-    if part.kept is None or not getattr(args, "mask_offpolicy_in_partial_rollout", False):
-        return {}
-    went_on = {turn.index: turn.resumes for turn in part.trajectory.turns if turn.resumes is not None}
-    return {**part.kept.old_tokens, **{index: cut.completion_tokens for index, cut in went_on.items()}}
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    raise SlimeExportError(f"a prompt holds what is no text: {content!r:.80}; pass make_generate a function as prompt=")
 
 
 generate = make_generate()

@@ -1,0 +1,143 @@
+"""The configuration of a model, checked when it is given: what can only fail later is an error here.
+
+`SGLangModel.SGLangConfig` explains the keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..client.client import checked_routing_key
+from ..json_values import plain
+from ..request_fields import REQUEST_FIELDS, check_sampling_mask, checked_fields
+
+RENDERING_ARGUMENTS = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
+)
+"""Arguments of `apply_chat_template` that say what is rendered, not how."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "history_policy": ("append", "template"),
+    "on_abort": ("raise", "resume"),
+    "escape_control_tokens": (True, False),
+}
+
+
+def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse keys that would have no effect, such as `lora_path`: the run would be another one than was meant.
+
+    Raises:
+        ValueError: Names them, and what was probably meant.
+    """
+    unknown = sorted(set(config) - set(known))
+    if not unknown:
+        return
+    close = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
+    meant = [f"{key!r} may be meant as {names[0]!r}" for key, names in close.items() if names]
+    meant += [f"{key!r} goes into request_fields" for key in unknown if key in REQUEST_FIELDS]
+    hint = f" ({'; '.join(meant)})" if meant else ""
+    raise ValueError(
+        f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. What "
+        "SGLang samples with (temperature, top_p, ...) goes into sampling_params"
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checked configuration, with the defaults in place of what is None.
+
+    `request_fields` are all further fields of a request, those of `unchecked_request_fields` too.
+    """
+
+    model_id: str | None = None
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    return_logprob: bool = True
+    return_prompt_logprobs: bool = False
+    return_routed_experts: bool = False
+    enable_thinking: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    family: str | None = None
+    escape_control_tokens: bool = False
+    history_policy: str = "append"
+    on_abort: str = "raise"
+    context_window_limit: int | None = None
+    max_context_tokens: int | None = None
+    routing_key: str | None = None
+    request_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the logprobs of sampled tokens are recorded; with those of prompts, always."""
+        return self.return_logprob or self.return_prompt_logprobs
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_kwargs, **thinking}
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+        """Check a configuration whose keys are known.
+
+        Returns:
+            It, and the same as it was given, in values of its own.
+
+        Raises:
+            ValueError: A value can only fail later, at the first call or when the episode is saved. Names the key,
+                what it holds and what it takes.
+        """
+        _check_place_of_fields(given.get("sampling_params"))
+        # A chat template may take arguments of any kind.
+        own = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()}
+        values = {name: value for name, value in own.items() if value is not None}
+        values["request_fields"] = checked_fields(
+            values.get("request_fields"), values.pop("unchecked_request_fields", None)
+        )
+        config = cls(**values)
+        config._check()
+        return config, own
+
+    def _check(self) -> None:
+        params = self.sampling_params
+        check_sampling_mask(self.request_fields, params)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        checked_routing_key(self.routing_key)
+        reserved = RENDERING_ARGUMENTS & set(self.chat_template_kwargs)
+        if reserved:
+            raise ValueError(f"chat_template_kwargs cannot hold {sorted(reserved)}: the model sets them itself")
+        least, most = params.get("min_new_tokens"), params.get("max_new_tokens")
+        limits = {
+            "sampling_params['max_new_tokens']": most,
+            "context_window_limit": self.context_window_limit,
+            "max_context_tokens": self.max_context_tokens,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not _is_whole(limit, at_least=1):
+                raise ValueError(f"{name} must be a whole number of at least 1 or None, not {limit!r}")
+        if least is not None and not _is_whole(least, at_least=0):
+            raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
+
+
+def _check_place_of_fields(sampling_params: Any) -> None:
+    """Refuse sampling parameters that are none."""
+    if sampling_params is None:
+        return
+    if not isinstance(sampling_params, Mapping):
+        raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {sampling_params!r}")
+    misplaced = sorted(set(sampling_params) & set(REQUEST_FIELDS))
+    if misplaced:
+        raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
+
+
+def _is_whole(number: Any, *, at_least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= at_least
