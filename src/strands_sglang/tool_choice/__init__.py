@@ -9,8 +9,7 @@ less than a schema allows: declared properties in their order, lists of `prefixI
 where no type is declared, numbers of at most 18 digits. `format` is an annotation and not enforced.
 """
 
-from .choice import GRAMMAR_PARAMETERS, forced_call
+from .choice import CALL_FORMATS, GRAMMAR_PARAMETERS, forced_call
 from .forcing import UNCONSTRAINED, can_force, force_call
-from .formats import CALL_FORMATS
 
 __all__ = ["CALL_FORMATS", "GRAMMAR_PARAMETERS", "UNCONSTRAINED", "can_force", "force_call", "forced_call"]

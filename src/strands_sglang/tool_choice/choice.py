@@ -1,4 +1,7 @@
-"""From a tool choice to the sampling parameters that force it."""
+"""From a tool choice to the sampling parameters that force it.
+
+A parser writes the call that it reads (`ToolParser.write_call`), with a `CallWriter`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,90 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..tool_parsers import TOOL_PARSER_REGISTRY, ToolParser
-from .formats import CALL_FORMATS, Call, CallFormat
-from .grammar import Element, either, free_text, matching, optional, sequence, structural_tag
-from .schemas import argument_schema
+from .grammar import (
+    Element,
+    constant_text,
+    either,
+    free_text,
+    json_object,
+    matching,
+    members,
+    optional,
+    sequence,
+    structural_tag,
+)
+from .schemas import Property, Schema, alternatives, argument_schema, object_properties
+from .values import GEMMA, INDENTED_JSON, JSON, MINIMAX_M3, PYTHON, Notation, plain_value, values_by_type
 
 GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's sampling parameters that constrain what is sampled; a request may have one of them."""
 
 _LARGEST = 250_000  # characters of a grammar; every request carries it, and the server compiles it once
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what parsers take for a name
+CALL_FORMATS = frozenset(TOOL_PARSER_REGISTRY.values())
+"""The parsers that write calls; exactly those classes, for a subclass may read something else."""
+
+
+class CallWriter:
+    """What a parser writes one call with: the call, and the elements of a grammar.
+
+    Attributes:
+        name: The tool.
+        schema: Of its arguments.
+        start: The mark before calls.
+        end: The mark after calls.
+    """
+
+    INDENTED_JSON = INDENTED_JSON
+    PYTHON = PYTHON
+    GEMMA = GEMMA
+    MINIMAX_M3 = MINIMAX_M3
+    constant = staticmethod(constant_text)
+    either = staticmethod(either)
+    json_object = staticmethod(json_object)
+    matching = staticmethod(matching)
+    members = staticmethod(members)
+    optional = staticmethod(optional)
+    plain_value = staticmethod(plain_value)
+    sequence = staticmethod(sequence)
+    values_by_type = staticmethod(values_by_type)
+
+    def __init__(self, parser: ToolParser, name: str, schema: Schema) -> None:
+        """Write a call of a tool that the parser reads."""
+        self.name, self.schema = name, schema
+        self.start, self.end = parser.tool_start_token, parser.tool_end_token
+
+    def json(self, notation: Notation = JSON) -> Element:
+        """Return what matches the arguments as JSON, or in another notation.
+
+        Raises:
+            NotImplementedError: There is no grammar for that.
+        """
+        if any(option.value.get("type") != "object" for option in alternatives(self.schema)):
+            raise self.schema.unsupported("the arguments of a tool are an object")
+        return notation.value(self.schema)
+
+    def object(self) -> Element:
+        """Return what matches a JSON object of the name and the arguments."""
+        return json_object({"name": constant_text(self.name), "arguments": self.json()})
+
+    def properties(self, key: str | None = None) -> list[Property]:
+        """Return the parameters of the tool.
+
+        Args:
+            key: Pattern of the names that the format can write.
+
+        Raises:
+            NotImplementedError: The format cannot write one of the names, or the schema is not that of one object.
+        """
+        options = alternatives(self.schema)
+        if len(options) != 1 or options[0].value.get("type") != "object":
+            raise self.schema.unsupported("a grammar of this format needs the schema of a single object")
+        properties = object_properties(options[0])
+        for found in properties:
+            if key is not None and re.fullmatch(key, found.name) is None:
+                raise found.schema.unsupported(f"the format cannot write the parameter {found.name!r}")
+        return properties
 
 
 def forced_call(
@@ -60,19 +138,18 @@ def forced_call(
     for spec in specs:
         if _NAME.fullmatch(spec["name"]) is None:
             raise ValueError(f"{spec['name']!r} is not a name that a call can have: letters, digits, '_' and '-'")
-    call_format = CALL_FORMATS.get(type(parser))
-    if call_format is None:
+    if type(parser) not in CALL_FORMATS:
         supported = sorted(name for name, known in TOOL_PARSER_REGISTRY.items() if known in CALL_FORMATS)
         raise NotImplementedError(
             f"the tool choice {_shown(choice)} cannot be forced on the format of {type(parser).__name__}: no grammar "
             f"of it is known; there is one for {', '.join(supported)}"
         )
     try:
-        call = either([call_format.write(Call(parser, spec["name"], argument_schema(spec))) for spec in specs])
+        call = either([parser.write_call(CallWriter(parser, spec["name"], argument_schema(spec))) for spec in specs])
     except NotImplementedError as error:
         name = type(parser).__name__
         raise NotImplementedError(f"the tool choice {_shown(choice)} cannot be forced with {name}: {error}") from error
-    params = structural_tag(sequence(_reasoning(call_format, parser, reasoning_open, may_reason), call))
+    params = structural_tag(sequence(_reasoning(parser, reasoning_open, may_reason), call))
     if (size := len(params["structural_tag"])) > _LARGEST:
         raise NotImplementedError(
             f"the tool choice {_shown(choice)} cannot be forced with {type(parser).__name__}: its grammar would have "
@@ -101,18 +178,18 @@ def _forced_specs(
     return found[:1]
 
 
-def _reasoning(call_format: CallFormat, parser: ToolParser, is_open: bool, may_open: bool) -> Element:
+def _reasoning(parser: ToolParser, is_open: bool, may_open: bool) -> Element:
     """Return what may stand before a call."""
     end = parser.think_end_token
-    before = matching(call_format.before) if call_format.before else sequence("")
+    before = matching(parser.BEFORE_CALL)
     if not (is_open or may_open):
         return before
     if not end:
         raise ValueError(f"{type(parser).__name__} has no mark that ends reasoning, so a call cannot follow it")
-    rest = sequence(free_text((end,)), end, call_format.after_reasoning)
+    rest = sequence(free_text((end,)), end, parser.AFTER_REASONING)
     if is_open:
         return sequence(rest, before)
-    opened = sequence(before, f"{parser.think_start_token}{call_format.thought}", rest)
+    opened = sequence(before, f"{parser.think_start_token}{parser.THOUGHT}", rest)
     return sequence(optional(opened), before)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from ..templates.chat_template import ChatTemplate, Prompt
 from ..tool_parsers import ToolParser
-from .choice import GRAMMAR_PARAMETERS, forced_call
-from .formats import CALL_FORMATS
+from .choice import CALL_FORMATS, GRAMMAR_PARAMETERS, forced_call
 
 UNCONSTRAINED = dict.fromkeys((*GRAMMAR_PARAMETERS, "stop", "stop_regex", "stop_token_ids", "min_new_tokens"))
 """What a grammar takes out of configured sampling parameters: another grammar, and what ends an answer elsewhere."""

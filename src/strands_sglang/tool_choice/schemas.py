@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
-from ..tool_parsers.reading.marked import tool_schemas
 from ..tool_parsers.reading.schemas import (
     JSON_TYPES,
     allowed_types,
     resolve_reference,
     same_json,
+    tool_schemas,
     type_name,
 )
 

@@ -1,6 +1,6 @@
 """Tool parsers: from what a model sampled to tool calls, strictly as it was written."""
 
-from .base import ParsedTurn, ToolCallStatus, ToolParser, ToolParseResult
+from .base import ToolParser
 from .formats.deepseek_v3 import DeepSeekV3ToolParser
 from .formats.deepseek_v3_1 import DeepSeekV31ToolParser
 from .formats.deepseek_v3_2 import DeepSeekV4ToolParser, DeepSeekV32ToolParser
@@ -21,6 +21,7 @@ from .formats.qwen_xml import QwenXMLToolParser
 from .formats.seed_oss import SeedOSSToolParser
 from .formats.smollm3 import SmolLM3ToolParser
 from .registry import AUTO, TOOL_PARSER_REGISTRY, UnknownToolParserError, get_tool_parser, register_tool_parser
+from .results import ParsedTurn, ToolCallStatus, ToolParseResult
 
 __all__ = [
     "AUTO",

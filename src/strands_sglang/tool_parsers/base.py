@@ -1,184 +1,80 @@
-"""What a tool parser is, and what it returns.
+"""What a tool parser is.
 
-Tool calls are parsed as they were generated: nothing is repaired and nothing is guessed. What does not parse becomes a
-result that is an error: it has a name that no tool has, empty input, the text that was written and a sentence about
-what was wrong with it, so that the model gets to see its mistake and nothing runs.
-
-`ToolParser` is the interface; a subclass needs `parse(text)` and nothing else.
+`ToolParser` finds what is reasoning, what is text and where calls are, in the same way for every format. A format says
+what its marks are, how calls are read after their start mark, and how one is written where a grammar forces it. A
+parser of one's own needs `parse(text)` and nothing else.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import random
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import lru_cache, partial
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from .reading.marks import Mark, MarkedText, MarkKind, find_marks
+from .reading.schemas import tool_schemas
 from .reading.structure import (
     CallSpan,
-    Mark,
-    MarkedText,
-    MarkKind,
+    ReadCall,
     Span,
-    SpanKind,
-    locate_marks,
+    doubtful_calls,
+    reasoning_text,
     take_apart,
+    visible_text,
+    without_reasoning,
 )
-from .reading.texts import reasoning_text, visible_text
+from .results import (
+    MAX_CALLS,
+    BrokenCallError,
+    ParsedTurn,
+    ToolCallStatus,
+    ToolParseResult,
+    failed_call,
+    too_many_calls,
+)
 
-MAX_CALLS = 1000
-"""Calls of one turn that are read; each is a task for the agent. From the next one on, all is one malformed call."""
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RAW_SHOWN = 2000
 """Characters of an unparsable call that the model gets to see again."""
 
-
-class ToolCallStatus(str, Enum):
-    """How a tool call came out of the parser."""
-
-    OK = "ok"
-    """The call is complete and well formed."""
-
-    MALFORMED = "malformed"
-    """The call does not follow its format, or a value is not of the type that the tool declares."""
-
-    UNTERMINATED = "unterminated"
-    """The call begins but its end never comes."""
-
-    UNKNOWN_TOOL = "unknown_tool"
-    """The call is well formed, and goes to something that no agent's tool can be, such as a built-in of the model."""
-
-    NOT_AN_OBJECT = "not_an_object"
-    """The arguments are JSON, but not an object of named arguments."""
+Writer = Any
+"""What a call is written with, `tool_choice.choice.CallWriter`: the call, and the elements of a grammar."""
 
 
-# Apart from the `random` module's own generator, which training code seeds alike in all its processes.
-_ids = random.Random()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ids.seed)
+class CallFormat(Protocol):
+    """How the calls of a format are read and written, where several formats have that in common."""
+
+    def read(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read calls; see `ToolParser.read_call`."""
+
+    def write(self, call: Writer) -> Any:
+        """Write a call; see `ToolParser.write_call`."""
 
 
-def new_tool_call_id() -> str:
-    """Return an id that no other tool call has, in this process or another one."""
-    return f"call_{_ids.getrandbits(128):032x}"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolParseResult:
-    """One tool call that a model made, or tried to make.
-
-    Attributes:
-        id: Globally unique; agents run two calls of one id both, and confuse their results.
-        name: The tool to run; `UNKNOWN_NAME` for errors, so that nothing can run.
-        input: The arguments; empty for errors.
-        raw: Exactly what did not parse; None for a good call.
-        error: One sentence for the model about what was wrong; None for a good call.
-        status: What kind of result this is; from `raw` if left out.
-        native_id: The id that the model itself wrote, in formats that have one.
-        attempted_name: For errors, the name that the model seems to have called, as far as it can be told.
-    """
-
-    UNKNOWN_NAME: ClassVar[str] = "unknown_tool"
-
-    id: str
-    name: str
-    input: dict[str, Any] = field(default_factory=dict)
-    raw: str | None = None
-    error: str | None = None
-    status: ToolCallStatus = None  # type: ignore[assignment]  # set below, from `raw`
-    native_id: str | None = None
-    attempted_name: str | None = None
-
-    def __post_init__(self) -> None:
-        """Derive the status.
-
-        Raises:
-            ValueError: There is no id or name, the input is no dict, another value is no string, or `status` and `raw`
-                contradict each other.
-        """
-        if not (isinstance(self.id, str) and self.id and isinstance(self.name, str) and self.name):
-            raise ValueError(f"a tool call needs an id and a name, but has id={self.id!r}, name={self.name!r}")
-        if not isinstance(self.input, dict):
-            raise ValueError(f"the input of a tool call is a dict of arguments, not {self.input!r}")
-        for name in ("raw", "error", "native_id", "attempted_name"):  # they are saved with the call
-            if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"the {name} of a tool call is a string or None, not {getattr(self, name)!r}")
-        if self.status is None:
-            object.__setattr__(self, "status", ToolCallStatus.MALFORMED if self.is_error else ToolCallStatus.OK)
-        if (self.status is ToolCallStatus.OK) is (self.raw is not None):
-            raise ValueError(f"status={self.status.value!r} contradicts raw={self.raw!r}: errors have raw text")
-
-    @classmethod
-    def from_parse_error(
-        cls,
-        id: str,
-        raw: str,
-        name: str | None = None,
-        *,
-        error: str | None = None,
-        status: ToolCallStatus = ToolCallStatus.MALFORMED,
-    ) -> ToolParseResult:
-        """Return the result for a call that did not parse.
-
-        Args:
-            id: Id of the call.
-            raw: Exactly what did not parse.
-            name: Name that the result has; `UNKNOWN_NAME` if left out, which is what keeps tools from running.
-            error: One sentence about what was wrong.
-            status: Any status but `OK`.
-        """
-        return cls(
-            id=id, name=name or cls.UNKNOWN_NAME, raw=raw, error=error, status=status, attempted_name=name or None
-        )
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the call did not parse."""
-        return self.raw is not None
-
-    @property
-    def payload(self) -> str:
-        """The arguments as JSON text for a good call, what the model wrote for an error."""
-        return json.dumps(self.input) if self.raw is None else self.raw
-
-
-@dataclass(frozen=True)
-class ParsedTurn:
-    """One sampled turn, taken apart.
-
-    Attributes:
-        reasoning: The text inside reasoning marks, also if the prompt opened it or nothing closed it; None if there was
-            none but white space.
-        text: What a user sees: no reasoning, no markup of tool calls. White space that only separated it from removed
-            markup is gone, everything else is untouched.
-        tool_calls: The calls in the order in which they were made. All that is behind the first `MAX_CALLS` is one
-            malformed call.
-        ends_in_reasoning: The turn ends inside reasoning that nothing closed, be it empty.
-    """
-
-    reasoning: str | None
-    text: str
-    tool_calls: tuple[ToolParseResult, ...]
-    ends_in_reasoning: bool = False
-
-
-class ToolParser(ABC):
+class ToolParser:
     """Finds the tool calls in what a model sampled.
 
-    A subclass needs `parse(self, text)` alone; `parse_turn` passes on those of the other arguments that it accepts.
+    A parser of one's own needs `parse(self, text)` alone; `parse_turn` passes on those of the other arguments that it
+    accepts.
 
     Attributes:
         tool_start_token: The mark before every call.
-        tool_end_token: The mark behind every call.
+        tool_end_token: The mark after every call.
         think_start_token: The mark before reasoning.
-        think_end_token: The mark behind reasoning.
+        think_end_token: The mark after reasoning.
+        CALLS: Reads and writes the calls of a format that has no `read_call` and `write_call` of its own.
+        FORMAT_TOKENS: The tokens that marks inside calls consist of, or that the marks around calls and reasoning
+            contain. Those that the vocabulary lacks are recognised by their characters.
+        MORE_MARKS: The kind of every other mark by its spelling; that of a mark inside calls is its spelling.
+        OPENER: What stands before a call that no mark announces (white space, and what is only looked at), where the
+            turn or the text after reasoning begins; None if there are no such calls.
+        BEFORE_CALL: Pattern of the white space that a model may write before a call.
+        THOUGHT: What belongs to the mark that opens reasoning.
+        AFTER_REASONING: What stands between reasoning and a call beside that.
     """
 
     DEFAULT_TOOL_START_TOKEN: ClassVar[str] = "<tool_call>"
@@ -186,26 +82,58 @@ class ToolParser(ABC):
     DEFAULT_THINK_START_TOKEN: ClassVar[str] = "<think>"
     DEFAULT_THINK_END_TOKEN: ClassVar[str] = "</think>"
 
+    CALLS: ClassVar[CallFormat | None] = None
+    FORMAT_TOKENS: ClassVar[tuple[str, ...]] = ()
+    MORE_MARKS: ClassVar[Mapping[str, str]] = {}
+    OPENER: ClassVar[re.Pattern[str] | None] = None
+    BEFORE_CALL: ClassVar[str] = r"\n{0,3}"
+    THOUGHT: ClassVar[str] = ""
+    AFTER_REASONING: ClassVar[str] = ""
+
     # On the class as well, for subclasses that do not call `__init__`.
     tool_start_token: str = DEFAULT_TOOL_START_TOKEN
     tool_end_token: str = DEFAULT_TOOL_END_TOKEN
     think_start_token: str = DEFAULT_THINK_START_TOKEN
     think_end_token: str = DEFAULT_THINK_END_TOKEN
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that has neither `parse` nor a format.
+
+        Raises:
+            TypeError: It has none.
+        """
+        parser = super().__new__(cls)
+        if not parser._has_format and cls.parse is ToolParser.parse:
+            raise TypeError(f"{cls.__name__} has no parse(text), so it is no tool parser")
+        return parser
+
     def __init__(
         self,
-        tool_start_token: str = DEFAULT_TOOL_START_TOKEN,
-        tool_end_token: str = DEFAULT_TOOL_END_TOKEN,
-        think_start_token: str = DEFAULT_THINK_START_TOKEN,
-        think_end_token: str = DEFAULT_THINK_END_TOKEN,
+        tool_start_token: str | None = None,
+        tool_end_token: str | None = None,
+        think_start_token: str | None = None,
+        think_end_token: str | None = None,
     ) -> None:
-        """Name the marks; an empty one is never found."""
-        self.tool_start_token = tool_start_token
-        self.tool_end_token = tool_end_token
-        self.think_start_token = think_start_token
-        self.think_end_token = think_end_token
+        """Name the marks; those of the format where None. An empty one is never found.
 
-    @abstractmethod
+        Raises:
+            ValueError: A mark around calls is empty, and the format cannot do without it.
+        """
+        marks = {
+            "tool_start_token": (self.DEFAULT_TOOL_START_TOKEN, tool_start_token),
+            "tool_end_token": (self.DEFAULT_TOOL_END_TOKEN, tool_end_token),
+            "think_start_token": (self.DEFAULT_THINK_START_TOKEN, think_start_token),
+            "think_end_token": (self.DEFAULT_THINK_END_TOKEN, think_end_token),
+        }
+        for name, (default, given) in marks.items():
+            setattr(self, name, default if given is None else given)
+            if name.startswith("tool") and default and given == "" and self._has_format and self.OPENER is None:
+                raise ValueError(f"{type(self).__name__} needs a mark before and a mark behind every call")
+
+    @property
+    def _has_format(self) -> bool:
+        return self.CALLS is not None or type(self).read_call is not ToolParser.read_call
+
     def parse(
         self,
         text: str,
@@ -226,6 +154,10 @@ class ToolParser(ABC):
                 Whether a tool of the call's name is among them is the agent's to find out.
             reasoning_open: The prompt ended inside reasoning.
         """
+        turn = self.parse_turn(
+            text, token_ids=token_ids, tokenizer=tokenizer, tools=tools, reasoning_open=reasoning_open
+        )
+        return list(turn.tool_calls)
 
     def parse_turn(
         self,
@@ -239,8 +171,8 @@ class ToolParser(ABC):
     ) -> ParsedTurn:
         """Take a sampled turn apart into reasoning, text and tool calls.
 
-        This default serves subclasses that only have `parse`: reasoning is split off by its marks, `parse` gets the
-        rest, and the text is the rest without what stands between the marks of calls.
+        In a parser that only has `parse`, that gets the turn without its reasoning, and the text is what stands outside
+        of reasoning and of the marks of calls.
 
         Args:
             text: As for `parse`.
@@ -251,21 +183,103 @@ class ToolParser(ABC):
             truncated: The turn was cut off (length, abort) rather than ended by the model.
         """
         turn = self.locate_marks(text, token_ids, tokenizer)
-        spans, unclosed = take_apart(turn, partial(_skip_call, turn), reasoning_open=reasoning_open)
-        # A call that never ends is text unless `parse` says something else about it.
-        spans = [
-            Span(SpanKind.TEXT, span.start, span.end) if span.kind is SpanKind.CALL and not span.call else span
-            for span in spans
-        ]
-        reasoning = reasoning_text(turn, spans)
-        spoken = _without_reasoning(turn, spans)
-        # Ids belong to the whole turn; they say nothing about a part of it.
-        optional: dict[str, Any] = {"tools": tools}
-        if spoken == text:
-            optional.update(token_ids=token_ids, tokenizer=tokenizer)
-        accepted = _accepted_keywords(type(self).parse)
-        calls = self.parse(spoken, **{name: value for name, value in optional.items() if name in accepted})
-        return ParsedTurn(reasoning, visible_text(turn, spans), tuple(calls), unclosed)
+        turn.schemas = None if tools is None else tool_schemas(tools)
+        turn.truncated = truncated
+        turn.call_end = self.tool_end_token
+        calls_read = 0
+
+        def read_call(start: Mark) -> CallSpan:
+            nonlocal calls_read
+            calls_read += 1
+            if calls_read > MAX_CALLS and self._has_format:
+                return CallSpan(len(turn.text), False, (too_many_calls(turn.text[start.start :]),))
+            try:
+                return self.read_call(turn, start)
+            except BrokenCallError as broken:
+                return _broken_off(turn, start, broken)
+
+        spans, unclosed = self.take_apart(turn, read_call, reasoning_open)
+        reasoning, shown = self.texts_of(turn, spans)
+        if self._has_format:
+            doubtful = doubtful_calls(turn, spans)
+            calls = [
+                self._refused(turn.text[span.start : span.end], call) if index in doubtful else call
+                for index, span in enumerate(spans)
+                for call in span.calls
+            ]
+        else:
+            spoken = without_reasoning(turn, spans)
+            # Ids belong to the whole turn; they say nothing about a part of it.
+            of_turn = {"token_ids": token_ids, "tokenizer": tokenizer} if spoken == text else {}
+            accepted = _accepted_keywords(type(self).parse)
+            given = {name: value for name, value in {"tools": tools, **of_turn}.items() if name in accepted}
+            calls = self.parse(spoken, **given)
+        return ParsedTurn(reasoning or None, shown, tuple(calls), unclosed)
+
+    def kinds_of_marks(self) -> dict[str, str]:
+        """Return the kind of every mark of the format by its spelling."""
+        kinds: dict[str, str] = {
+            self.tool_start_token: MarkKind.CALL_START,
+            self.tool_end_token: MarkKind.CALL_END,
+            self.think_start_token: MarkKind.THINK_START,
+            self.think_end_token: MarkKind.THINK_END,
+            **self.MORE_MARKS,
+        }
+        kinds.pop("", None)
+        return kinds
+
+    def locate_marks(self, text: str, token_ids: Sequence[int] | None, tokenizer: Any) -> MarkedText:
+        """Find this parser's marks in a turn, by token id where that is possible."""
+        text, marks, look_alikes = find_marks(
+            text, self.kinds_of_marks(), self.FORMAT_TOKENS, token_ids=token_ids, tokenizer=tokenizer
+        )
+        if self.OPENER is not None:
+            begins = [0, *(mark.end for mark in marks if mark.kind is MarkKind.THINK_END)]
+            opened = {match.end() for begin in begins if (match := self.OPENER.match(text, begin)) is not None}
+            unmarked = [Mark(MarkKind.CALL_START, at, at) for at in sorted(opened) if self.opens_call(text, at)]
+            marks = sorted([*marks, *unmarked], key=lambda mark: mark.start)
+        return MarkedText(text, marks, look_alikes)
+
+    def opens_call(self, text: str, position: int) -> bool:
+        """Tell whether what begins at `position`, after `OPENER`, is a call; nothing was said before it."""
+        return True
+
+    def take_apart(self, turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
+        """Cut a turn into reasoning, text and calls; see `structure.take_apart`."""
+        return take_apart(turn, read_call, reasoning_open)
+
+    def texts_of(self, turn: MarkedText, spans: Sequence[Span]) -> tuple[str, str]:
+        """Return the reasoning and the visible text."""
+        return reasoning_text(turn, spans), visible_text(turn, spans)
+
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the calls after a start mark.
+
+        Args:
+            turn: The whole turn.
+            start: The start mark.
+
+        Raises:
+            BrokenCallError: A call stops following the format.
+        """
+        if self.CALLS is not None:
+            return self.CALLS.read(turn, start)
+        # A parser that has `parse` reads them there; what never ends is text unless it says something else.
+        end = turn.find(MarkKind.CALL_END, start.end)
+        return CallSpan(len(turn.text), False, None) if end is None else CallSpan(end.end, True, ())
+
+    def write_call(self, call: Writer) -> Any:
+        """Return the element of a grammar that matches one call, with everything around it.
+
+        Args:
+            call: The call, and what elements are made with.
+
+        Raises:
+            NotImplementedError: There is no grammar for the schema of the tool.
+        """
+        if self.CALLS is None:
+            raise NotImplementedError
+        return self.CALLS.write(call)
 
     @property
     def tool_pattern(self) -> re.Pattern[str]:
@@ -292,32 +306,26 @@ class ToolParser(ABC):
         # Half a surrogate pair could not be encoded into the next prompt.
         return shown.encode("utf-8", "replace").decode("utf-8")
 
-    def locate_marks(self, text: str, token_ids: Sequence[int] | None, tokenizer: Any) -> MarkedText:
-        """Find this parser's marks in a turn, by token id where that is possible."""
-        spellings = {
-            MarkKind.CALL_START: self.tool_start_token,
-            MarkKind.CALL_END: self.tool_end_token,
-            MarkKind.THINK_START: self.think_start_token,
-            MarkKind.THINK_END: self.think_end_token,
-        }
-        return locate_marks(text, spellings, token_ids=token_ids, tokenizer=tokenizer)
+    def _refused(self, raw: str, call: ToolParseResult) -> ToolParseResult:
+        """Return a call as an error because its end cannot be told."""
+        if call.is_error:
+            return call
+        error = f"a {self.tool_end_token} behind this call closes nothing, so it cannot be told where the call ends"
+        return failed_call(raw, error, ToolCallStatus.MALFORMED, call.name, call.native_id)
 
 
-def _skip_call(turn: MarkedText, start: Mark) -> CallSpan:
-    """Pass over a call up to its end mark, without reading it; the result tells whether there is one."""
-    end = turn.find(MarkKind.CALL_END, start.end)
-    return CallSpan(len(turn.text), False, False) if end is None else CallSpan(end.end, True, True)
-
-
-def _without_reasoning(turn: MarkedText, spans: Iterable[Span]) -> str:
-    """Return the turn without reasoning, a newline in its place so that what was around it cannot grow into a mark."""
-    stretches: list[list[str]] = [[]]
-    for span in spans:
-        if span.kind is SpanKind.REASONING:
-            stretches.append([])
-        else:
-            stretches[-1].append(turn.text[span.start : span.end])
-    return "\n".join(stretch for pieces in stretches if (stretch := "".join(pieces)))
+def _broken_off(turn: MarkedText, start: Mark, broken: BrokenCallError) -> CallSpan:
+    """Return the span of a call that stops following its format, with the calls before it."""
+    error, status = str(broken), ToolCallStatus.MALFORMED
+    end = turn.find(MarkKind.CALL_END, broken.position) if broken.cut is None else None
+    if broken.cut or (broken.cut is None and end is None):
+        missing = turn.call_end if broken.cut is None else "the call did"
+        error = f"the turn {'was cut off' if turn.truncated else 'ended'} before {missing} ({error})"
+        status = ToolCallStatus.UNTERMINATED
+    begin = start.end if broken.begin is None else broken.begin
+    stop, resume = (len(turn.text), len(turn.text)) if end is None else (end.start, end.end)
+    failed = failed_call(turn.text[begin:stop], error, status, broken.name, broken.native_id)
+    return CallSpan(resume, False, (*broken.before, failed))
 
 
 @lru_cache(maxsize=256)

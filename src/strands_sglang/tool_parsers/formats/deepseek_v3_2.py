@@ -13,56 +13,63 @@ V4 calls the section `tool_calls`; nothing else is different.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from ..reading.arguments import nested_value_end
-from ..reading.marked import ToolSchemas, failed_call
-from ..reading.tagged import TaggedToolParser, Tags
-from ..reading.values import InvalidValueError, shorten, strict_json
+from ..base import ToolParser
+from ..reading import InvalidValueError, TaggedCalls, strict_json
 from ..registry import register_tool_parser
 
 
-@register_tool_parser("deepseek_v3_2")
-class DeepSeekV32ToolParser(TaggedToolParser):
-    """Reads calls written in DSML, all of them in one section.
+class _DSMLCalls(TaggedCalls):
+    """The value of a parameter with `string="true"` is its text, that of one with `string="false"` is strict JSON."""
 
-    The value of a parameter with `string="true"` is its text, that of one with `string="false"` is strict JSON.
-    """
+    def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
+        """Return what the opening tag says of the type."""
+        return {"type": ["string"] if parameter["type"] == "true" else ["array", "object"]}
+
+    def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
+        """Return the value that a text means."""
+        if parameter["type"] == "true":
+            return text
+        try:
+            return strict_json(text)
+        except InvalidValueError as error:
+            raise InvalidValueError(f'with string="false" it is not valid JSON: {error}', error.position) from None
+
+    def written_values(self, call: Any, schema: Any) -> dict[str, Any]:
+        """Return what matches the strings, and what matches all other values."""
+        values = call.values_by_type(schema, self.excludes)
+        others = [value for kind, value in values.items() if kind != "string"]
+        strings = {"true": values["string"]} if "string" in values else {}
+        return {**strings, "false": call.either(others)} if others else strings
+
+
+_DSML = _DSMLCalls(
+    call='<｜DSML｜invoke name="{name}">',
+    call_end="</｜DSML｜invoke>",
+    parameter='<｜DSML｜parameter name="{key}" string="{type}">',
+    parameter_end="</｜DSML｜parameter>",
+    name=r'[^"\n]+',
+    key=r'[^"\n]+',
+    types="true|false",
+)
+
+
+@register_tool_parser("deepseek_v3_2")
+class DeepSeekV32ToolParser(ToolParser):
+    """Reads calls written in DSML, all of them in one section."""
 
     DEFAULT_TOOL_START_TOKEN = "<｜DSML｜function_calls>"
     DEFAULT_TOOL_END_TOKEN = "</｜DSML｜function_calls>"
     FORMAT_TOKENS = ("｜DSML｜",)
-    TAGS = Tags.of(
-        call=r'<｜DSML｜invoke name="(?P<name>[^"\n]+)">',
-        call_end="</｜DSML｜invoke>",
-        parameter=r'<｜DSML｜parameter name="(?P<key>[^"\n]+)" string="(?P<type>true|false)">',
-        parameter_end="</｜DSML｜parameter>",
-    )
-
-    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
-        """Return where a list or an object ends; see `TaggedToolParser.nested_end`."""
-        types = ["string"] if parameter["type"] == "true" else ["array", "object"]
-        return nested_value_end(text, parameter.end(), {"type": types})
-
-    def make_result(
-        self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None
-    ) -> ToolParseResult:
-        """Return the result for a call that is complete; see `TaggedToolParser.make_result`."""
-        arguments: dict[str, Any] = {}
-        for key, (is_string, text) in values.items():
-            try:
-                arguments[key] = text if is_string == "true" else strict_json(text)
-            except InvalidValueError as error:
-                what = f'parameter {shorten(key)} with string="false" is not valid JSON: {error}'
-                return failed_call(raw, what, ToolCallStatus.MALFORMED, name)
-        return ToolParseResult(new_tool_call_id(), name, arguments)
+    CALLS = _DSML
 
 
 @register_tool_parser("deepseek_v4")
-class DeepSeekV4ToolParser(DeepSeekV32ToolParser):
+class DeepSeekV4ToolParser(ToolParser):
     """Reads calls written in the DSML of DeepSeek V4."""
 
     DEFAULT_TOOL_START_TOKEN = "<｜DSML｜tool_calls>"
     DEFAULT_TOOL_END_TOKEN = "</｜DSML｜tool_calls>"
+    FORMAT_TOKENS = ("｜DSML｜",)
+    CALLS = _DSML

@@ -8,18 +8,24 @@ JSON's (`None` in the first template), lists and objects have brackets, and keys
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from ..base import ToolParseResult, new_tool_call_id
-from ..reading.marked import MarkedToolParser, ToolSchemas
-from ..reading.marks import DetailedText, locate_details
-from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
-from ..reading.values import MAX_JSON_DEPTH, InvalidValueError, shorten, strict_json
+from ..base import ToolParser
+from ..reading import (
+    MAX_JSON_DEPTH,
+    BrokenCallError,
+    Call,
+    CallSpan,
+    InvalidValueError,
+    Mark,
+    MarkedText,
+    MarkKind,
+    shorten,
+    strict_json,
+)
 from ..registry import register_tool_parser
 
 _QUOTE = '<|"|>'
-_THOUGHT = "thought\n"
 _NAME = re.compile(r"call:([^\s{}<>:]{1,256})\{")
 _KEY = re.compile(r"([^:,{}\[\]<>\n]{0,256}):")
 _NUMBER_ITEM = re.compile(r"(-?(?:0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?),")
@@ -27,61 +33,53 @@ _SCALAR = re.compile(r"[-+.a-zA-Z0-9]+")
 
 
 @register_tool_parser("gemma4")
-class Gemma4ToolParser(MarkedToolParser):
+class Gemma4ToolParser(ToolParser):
     """Reads Gemma 4's calls: a name and an object in Gemma's own notation between marks."""
 
-    def __init__(
-        self,
-        tool_start_token: str = "<|tool_call>",
-        tool_end_token: str = "<tool_call|>",
-        think_start_token: str = "<|channel>",
-        think_end_token: str = "<channel|>",
-    ) -> None:
-        """Name the marks."""
-        super().__init__(tool_start_token, tool_end_token, think_start_token, think_end_token)
+    DEFAULT_TOOL_START_TOKEN = "<|tool_call>"
+    DEFAULT_TOOL_END_TOKEN = "<tool_call|>"
+    DEFAULT_THINK_START_TOKEN = "<|channel>"
+    DEFAULT_THINK_END_TOKEN = "<channel|>"
+    THOUGHT = "thought\n"
+    MORE_MARKS = {_QUOTE: _QUOTE}
+    BEFORE_CALL = ""
 
-    def locate_marks(self, text: str, token_ids: Sequence[int] | None, tokenizer: Any) -> DetailedText:
-        """Find the marks, the name of the channel as part of its mark; see `ToolParser.locate_marks`."""
-        spellings = {
-            self.tool_start_token: MarkKind.CALL_START,
-            self.tool_end_token: MarkKind.CALL_END,
-            self.think_start_token: MarkKind.THINK_START,
-            self.think_end_token: MarkKind.THINK_END,
-            _QUOTE: None,
-        }
-        turn = locate_details(text, spellings, token_ids=token_ids, tokenizer=tokenizer)
-        for kind, start in zip(turn.kinds, turn.starts, strict=True):
-            if kind is MarkKind.THINK_START and turn.text.startswith(_THOUGHT, turn.mark(kind, start).end):
-                turn.ends[start] = turn.mark(kind, start).end + len(_THOUGHT)
-        return turn
+    def kinds_of_marks(self) -> dict[str, str]:
+        """Return the marks, the name of the channel as part of its mark."""
+        kinds = super().kinds_of_marks()
+        if self.think_start_token:
+            kinds[f"{self.think_start_token}{self.THOUGHT}"] = MarkKind.THINK_START
+        return kinds
 
-    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
-        """Read the call behind a start mark; see `MarkedToolParser.read_call`."""
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the call after a start mark."""
         name = _NAME.match(turn.text, start.end)
         if name is None:
-            wrong = f"{self.tool_start_token} must be followed by call:NAME{{"
-            return self.broken_call(turn, start, start.end, wrong, truncated=truncated)
-        attempted = name.group(1)
+            raise BrokenCallError(start.end, f"{self.tool_start_token} must be followed by call:NAME{{")
         try:
-            arguments, end = _object(cast(DetailedText, turn), name.end(), MAX_JSON_DEPTH)
+            arguments, end = _object(turn, name.end(), MAX_JSON_DEPTH)
             close = turn.mark_at(MarkKind.CALL_END, end)
             if close is None:
                 raise InvalidValueError(f"{self.tool_end_token} is expected", end)
         except InvalidValueError as error:
             wrong = f"{error} (character {error.position - start.end})"
-            return self.broken_call(turn, start, error.position, wrong, truncated=truncated, attempted_name=attempted)
-        return CallSpan(close.end, True, ToolParseResult(new_tool_call_id(), attempted, arguments))
+            raise BrokenCallError(error.position, wrong, name.group(1)) from None
+        return CallSpan(close.end, True, (Call(name.group(1), arguments).result(turn.text[start.end : close.start]),))
+
+    def write_call(self, call: Any) -> Any:
+        """Write a call."""
+        call.properties()
+        return call.sequence(f"{call.start}call:{call.name}", call.json(call.GEMMA), call.end)
 
 
-def _value(turn: DetailedText, position: int, depth: int) -> tuple[Any, int]:
+def _value(turn: MarkedText, position: int, depth: int) -> tuple[Any, int]:
     """Return the value at `position` and where it ends."""
     text = turn.text
-    if turn.detail_at(_QUOTE, position):
-        begin = position + len(_QUOTE)
-        close = turn.find_detail(_QUOTE, begin)
-        if close is None:
-            raise InvalidValueError("a string does not end", begin)
-        return text[begin:close], close + len(_QUOTE)
+    if (opened := turn.mark_at(_QUOTE, position)) is not None:
+        closed = turn.find(_QUOTE, opened.end)
+        if closed is None:
+            raise InvalidValueError("a string does not end", opened.end)
+        return text[opened.end : closed.start], closed.end
     if text.startswith(("{", "["), position):
         if depth == 0:
             raise InvalidValueError("it is nested too deeply", position)
@@ -97,7 +95,7 @@ def _value(turn: DetailedText, position: int, depth: int) -> tuple[Any, int]:
         raise InvalidValueError(f"{shorten(scalar.group())} is no value: {error}", position) from None
 
 
-def _object(turn: DetailedText, position: int, depth: int) -> tuple[dict[str, Any], int]:
+def _object(turn: MarkedText, position: int, depth: int) -> tuple[dict[str, Any], int]:
     """Return the object whose brace ends before `position`, and where it ends."""
     found: dict[str, Any] = {}
     while not turn.text.startswith("}", position):
@@ -111,7 +109,7 @@ def _object(turn: DetailedText, position: int, depth: int) -> tuple[dict[str, An
     return found, position + 1
 
 
-def _list(turn: DetailedText, position: int, depth: int) -> tuple[list[Any], int]:
+def _list(turn: MarkedText, position: int, depth: int) -> tuple[list[Any], int]:
     """Return the list whose bracket ends before `position`, and where it ends."""
     found: list[Any] = []
     while (number := _NUMBER_ITEM.match(turn.text, position)) is not None:  # lists may have very many of these

@@ -7,46 +7,62 @@ around the JSON.
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from ..reading.json_calls import call_from_json
-from ..reading.marked import MarkedToolParser, ToolSchemas
-from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
-from ..reading.values import InvalidValueError, decode_json, skip_space
+from ..base import ToolParser
+from ..reading import (
+    BrokenCallError,
+    CallSpan,
+    InvalidValueError,
+    Mark,
+    MarkedText,
+    MarkKind,
+    call_from_json,
+    decode_json,
+    skip_space,
+)
 from ..registry import register_tool_parser
 
 _NAME_IN_BROKEN_JSON = re.compile(r'"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"')
 _NAME_SEARCHED = 500  # characters
 
 
+class JSONObject:
+    """A call that is a JSON object of a name and arguments between marks."""
+
+    def read(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read a call."""
+        text, begin = turn.text, skip_space(turn.text, start.end)
+        try:
+            if not text.startswith("{", begin):
+                raise InvalidValueError(f"a JSON object must follow {text[start.start : start.end]}", begin)
+            try:
+                decoded = decode_json(text, begin)
+            except InvalidValueError as error:
+                wrong = f"the call is not valid JSON: {error} (character {error.position - start.end})"
+                raise InvalidValueError(wrong, error.position) from None
+            end = skip_space(text, decoded.end)
+            close = turn.mark_at(MarkKind.CALL_END, end)
+            if close is None:
+                found = "nothing follows its JSON" if end == len(text) else "there is other text behind its JSON"
+                raise InvalidValueError(f"{found}, where {turn.call_end} belongs", end)
+        except InvalidValueError as error:
+            name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
+            raise BrokenCallError(error.position, str(error), name and name.group(1)) from None
+        call = call_from_json(decoded.value, decoded.problem)
+        return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
+
+    def write(self, call: Any) -> Any:
+        """Write a call."""
+        return call.sequence(f"{call.start}\n", call.object(), f"\n{call.end}")
+
+
 @register_tool_parser("hermes")
-class HermesToolParser(MarkedToolParser):
+class HermesToolParser(ToolParser):
     """Reads calls written as `{"name": ..., "arguments": {...}}` between marks.
 
     The JSON is strict. `name` is required and `arguments` may be left out, as models do for tools without parameters;
     there is no third key. A mark inside a JSON string belongs to the string: a call ends where its JSON ends.
     """
 
-    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
-        """Read the JSON object behind a start mark; see `MarkedToolParser.read_call`."""
-        text = turn.text
-
-        def broken(position: int, error: str) -> CallSpan:
-            name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
-            attempted = name.group(1) if name is not None else None
-            return self.broken_call(turn, start, position, error, truncated=truncated, attempted_name=attempted)
-
-        begin = skip_space(text, start.end)
-        if not text.startswith("{", begin):
-            return broken(begin, f"a JSON object must follow {self.tool_start_token}")
-        try:
-            decoded = decode_json(text, begin)
-        except InvalidValueError as error:
-            where = f"character {error.position - start.end}"
-            return broken(error.position, f"the call is not valid JSON: {error} ({where})")
-        end = skip_space(text, decoded.end)
-        close = turn.mark_at(MarkKind.CALL_END, end)
-        if close is None:
-            behind = "nothing follows its JSON" if end == len(text) else "there is other text behind its JSON"
-            return broken(end, f"{behind}, where {self.tool_end_token} belongs")
-        raw = text[start.end : close.start]
-        return CallSpan(close.end, True, call_from_json(decoded.value, decoded.problem, raw))
+    CALLS = JSONObject()

@@ -10,50 +10,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from ..reading.arguments import nested_value_end
-from ..reading.json_calls import json_call
-from ..reading.marked import ToolSchemas, failed_call
-from ..reading.nested import NestedText
-from ..reading.schemas import JSON_TYPES
-from ..reading.sections import BrokenCallError, SectionCall
-from ..reading.tagged import TaggedToolParser, Tags
-from ..reading.values import InvalidValueError, decode_json, shorten, typed_value
+from ..base import ToolParser
+from ..reading import (
+    JSON_TYPES,
+    BrokenCallError,
+    Call,
+    InvalidValueError,
+    MarkedText,
+    MarkKind,
+    TaggedCalls,
+    decode_json,
+    json_call,
+)
 from ..registry import register_tool_parser
 
-_CALL = r'<\|open\|>call tool="(?P<name>[^"\n]+)" index="[0-9]+"<\|sep\|>'
-_JSON_CALL = re.compile(rf'{_CALL}<\|open\|>json type="object"<\|sep\|>\s*')
+_JSON_CALL = re.compile(
+    r'<\|open\|>call tool="(?P<name>[^"\n]+)" index="[0-9]+"<\|sep\|><\|open\|>json type="object"<\|sep\|>\s*'
+)
 _JSON_END = re.compile(r"\s*<\|close\|>json<\|sep\|><\|close\|>call<\|sep\|>")
 
 
-@register_tool_parser("kimi_k3")
-class KimiK3ToolParser(TaggedToolParser):
-    """Reads calls written as `<|open|>call ...<|sep|>` with typed arguments or one JSON object, all in one section.
+class _KimiK3Calls(TaggedCalls):
+    """The text of a value is a string if its type says so, strict JSON of that type otherwise."""
 
-    The text of a value is a string if its type says so, strict JSON of that type otherwise.
-    """
+    def unescape(self, attribute: str) -> str:
+        """Return what an attribute means."""
+        return attribute.replace("&quot;", '"').replace("&amp;", "&")
 
-    DEFAULT_TOOL_START_TOKEN = "<|open|>tools<|sep|>"
-    DEFAULT_TOOL_END_TOKEN = "<|close|>tools<|sep|>"
-    DEFAULT_THINK_START_TOKEN = "<|open|>think<|sep|>"
-    DEFAULT_THINK_END_TOKEN = "<|close|>think<|sep|>"
-    FORMAT_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
-    WRAPPERS = re.compile(r"<\|(?:open|close)\|>response<\|sep\|>|<\|close\|>message<\|sep\|>")
-    TAGS = Tags.of(
-        call=_CALL,
-        call_end="<|close|>call<|sep|>",
-        parameter=r'<\|open\|>argument key="(?P<key>[^"]*)" type="(?P<type>[a-z]+)"<\|sep\|>',
-        parameter_end="<|close|>argument<|sep|>",
-    )
+    def escape(self, attribute: str) -> str:
+        """Return how an attribute is written."""
+        return attribute.replace("&", "&amp;").replace('"', "&quot;")
 
-    def read_inner_call(self, turn: NestedText, position: int, tools: ToolSchemas | None) -> SectionCall:
-        """Read one call; see `SectionToolParser.read_inner_call`."""
+    def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
+        """Return what the opening tag says of the type."""
+        return {"type": parameter["type"]}
+
+    def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
+        """Return the value that a text means."""
+        if parameter["type"] not in JSON_TYPES:
+            raise InvalidValueError(f"there is no type {parameter['type']}", 0)
+        return super().value(text, parameter, schema, root)
+
+    def read_call(self, turn: MarkedText, position: int) -> tuple[Call, int]:
+        """Return the call at `position`, whose arguments may be one JSON object, and where it ends."""
         head = turn.match(_JSON_CALL, position)
         if head is None:
-            return super().read_inner_call(turn, position, tools)
-        name = _unescape(head["name"])
+            return super().read_call(turn, position)
+        name = self.unescape(head["name"])
         try:
             decoded = decode_json(turn.text, head.end())
         except InvalidValueError as error:
@@ -61,31 +66,38 @@ class KimiK3ToolParser(TaggedToolParser):
         tail = turn.match(_JSON_END, decoded.end)
         if tail is None:
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
-        raw = turn.text[position : tail.end()]
-        return SectionCall(position, tail.end(), json_call(name, decoded, raw))
+        return json_call(name, decoded), tail.end()
 
-    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
-        """Return where a list or an object ends; see `TaggedToolParser.nested_end`."""
-        return nested_value_end(text, parameter.end(), {"type": parameter["type"]})
+    def written_values(self, call: Any, schema: Any) -> Mapping[str, Any]:
+        """Return what matches the values of a parameter, by type."""
+        return cast(Mapping[str, Any], call.values_by_type(schema, self.excludes))
 
-    def make_result(
-        self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None
-    ) -> ToolParseResult:
-        """Return the result for a call that is complete; see `TaggedToolParser.make_result`."""
-        name = _unescape(name)
-        arguments: dict[str, Any] = {}
-        for key, (kind, text) in values.items():
-            try:
-                if kind not in JSON_TYPES:
-                    raise InvalidValueError(f"there is no type {kind}", 0)
-                if (unescaped := _unescape(key)) in arguments:
-                    raise InvalidValueError("it is there twice", 0)
-                arguments[unescaped] = typed_value(text, {"type": kind})
-            except InvalidValueError as error:
-                what = f"argument {shorten(_unescape(key))} is wrong: {error}"
-                return failed_call(raw, what, ToolCallStatus.MALFORMED, name)
-        return ToolParseResult(new_tool_call_id(), name, arguments)
+    def write(self, call: Any) -> Any:
+        """Write a call in the tags around it."""
+        response = call.optional("<|open|>response<|sep|><|close|>response<|sep|>")
+        return call.sequence(response, super().write(call), "<|close|>message<|sep|>")
 
 
-def _unescape(attribute: str) -> str:
-    return attribute.replace("&quot;", '"').replace("&amp;", "&")
+@register_tool_parser("kimi_k3")
+class KimiK3ToolParser(ToolParser):
+    """Reads calls written as `<|open|>call ...<|sep|>` with typed arguments or one JSON object, all in one section."""
+
+    DEFAULT_TOOL_START_TOKEN = "<|open|>tools<|sep|>"
+    DEFAULT_TOOL_END_TOKEN = "<|close|>tools<|sep|>"
+    DEFAULT_THINK_START_TOKEN = "<|open|>think<|sep|>"
+    DEFAULT_THINK_END_TOKEN = "<|close|>think<|sep|>"
+    FORMAT_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+    MORE_MARKS = dict.fromkeys(
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"), MarkKind.WRAPPER
+    )
+    BEFORE_CALL = ""
+    CALLS = _KimiK3Calls(
+        call='<|open|>call tool="{name}" index="{index}"<|sep|>',
+        call_end="<|close|>call<|sep|>",
+        parameter='<|open|>argument key="{key}" type="{type}"<|sep|>',
+        parameter_end="<|close|>argument<|sep|>",
+        name=r'[^"\n]+',
+        key="",
+        types="[a-z]+",
+        line="",
+    )

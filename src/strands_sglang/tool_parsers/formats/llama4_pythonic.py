@@ -8,38 +8,39 @@ double quotes as it is, so that what they show of numbers, and of quotes inside 
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import Any
 
-from ..base import MAX_CALLS, ToolParser, ToolParseResult
-from ..reading.json_calls import call_from_json
-from ..reading.listed import ListedToolParser, is_cut
-from ..reading.literals import read_arguments
-from ..reading.marked import ToolSchemas
-from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
-from ..reading.values import InvalidValueError, skip_space
+from ..base import ToolParser
+from ..reading import (
+    BrokenCallError,
+    CallSpan,
+    InvalidValueError,
+    Mark,
+    MarkedText,
+    call_from_json,
+    end_of_turn,
+    is_cut,
+    read_arguments,
+    skip_space,
+)
 from ..registry import register_tool_parser
+from ..results import MAX_CALLS, ToolParseResult
 
-_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,255})\(")
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,255}"
+_CALL = re.compile(rf"({_NAME})\(")
 
 
 @register_tool_parser("llama4_pythonic")
-class Llama4PythonicToolParser(ListedToolParser):
+class Llama4PythonicToolParser(ToolParser):
     """Reads calls written as a Python list of calls with literal arguments."""
 
-    OPENER: ClassVar[re.Pattern[str] | None] = re.compile(r"\s{0,8}(?=\[\s{0,8}[A-Za-z_][A-Za-z0-9_.-]{0,255}\()")
+    DEFAULT_TOOL_START_TOKEN = "<|python_start|>"
+    DEFAULT_TOOL_END_TOKEN = "<|python_end|>"
+    OPENER = re.compile(rf"\s{{0,8}}(?=\[\s{{0,8}}{_NAME}\()")
+    BEFORE_CALL = ""
 
-    def __init__(
-        self,
-        tool_start_token: str = "<|python_start|>",
-        tool_end_token: str = "<|python_end|>",
-        think_start_token: str = ToolParser.DEFAULT_THINK_START_TOKEN,
-        think_end_token: str = ToolParser.DEFAULT_THINK_END_TOKEN,
-    ) -> None:
-        """Name the marks; an empty one is never found."""
-        super().__init__(tool_start_token, tool_end_token, think_start_token, think_end_token)
-
-    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
-        """Read the list up to the end of the turn; see `ListedToolParser`."""
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the list up to the end of the turn."""
         text = turn.text
         calls: list[ToolParseResult] = []
         name = None
@@ -53,20 +54,24 @@ class Llama4PythonicToolParser(ListedToolParser):
                     raise InvalidValueError("a call must begin with a name and '('", position)
                 name = call.group(1)
                 arguments, end = read_arguments(text, call.end())
-                raw = text[position:end]
-                calls.append(call_from_json({"name": name, "arguments": arguments}, None, raw))
+                calls.append(call_from_json({"name": name, "arguments": arguments}).result(text[position:end]))
                 position = skip_space(text, end)
                 if not text.startswith("]", position):
                     position = _expect(",", text, position)
         except InvalidValueError as error:
             wrong = f"the turn is not a list of calls: {error}"
-            return self.broken_list(text, start, wrong, cut=is_cut(text, error), truncated=truncated, name=name)
-        end = skip_space(text, position + 1)
-        close = turn.mark_at(MarkKind.CALL_END, end)
-        end = skip_space(text, end if close is None else close.end)
-        if end != len(text):
-            return self.broken_list(text, start, "nothing may follow the list of calls", cut=False, name=name)
-        return CallSpan(end, True, tuple(calls))
+            raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+        return CallSpan(end_of_turn(turn, position + 1, "the list of calls", tuple(calls[-1:])), True, tuple(calls))
+
+    def write_call(self, call: Any) -> Any:
+        """Write a list of one call."""
+        if re.fullmatch(_NAME, call.name) is None:
+            raise call.schema.unsupported("the format cannot write the tool's name")
+        arguments = [
+            (call.sequence(f"{found.name}=", call.PYTHON.value(found.schema)), found.required)
+            for found in call.properties(r"[A-Za-z_][A-Za-z0-9_]*")
+        ]
+        return call.sequence(f"[{call.name}(", call.members(arguments, ", "), ")]")
 
 
 def _expect(character: str, text: str, position: int) -> int:

@@ -12,16 +12,31 @@ the ids known, ordinary tokens that spell the token are text.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Set
+from typing import Any, Union
 
-from ..base import ToolCallStatus, ToolParseResult, new_tool_call_id
-from ..reading.elements import Element, typed_element
-from ..reading.marked import ToolSchemas, failed_call
-from ..reading.nested import NestedText
-from ..reading.sections import BrokenCallError, SectionCall, SectionToolParser
-from ..reading.structure import MarkedText
-from ..reading.values import MAX_JSON_DEPTH, InvalidValueError, shorten, skip_space
+from ..base import ToolParser
+from ..reading import (
+    MAX_JSON_DEPTH,
+    BrokenCallError,
+    Call,
+    CallSpan,
+    InvalidValueError,
+    Mark,
+    MarkedText,
+    allowed_types,
+    item_schema,
+    property_schema,
+    read_section,
+    shorten,
+    skip_space,
+    typed_value,
+)
 from ..registry import register_tool_parser
+
+_ITEM = "item"  # the elements of a list
+Element = Union[str, "list[tuple[str, Element]]"]
+"""The text of an element without elements in it, or the elements in it by name, in order."""
 
 _TOKEN = "]<]minimax[>["
 _TAG = re.compile(re.escape(_TOKEN) + r"(?=</?[^<>\n]+>)")
@@ -30,7 +45,7 @@ _OPEN = re.compile(re.escape(_TOKEN) + r"<(?P<key>[^/<>\n][^<>\n]*)>")
 
 
 @register_tool_parser("minimax_m3")
-class MiniMaxM3ToolParser(SectionToolParser):
+class MiniMaxM3ToolParser(ToolParser):
     """Reads calls written as `<invoke name="...">` with one element for every argument, all of them in one section.
 
     A declared string is kept as it is, white space included. Without a schema, a text that is JSON (other than a JSON
@@ -43,26 +58,34 @@ class MiniMaxM3ToolParser(SectionToolParser):
     DEFAULT_THINK_END_TOKEN = "</mm:think>"
     FORMAT_TOKENS = (_TOKEN,)
 
-    def read_inner_call(self, turn: NestedText, position: int, tools: ToolSchemas | None) -> SectionCall:
-        """Read one call; see `SectionToolParser.read_inner_call`."""
-        call = turn.match(_CALL, position)
-        if call is None:
-            raise BrokenCallError(position, f'{_TOKEN}<invoke name="NAME"> belongs here')
-        name = call["name"]
-        arguments, end = _read_elements(turn, call.end(), "invoke", name, MAX_JSON_DEPTH)
-        raw = turn.text[position:end]
-        schema = None if tools is None else tools.get(name)
-        try:
-            # Whatever the schema says of itself: arguments are an object.
-            values: dict[str, Any] = typed_element(arguments, schema, schema, {"object"})
-        except InvalidValueError as error:
-            failed = failed_call(raw, str(error), ToolCallStatus.MALFORMED, name)
-            return SectionCall(position, end, failed)
-        return SectionCall(position, end, ToolParseResult(new_tool_call_id(), name, values))
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the section after its start mark."""
+        return read_section(turn, start, _read_call)
+
+    def write_call(self, call: Any) -> Any:
+        """Write a section of one call."""
+        call.properties()
+        opened = f'{call.start}\n{_TOKEN}<invoke name="{call.name}">'
+        return call.sequence(opened, call.json(call.MINIMAX_M3), f"{_TOKEN}</invoke>\n{call.end}")
+
+
+def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:
+    """Return the call at `position`, and where it ends."""
+    head = turn.match(_CALL, position)
+    if head is None:
+        raise BrokenCallError(position, f'{_TOKEN}<invoke name="NAME"> belongs here')
+    name = head["name"]
+    arguments, end = _read_elements(turn, head.end(), "invoke", name, MAX_JSON_DEPTH)
+    schema = None if turn.schemas is None else turn.schemas.get(name)
+    try:
+        # Whatever the schema says of itself: arguments are an object.
+        return Call(name, _typed_element(arguments, schema, schema, {"object"})), end
+    except InvalidValueError as error:
+        return Call(name, error=str(error)), end
 
 
 def _read_elements(
-    turn: NestedText, position: int, parent: str, name: str, depth: int
+    turn: MarkedText, position: int, parent: str, name: str, depth: int
 ) -> tuple[list[tuple[str, Element]], int]:
     """Read elements up to the end tag of `parent`; return them and where that tag ends."""
     if depth == 0:
@@ -72,21 +95,21 @@ def _read_elements(
         position = skip_space(turn.text, position)
         opened = turn.match(_OPEN, position)
         if opened is None:
-            return elements, _behind_end_tag(turn, position, parent, name)
+            return elements, _after_end_tag(turn, position, parent, name)
         key = opened["key"]
         element: Element
         inner = skip_space(turn.text, opened.end())
         if turn.match(_OPEN, inner) is not None:
             element, position = _read_elements(turn, inner, key, name, depth - 1)
         else:
-            end = turn.find_match(_TAG, opened.end(), _is_real)
+            end = turn.find_match(_TAG, opened.end())
             if end is None:
                 raise BrokenCallError(opened.end(), f"{shorten(key)} is not closed", name)
-            element, position = turn.text[opened.end() : end.start()], _behind_end_tag(turn, end.start(), key, name)
+            element, position = turn.text[opened.end() : end.start()], _after_end_tag(turn, end.start(), key, name)
         elements.append((key, element))
 
 
-def _behind_end_tag(turn: NestedText, position: int, key: str, name: str) -> int:
+def _after_end_tag(turn: MarkedText, position: int, key: str, name: str) -> int:
     """Return where the end tag of `key` at `position` ends."""
     tag = f"{_TOKEN}</{key}>"
     if not turn.text.startswith(tag, position) or not turn.is_real(position, position + len(tag)):
@@ -94,6 +117,36 @@ def _behind_end_tag(turn: NestedText, position: int, key: str, name: str) -> int
     return position + len(tag)
 
 
-def _is_real(turn: MarkedText, match: re.Match[str]) -> bool:
-    assert isinstance(turn, NestedText)
-    return turn.is_real(*match.span())
+def _typed_element(element: Element, schema: Any, root: Any, types: Set[str] | None = None) -> Any:
+    """Return the value that an element means, by the JSON schema for it.
+
+    Args:
+        element: The element.
+        schema: Its schema; None if it is not known.
+        root: The schema that `$ref`s point into.
+        types: The JSON types that it may have; those of the schema if left out.
+
+    Raises:
+        InvalidValueError: It is no value of a type that the schema allows, or names something twice.
+    """
+    types = allowed_types(schema, root) if types is None else types
+    if isinstance(element, str):
+        if not element and "string" not in types and types & {"array", "object"}:
+            return [] if "array" in types else {}
+        return typed_value(element, schema, root)
+    is_list = "array" in types and all(name == _ITEM for name, _ in element) and bool(element)
+    if is_list and not ("object" in types and property_schema(schema, _ITEM, root, declared=True) is not None):
+        return [
+            _typed_element(inner, item_schema(schema, index, root), root) for index, (_, inner) in enumerate(element)
+        ]
+    if "object" not in types:
+        raise InvalidValueError("it holds elements, but must be " + " or ".join(sorted(types)), 0)
+    values: dict[str, Any] = {}
+    for name, inner in element:
+        if name in values:
+            raise InvalidValueError(f"{shorten(name)} is there twice", 0)
+        try:
+            values[name] = _typed_element(inner, property_schema(schema, name, root), root)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{shorten(name)} is wrong: {error}", 0) from None
+    return values

@@ -1,4 +1,4 @@
-"""The formats of Phi-4-mini: JSON between `<|tool_call|>` and `<|/tool_call|>`, or a list behind `functools`.
+"""The formats of Phi-4-mini: JSON between `<|tool_call|>` and `<|/tool_call|>`, or a list after `functools`.
 
 Between the marks stands one call or a list of calls, each `{"name": ..., "arguments": {...}}`, by itself or as the
 `function` of `{"type": "function", "function": {...}}`. Models that are prompted for it begin their turn with
@@ -11,16 +11,29 @@ object is text; it is read as JSON, or as Python where it is no JSON.
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
-from ..base import MAX_CALLS, ToolCallStatus, ToolParser, ToolParseResult
-from ..reading.json_calls import call_from_json
-from ..reading.listed import ListedToolParser, is_cut, name_of, read_json_list
-from ..reading.literals import read_literal
-from ..reading.marked import ToolSchemas, failed_call
-from ..reading.structure import CallSpan, Mark, MarkedText, MarkKind
-from ..reading.values import DecodedJSON, InvalidValueError, decode_json, skip_space
+from ..base import ToolParser
+from ..reading import (
+    BrokenCallError,
+    Call,
+    CallSpan,
+    DecodedJSON,
+    InvalidValueError,
+    Mark,
+    MarkedText,
+    MarkKind,
+    call_from_json,
+    decode_json,
+    is_cut,
+    name_of,
+    read_json_list,
+    read_list_to_end,
+    read_literal,
+    skip_space,
+)
 from ..registry import register_tool_parser
+from ..results import MAX_CALLS, ToolParseResult, failed_call
 
 _FUNCTOOLS = "functools["
 _OBJECT = re.compile(r'\{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\\n]{1,64})"\s{0,8},\s{0,8}"arguments"\s{0,8}:')
@@ -28,80 +41,74 @@ _NEXT_OBJECT = re.compile(r",\s{0,8}(?:\{|\Z)")
 
 
 @register_tool_parser("phi4")
-class Phi4ToolParser(ListedToolParser):
-    """Reads Phi-4-mini's calls: JSON objects or lists of them between marks, behind `functools` or as a whole turn."""
+class Phi4ToolParser(ToolParser):
+    """Reads Phi-4-mini's calls: JSON objects or lists of them between marks, after `functools` or as a whole turn."""
 
-    OPENER: ClassVar[re.Pattern[str] | None] = re.compile(rf"\s{{0,8}}(?=functools\[|{_OBJECT.pattern})")
+    DEFAULT_TOOL_START_TOKEN = "<|tool_call|>"
+    DEFAULT_TOOL_END_TOKEN = "<|/tool_call|>"
+    OPENER = re.compile(rf"\s{{0,8}}(?=functools\[|{_OBJECT.pattern})")
+    BEFORE_CALL = ""
 
-    def __init__(
-        self,
-        tool_start_token: str = "<|tool_call|>",
-        tool_end_token: str = "<|/tool_call|>",
-        think_start_token: str = ToolParser.DEFAULT_THINK_START_TOKEN,
-        think_end_token: str = ToolParser.DEFAULT_THINK_END_TOKEN,
-    ) -> None:
-        """Name the marks; an empty one is never found."""
-        super().__init__(tool_start_token, tool_end_token, think_start_token, think_end_token)
-
-    def read_call(self, turn: MarkedText, start: Mark, tools: ToolSchemas | None, truncated: bool) -> CallSpan:
-        """Read the JSON behind a start mark or behind `functools`; see `ListedToolParser`."""
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the JSON after a start mark or after `functools`, or the objects that a turn consists of."""
         text = turn.text
-        marked = start.end > start.start
-        if not marked and text.startswith("{", start.start):
-            return self._objects(text, start, truncated)
-        begin = skip_space(text, start.end) if marked else start.end + len(_FUNCTOOLS) - 1
-        try:
-            if text.startswith("[", begin):
-                items, end = read_json_list(text, begin)
-            else:
-                items = [(decode_json(text, begin), begin)]
-                end = items[0][0].end
-        except InvalidValueError as error:
-            wrong = f"the call is not valid JSON: {error}"
-            if marked:
-                span = self.broken_call(turn, start, error.position, wrong, truncated=truncated)
-                return span._replace(call=(span.call,))
-            return self.broken_list(text, start, wrong, cut=is_cut(text, error), truncated=truncated)
-        calls = tuple(_result(item, text[at : item.end]) for item, at in items)
-        end = skip_space(text, end)
-        close = turn.mark_at(MarkKind.CALL_END, end)
-        if marked and close is None:
-            wrong = f"{self.tool_end_token} must follow the JSON"
-            span = self.broken_call(turn, start, end, wrong, truncated=truncated, attempted_name=name_of(calls))
-            return span._replace(call=(span.call,))
-        if not marked and end != len(text):
-            wrong = "nothing may follow the list of calls"
-            return self.broken_list(text, start, wrong, cut=False, name=name_of(calls))
-        if not calls:
-            wrong, raw = "the list of calls is empty", text[start.end : end]
-            calls = (failed_call(raw, wrong, ToolCallStatus.MALFORMED),)
-        return CallSpan(end if close is None else close.end, True, calls)
+        if start.end > start.start:
+            return _read_marked(turn, start)
+        if text.startswith("{", start.start):
+            return _read_objects(text, start.start)
+        return read_list_to_end(turn, start.end + len(_FUNCTOOLS) - 1, _call, "the call is not valid JSON")
 
-    def _objects(self, text: str, start: Mark, truncated: bool) -> CallSpan:
-        """Read the objects that a turn consists of."""
-        calls: list[ToolParseResult] = []
-        position = start.start
-        name = None
-        try:
-            while True:
-                if len(calls) == MAX_CALLS:
-                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
-                begins = _OBJECT.match(text, position)
-                if begins is None:
-                    raise InvalidValueError("a call must begin with its name and arguments", position)
-                name = name or begins.group(1)
-                item = _json_or_python(text, position)
-                calls.append(_result(item, text[position : item.end]))
-                position = skip_space(text, item.end)
-                if position == len(text):
-                    break
-                if _NEXT_OBJECT.match(text, position) is None:
-                    return self.broken_list(text, start, "nothing may follow the calls", cut=False, name=name)
-                position = skip_space(text, position + 1)
-        except InvalidValueError as error:
-            wrong = f"the turn is not a call: {error}"
-            return self.broken_list(text, start, wrong, cut=is_cut(text, error), truncated=truncated, name=name)
-        return CallSpan(len(text), True, tuple(calls))
+    def write_call(self, call: Any) -> Any:
+        """Write a call between marks, by itself or in a list, or after `functools`."""
+        plain = call.object()
+        typed = call.json_object({"type": '"function"', "function": plain})
+        listed = call.sequence("[", call.either([plain, typed]), "]")
+        marked = call.sequence(call.start, call.either([plain, listed]), call.end)
+        return call.either([marked, call.sequence(_FUNCTOOLS, plain, "]")])
+
+
+def _read_marked(turn: MarkedText, start: Mark) -> CallSpan:
+    """Read a call or a list of them between marks."""
+    text, begin = turn.text, skip_space(turn.text, start.end)
+    calls: tuple[ToolParseResult, ...]
+    try:
+        if text.startswith("[", begin):
+            calls, end = read_json_list(text, begin, _call)
+        else:
+            item = decode_json(text, begin)
+            calls, end = (_call(item).result(text[begin : item.end]),), item.end
+    except InvalidValueError as error:
+        raise BrokenCallError(error.position, f"the call is not valid JSON: {error}") from None
+    end = skip_space(text, end)
+    close = turn.mark_at(MarkKind.CALL_END, end)
+    if close is None:
+        raise BrokenCallError(end, f"{turn.call_end} must follow the JSON", name_of(calls))
+    return CallSpan(close.end, True, calls or (failed_call(text[start.end : end], "the list of calls is empty"),))
+
+
+def _read_objects(text: str, position: int) -> CallSpan:
+    """Read the objects that a turn consists of."""
+    calls: list[ToolParseResult] = []
+    name = None
+    try:
+        while True:
+            if len(calls) == MAX_CALLS:
+                raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
+            begins = _OBJECT.match(text, position)
+            if begins is None:
+                raise InvalidValueError("a call must begin with its name and arguments", position)
+            name = name or begins.group(1)
+            item = _json_or_python(text, position)
+            calls.append(_call(item).result(text[position : item.end]))
+            position = skip_space(text, item.end)
+            if position == len(text):
+                return CallSpan(position, True, tuple(calls))
+            if _NEXT_OBJECT.match(text, position) is None:
+                raise BrokenCallError(position, "nothing may follow the calls", name, cut=False)
+            position = skip_space(text, position + 1)
+    except InvalidValueError as error:
+        wrong = f"the turn is not a call: {error}"
+        raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
 
 
 def _json_or_python(text: str, position: int) -> DecodedJSON:
@@ -117,8 +124,8 @@ def _json_or_python(text: str, position: int) -> DecodedJSON:
         return DecodedJSON(value, end, None)
 
 
-def _result(item: DecodedJSON, raw: str) -> ToolParseResult:
+def _call(item: DecodedJSON) -> Call:
     call: Any = item.value
     if isinstance(call, dict) and call.keys() == {"type", "function"} and call["type"] == "function":
         call = call["function"]
-    return call_from_json(call, item.problem, raw)
+    return call_from_json(call, item.problem)

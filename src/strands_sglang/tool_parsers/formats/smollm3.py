@@ -7,10 +7,13 @@ between `<code>` and `</code>`, for its `python_tools`, is text here: nothing ru
 
 from __future__ import annotations
 
+from ..base import ToolParser
 from ..registry import register_tool_parser
-from .hermes import HermesToolParser
+from .hermes import JSONObject
 
 
 @register_tool_parser("smollm3")
-class SmolLM3ToolParser(HermesToolParser):
+class SmolLM3ToolParser(ToolParser):
     """Reads SmolLM3's calls; see `HermesToolParser`."""
+
+    CALLS = JSONObject()

@@ -1,93 +1,223 @@
-"""Marks of formats that have more of them than reasoning and calls: between name and arguments, or around strings.
+"""Where the marks of a format stand in the text of a turn.
 
-What `structure` says of marks holds for these too: by token id where the vocabulary has them.
+A mark (`<think>`, `</tool_call>`, ...) that is a single token of the vocabulary is recognised by its token id alone;
+ordinary tokens that decode to the same characters are text, and so is every longer mark that is made with them. Without
+ids, or for marks that the vocabulary spells with several tokens, the characters decide. The work is linear in the
+length of the turn.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-from .nested import find_look_alikes
-from .structure import Mark, MarkedText, MarkKind
-
-Spellings = Mapping[str, MarkKind | None]
-"""Every mark of a format by its spelling; None where it opens or closes neither reasoning nor a call."""
+from enum import Enum
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 
-class DetailedText(MarkedText):
-    """A turn's text with its marks, several spellings of one kind and marks without a kind among them.
+class MarkKind(str, Enum):
+    """What a mark opens or closes."""
 
-    Attributes:
-        ends: Where the mark that starts at a position ends, where its spelling does not tell.
+    CALL_START = "call_start"
+    CALL_END = "call_end"
+    THINK_START = "think_start"
+    THINK_END = "think_end"
+    WRAPPER = "wrapper"
+    """Stands around visible text and is no part of it."""
+
+
+class Mark(NamedTuple):
+    """One mark in a turn, with the half-open character range `[start, end)` that it covers.
+
+    The kind of a mark that stands inside calls is its spelling.
     """
 
-    def __init__(self, text: str, marks: Iterable[tuple[str, int]], spellings: Spellings) -> None:
-        """Keep the text and index its marks.
+    kind: str
+    start: int
+    end: int
+
+
+_start_of_mark = itemgetter(1)
+_start_of_match = re.Match.start
+
+
+class MarkedText:
+    """The text of a turn with its marks, and what else a format needs to read it.
+
+    Attributes:
+        text: The whole turn, marks included.
+        marks: The marks around reasoning, calls and visible text, in order of position.
+        schemas: The JSON schema of every tool's input by name; None if the tools are not known.
+        truncated: The turn was cut off.
+        call_end: How the mark after calls is written.
+    """
+
+    def __init__(self, text: str, marks: Iterable[Mark], look_alikes: Sequence[int] = ()) -> None:
+        """Index the marks.
 
         Args:
             text: The whole turn.
-            marks: Spelling and start of every mark, in order of position.
-            spellings: What each spelling is; an empty one starts a call that no mark announces.
+            marks: All marks, in order of position.
+            look_alikes: Where ordinary tokens only look like a token of the format, in order.
         """
-        kinds, starts = [], []
-        usual = {kind: spelling for spelling, kind in spellings.items() if kind is not None and spelling}
-        self.ends: dict[int, int] = {}
-        self._details: dict[str, list[int]] = {}
-        for spelling, start in marks:
-            kind = spellings[spelling]
-            if kind is None:
-                self._details.setdefault(spelling, []).append(start)
-                continue
-            kinds.append(kind)
-            starts.append(start)
-            if usual[kind] != spelling:
-                self.ends[start] = start + len(spelling)
-        super().__init__(text, kinds, starts, usual)
+        self.text = text
+        self.marks: list[Mark] = []
+        self.schemas: Mapping[str, Any] | None = None
+        self.truncated = False
+        self.call_end = ""
+        self._of_kind: defaultdict[str, list[Mark]] = defaultdict(list)
+        for mark in marks:
+            self._of_kind[mark.kind].append(mark)
+            if isinstance(mark.kind, MarkKind):
+                self.marks.append(mark)
+        self._look_alikes = look_alikes
+        self._matches: dict[re.Pattern[str], list[re.Match[str]]] = {}
 
-    def mark(self, kind: MarkKind, start: int) -> Mark:
-        """Return the mark of `kind` at `start`."""
-        end = self.ends.get(start)
-        return super().mark(kind, start) if end is None else Mark(kind, start, end)
+    def find(self, kind: str, position: int) -> Mark | None:
+        """Return the first mark of `kind` that starts at or after `position`."""
+        marks = self._of_kind[kind]
+        index = bisect_left(marks, position, key=_start_of_mark)
+        return marks[index] if index < len(marks) else None
 
-    def find_detail(self, spelling: str, position: int) -> int | None:
-        """Return where the first mark of that spelling starts, at or after `position`."""
-        starts = self._details.get(spelling, [])
-        index = bisect_left(starts, position)
-        return starts[index] if index < len(starts) else None
+    def find_last(self, kind: str, position: int) -> Mark | None:
+        """Return the last mark of `kind` that starts before `position`."""
+        marks = self._of_kind[kind]
+        index = bisect_left(marks, position, key=_start_of_mark)
+        return marks[index - 1] if index else None
 
-    def detail_at(self, spelling: str, position: int) -> bool:
-        """Tell whether a mark of that spelling starts exactly at `position`."""
-        return self.find_detail(spelling, position) == position
+    def mark_at(self, kind: str, position: int) -> Mark | None:
+        """Return the mark of `kind` that starts exactly at `position`."""
+        mark = self.find(kind, position)
+        return mark if mark is not None and mark.start == position else None
+
+    def is_real(self, start: int, end: int) -> bool:
+        """Tell whether no look-alike begins in the stretch `[start, end)`."""
+        return is_real(self._look_alikes, start, end)
+
+    def match(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
+        """Return the match of `pattern` at `position` if there is one without look-alikes."""
+        match = pattern.match(self.text, position)
+        return match if match is not None and self.is_real(*match.span()) else None
+
+    def find_match(
+        self, pattern: re.Pattern[str], position: int, keep: Callable[[re.Match[str]], bool] | None = None
+    ) -> re.Match[str] | None:
+        """Return the first match of `pattern` that starts at or after `position` and that `keep` accepts.
+
+        The whole text is searched once per pattern and turn, so that asking again for every call stays linear; `keep`
+        must be the same whenever `pattern` is. By default it refuses look-alikes.
+        """
+        if pattern not in self._matches:
+            keep = keep or (lambda match: self.is_real(*match.span()))
+            self._matches[pattern] = [match for match in pattern.finditer(self.text) if keep(match)]
+        matches = self._matches[pattern]
+        index = bisect_left(matches, position, key=_start_of_match)
+        return matches[index] if index < len(matches) else None
 
 
-def locate_details(
+def is_real(look_alikes: Sequence[int], start: int, end: int) -> bool:
+    """Tell whether no look-alike begins in the stretch `[start, end)`."""
+    index = bisect_left(look_alikes, start)
+    return index == len(look_alikes) or look_alikes[index] >= end
+
+
+def find_marks(
     text: str,
-    spellings: Spellings,
+    kinds: Mapping[str, str],
+    tokens: Sequence[str] = (),
     *,
     token_ids: Sequence[int] | None = None,
     tokenizer: Any = None,
-    unmarked_calls: Callable[[str, list[tuple[str, int]]], Iterable[int]] | None = None,
-) -> DetailedText:
-    """Find the marks of a turn, by token id where that is possible; see `structure.locate_marks`.
+) -> tuple[str, list[Mark], list[int]]:
+    """Find the marks of a turn, by token id where that is possible.
 
     Args:
         text: The turn as the server decoded it, without its stop token.
-        spellings: The format's marks, of which none contains another.
+        kinds: The kind of every mark by its spelling.
+        tokens: Tokens that several marks contain, which are judged by those.
         token_ids: The sampled ids, shape `(T,)`, without the stop token.
-        tokenizer: The model's tokenizer.
-        unmarked_calls: Says from the text and its marks where calls start that no mark announces.
+        tokenizer: Its `convert_tokens_to_ids` and `decode` are used.
+
+    Returns:
+        The text, the marks and the positions of look-alikes. The text is `text` itself unless the ids show that some
+        characters only look like a mark (or that `text` has lost marks); then it is what the ids decode to.
     """
-    text, look_alikes = find_look_alikes(text, list(spellings), token_ids, tokenizer)
-    pattern = re.compile("|".join(re.escape(spelling) for spelling in spellings))
-    marks = [(match.group(), match.start()) for match in pattern.finditer(text)]
+    look_alikes: list[int] = []
+    if token_ids is not None and tokenizer is not None:
+        whole = [spelling for spelling in kinds if not any(token in spelling for token in tokens)]
+        text, look_alikes = _find_look_alikes(text, [*tokens, *whole], token_ids, tokenizer)
+    marks = [Mark(kinds[match.group()], *match.span()) for match in _find_any(kinds, text)]
     if look_alikes:
-        unreal = set(look_alikes)
-        marks = [mark for mark in marks if mark[1] not in unreal]
-    unmarked = [("", start) for start in unmarked_calls(text, marks)] if unmarked_calls is not None else []
-    if unmarked:
-        spellings = {**spellings, "": MarkKind.CALL_START}
-        marks = sorted([*marks, *unmarked], key=lambda mark: mark[1])
-    return DetailedText(text, marks, spellings)
+        marks = [mark for mark in marks if is_real(look_alikes, mark.start, mark.end)]
+    return text, marks, look_alikes
+
+
+def _find_any(spellings: Iterable[str], text: str) -> Iterable[re.Match[str]]:
+    # Longest first, so that a mark that begins like another one is not cut short.
+    pattern = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True))
+    return re.finditer(pattern, text) if pattern else ()
+
+
+def _find_look_alikes(
+    text: str, spellings: Sequence[str], token_ids: Sequence[int], tokenizer: Any
+) -> tuple[str, list[int]]:
+    """Return the text, decoded where it has to be, and where ordinary tokens spell a token of the vocabulary."""
+    spelled = _single_tokens(tokenizer, spellings)
+    sampled = [spelled[token_id] for token_id in token_ids if token_id in spelled]
+    # As many marks by id as by characters, in the same order: every look-alike is a mark, nothing needs decoding.
+    if [match.group() for match in _find_any(spelled.values(), text)] == sampled:
+        return text, []
+    pieces: list[str] = []
+    real: set[int] = set()
+    length = 0
+    mark_before: int | None = None
+    for spelling, run in groupby(token_ids, spelled.get):
+        ids = list(run)
+        decoded = [_decode_after(mark_before, spelled, ids, tokenizer)] if spelling is None else [spelling] * len(ids)
+        for piece in decoded:
+            if spelling is not None:
+                real.add(length)
+            pieces.append(piece)
+            length += len(piece)
+        mark_before = mark_before if spelling is None else ids[-1]
+    text = "".join(pieces)
+    return text, [match.start() for match in _find_any(spelled.values(), text) if match.start() not in real]
+
+
+def _decode_after(mark: int | None, spelled: Mapping[int, str], run: list[int], tokenizer: Any) -> str:
+    """Decode ordinary tokens as they read after a mark (some vocabularies drop a space at the start of a text)."""
+    if mark is not None:
+        decoded: str = tokenizer.decode([mark, *run], skip_special_tokens=False)
+        if decoded.startswith(spelled[mark]):
+            return decoded[len(spelled[mark]) :]
+    alone: str = tokenizer.decode(run, skip_special_tokens=False)
+    return alone
+
+
+_SINGLE_TOKENS: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> dict[int, str]:
+    """Return the spellings that are one token of the vocabulary, by its id; remembered per tokenizer."""
+    try:
+        known = _SINGLE_TOKENS.setdefault(tokenizer, {})
+    except TypeError:  # not hashable, or without weak references
+        known = {}
+    for spelling in spellings:
+        if spelling not in known:
+            known[spelling] = _single_token_id(tokenizer, spelling)
+    return {token_id: spelling for spelling in spellings if (token_id := known[spelling]) is not None}
+
+
+def _single_token_id(tokenizer: Any, spelling: str) -> int | None:
+    """Return the id of `spelling` if it is one token of the vocabulary."""
+    token_id = tokenizer.convert_tokens_to_ids(spelling)
+    if not isinstance(token_id, int):
+        return None
+    # A vocabulary without the mark answers with its unknown token, which decodes to something else.
+    decoded: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    return token_id if decoded.strip() == spelling else None

@@ -234,3 +234,15 @@ def _named(root: Any, keywords: Iterable[str], name: str) -> Any:
         root = list(root.values())
     inner = (_named(part, keywords, name) for part in root) if isinstance(root, (list, tuple)) else ()
     return next((found for found in inner if found is not None), None)
+
+
+def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schema of every tool's input by name, from Strands tool specs.
+
+    A spec's `inputSchema` is either the schema itself or the schema under `json`.
+    """
+    schemas = {}
+    for tool in tools:
+        schema = tool.get("inputSchema")
+        schemas[tool["name"]] = schema["json"] if isinstance(schema, Mapping) and "json" in schema else schema
+    return schemas

@@ -1,150 +1,247 @@
-"""The base of the formats in which arguments stand between tags as plain text, and calls in a section.
+"""Calls whose arguments stand between tags as plain text.
 
 Nothing is escaped in such a format. A list or an object, where no string is allowed, ends where its JSON does, whatever
-stands in its strings. Any other value ends at the first end tag behind which the section goes on as one does:
-with the next parameter, or with the end of the call and then the next call or the end of the section. All other text
-may stand in a value, except what could as well be the rest of a call whose value was never closed: the end of a call
-with what follows there, and the opening tag of a parameter where the format puts one. Such a call is refused, as is one
-with an end tag on its line behind which the call goes on, and another one, as the format writes it, further on.
+stands in its strings. Any other value ends at the first end tag after which the call continues as one does: with the
+next parameter, or with the end of the call and then the next call or the end mark. All other text may stand in a value,
+except what could as well be the rest of a call whose value was never closed: the end of a call with what follows there,
+and the opening tag of a parameter where the format puts one. Such a call is refused.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any
 
-from ..base import ToolCallStatus, ToolParseResult
-from .arguments import find_value_end, nested_value_end
-from .marked import ToolSchemas, failed_call
-from .nested import NestedText
-from .schemas import property_schema
-from .sections import BrokenCallError, SectionCall, SectionToolParser
-from .structure import MarkedText, MarkKind
-from .values import shorten, skip_space
+from ..results import BrokenCallError
+from .calls import Call, read_one, read_section
+from .marks import Mark, MarkedText, MarkKind
+from .schemas import allowed_types, property_schema
+from .structure import CallSpan
+from .values import InvalidValueError, decode_json, shorten, skip_space, typed_value
 
 _SPACE = r"[ \t\n\r]*"
 
 
-class Tags(NamedTuple):
-    """The tags of a format, as patterns.
+def nested_value_end(text: str, position: int, schema: Any, root: Any = None) -> int | None:
+    """Return where a list or an object ends, for a parameter that can be no string; None for any other value.
 
-    Attributes:
-        call: Opens a call; its group `name` is the tool.
-        call_end: Closes a call.
-        parameter: Opens a parameter; its group `key` is its name, its group `type` its type if the format has types.
-        parameter_end: Closes a parameter.
-        unclosed: An opening tag of a parameter that cannot be part of a value.
-        value_end: The end of a value, with what follows.
-        end_line: The same with a line break behind the tag, where the format has one.
+    Its JSON says where it ends, so that tags inside its strings belong to them. However many values are asked for, the
+    work is linear in the length of the text: a value inside the strings of two others would have to begin in a string
+    of both, and of two values one of which begins in a string of the other, one is outside its strings anywhere.
+
+    Args:
+        text: The turn.
+        position: Where the value begins, perhaps with white space.
+        schema: Schema of the parameter; None if it is not known.
+        root: The schema that `$ref`s point into.
+    """
+    begin = skip_space(text, position)
+    if text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
+        return None
+    try:
+        return skip_space(text, decode_json(text, begin).end)
+    except InvalidValueError:
+        return None
+
+
+class TaggedCalls:
+    """The tags of a format, from which its calls are read and written. Types come from the tool's JSON schema.
+
+    A declared string is kept as it is, white space included. Without a schema, a value that is JSON (other than a JSON
+    string) is that value; any other is its text.
     """
 
-    call: re.Pattern[str]
-    call_end: re.Pattern[str]
-    parameter: re.Pattern[str]
-    parameter_end: str
-    unclosed: re.Pattern[str]
-    value_end: re.Pattern[str]
-    end_line: re.Pattern[str] | None
-
-    @classmethod
-    def of(cls, call: str, call_end: str, parameter: str, parameter_end: str, *, before_parameter: str = "") -> Tags:
-        """Return the tags from their patterns and the spellings of the end tags.
-
-        Args:
-            call: Pattern with the group `name`.
-            call_end: Spelling.
-            parameter: Pattern with the groups `key` and perhaps `type`.
-            parameter_end: Spelling.
-            before_parameter: What the format puts before a parameter's opening tag, so that the tag is text elsewhere.
-        """
-        call_ends = rf"{re.escape(call_end)}(?P<space>{_SPACE})"
-        follows = rf"(?P<next>{parameter})|{call_ends}"
-        return cls(
-            re.compile(call),
-            re.compile(re.escape(call_end)),
-            re.compile(parameter),
-            parameter_end,
-            re.compile(rf"{before_parameter}{parameter}|{call_ends}"),
-            re.compile(rf"{re.escape(parameter_end)}{_SPACE}(?={follows})"),
-            re.compile(rf"{re.escape(parameter_end)}\n(?={follows})") if before_parameter == "\n" else None,
-        )
-
-
-class TaggedToolParser(SectionToolParser):
-    """A format with parameters between tags; a subclass gives the tags and says what the values are."""
-
-    TAGS: ClassVar[Tags]
-
-    @abstractmethod
-    def make_result(
-        self, name: str, values: Mapping[str, tuple[str | None, str]], raw: str, tools: ToolSchemas | None
-    ) -> ToolParseResult:
-        """Return the result for a call that is complete.
+    def __init__(
+        self,
+        call: str,
+        call_end: str,
+        parameter: str,
+        parameter_end: str,
+        *,
+        name: str,
+        key: str,
+        types: str = "",
+        several: bool = True,
+        line: str | None = "\n",
+        tag_before: str = "",
+        tag_after: str = "",
+        python_spellings: bool = False,
+    ) -> None:
+        r"""Make the patterns of the tags from their spellings.
 
         Args:
-            name: Name of the tool as it was written.
-            values: Type (None in formats without) and text of every argument.
-            raw: The call as it was written.
-            tools: Schema of every tool by name; None if the tools are not known.
+            call: Opens a call: `{name}` is the tool, `{index}` a number.
+            call_end: Closes a call; empty if the end mark does.
+            parameter: Opens a parameter: `{key}` is its name, `{type}` its type, a line break any white space.
+            parameter_end: Closes a parameter.
+            name: Pattern of names of tools.
+            key: Pattern of names of parameters; empty for any.
+            types: Pattern of types.
+            several: All calls stand between two marks, rather than each.
+            line: What ends the line of a tag; None where some chat templates write a line break and others do not.
+            tag_before: What the format puts before a parameter's opening tag, so that the tag is text elsewhere. Then
+                a value whose end tag could be that before this, or a later one, is refused.
+            tag_after: What the format puts after it. A value that begins with this ends at an end tag on a line of its
+                own if there is one, and does not include these lines.
+            python_spellings: Chat templates write `True`, `False` and `None`.
         """
+        self.call, self.call_end, self.parameter, self.parameter_end = call, call_end, parameter, parameter_end
+        self.key, self.several, self.line, self.tag_after = key, several, line, tag_after
+        self.python_spellings = python_spellings
+        opening_begins = re.split(r" |\{", parameter)[0]
+        self.excludes = tuple(filter(None, (parameter_end, opening_begins, call_end)))
+        """What no string of a call that is written may hold."""
+        groups = {"{name}": f"(?P<name>{name})", "{index}": "[0-9]+", "\n": _SPACE}
+        any_name = '[^"]*'
+        groups |= {"{key}": f"(?P<key>{key or any_name})", "{type}": f"(?P<type>{types})"}
 
-    def nested_end(self, text: str, parameter: re.Match[str], schema: Any) -> int | None:
-        """Return where a value ends that is a list or an object; None for any other.
+        def pattern(spelling: str) -> str:
+            return "".join(groups.get(part, re.escape(part)) for part in re.split(r"(\{\w+\}|\n)", spelling))
 
-        Args:
-            text: The turn.
-            parameter: The opening tag of the parameter.
-            schema: Schema of the tool's input; None if it is not known.
+        opening, closing = pattern(parameter), re.escape(parameter_end)
+        ends_call = rf"{re.escape(call_end)}(?P<space>{_SPACE})"
+        self._call, self._call_end, self._parameter = map(re.compile, (pattern(call), re.escape(call_end), opening))
+        self._value_end = re.compile(rf"{closing}{_SPACE}(?=(?P<next>{opening})|{ends_call})")
+        line_before = f"(?<={tag_after})" if tag_after else ""
+        ends_line = rf"{line_before}{closing}\n(?=(?P<next>{opening}){tag_after}|{ends_call})"
+        self._value_end_on_line = re.compile(ends_line) if tag_before or tag_after else None
+        unclosed = f"{tag_before}{opening}" + (f"(?={tag_after})" if tag_after else "")
+        self._unclosed = re.compile(f"{unclosed}|{ends_call}" if call_end else unclosed)
+
+    def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
+        """Return the schema of a parameter from its opening tag and the schema of the tool's input."""
+        return property_schema(schema, parameter["key"], schema)
+
+    def nested_end(self, text: str, position: int, schema: Any, root: Any) -> int | None:
+        """Return where a list or an object at `position` ends; None for any other value."""
+        return nested_value_end(text, position, schema, root)
+
+    def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
+        """Return the value that a text means.
+
+        Raises:
+            InvalidValueError: It is none of the parameter's type.
         """
-        return nested_value_end(text, parameter.end(), property_schema(schema, parameter["key"], schema), schema)
+        return typed_value(text, schema, root)
 
-    def read_inner_call(self, turn: NestedText, position: int, tools: ToolSchemas | None) -> SectionCall:
-        """Read one call; see `SectionToolParser.read_inner_call`."""
-        tags, text = self.TAGS, turn.text
-        call = turn.match(tags.call, position)
+    def unescape(self, attribute: str) -> str:
+        """Return what a name in a tag means."""
+        return attribute
+
+    def escape(self, attribute: str) -> str:
+        """Return how a name is written in a tag."""
+        return attribute
+
+    def read(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read calls."""
+        return (read_section if self.several else read_one)(turn, start, self.read_call)
+
+    def read_call(self, turn: MarkedText, position: int) -> tuple[Call, int]:
+        """Return the call at `position`, and where it ends.
+
+        Raises:
+            BrokenCallError: There is none, or it is not complete.
+        """
+        text, call = turn.text, turn.match(self._call, position)
         if call is None:
-            raise BrokenCallError(position, "the opening tag of a call belongs here")
-        name = call["name"]
-        schema = None if tools is None else tools.get(name)
-        values: dict[str, tuple[str | None, str]] = {}
+            raise BrokenCallError(position, f"a call begins with {self.call.format(name='NAME', index=1)}")
+        name = self.unescape(call["name"])
+        root = None if turn.schemas is None else turn.schemas.get(name)
+        values: dict[str, tuple[str, re.Match[str], Any]] = {}
         repeated: str | None = None
         at = skip_space(text, call.end())
-        while (parameter := turn.match(tags.parameter, at)) is not None:
-            key = parameter["key"]
-            # A call with a key twice is refused anyway.
-            nested = None if key in values else self.nested_end(text, parameter, schema)
-            unclosed = (tags.unclosed, self._goes_on)
-            end, _ = find_value_end(turn, parameter.end(), nested, [(tags.value_end, self._goes_on)], unclosed)
-            if end is not None and end.start() != nested and tags.end_line is not None:
-                ended, _ = find_value_end(turn, end.start(), None, [(tags.end_line, self._goes_on)], unclosed)
-                if ended is not None and ended.start() != end.start():
-                    error = f"it cannot be told which {tags.parameter_end} ends parameter {shorten(key)}"
-                    raise BrokenCallError(ended.start(), error, name)
-            if end is None:
-                error = f"the value of parameter {shorten(key)} is not closed by {tags.parameter_end}"
-                raise BrokenCallError(parameter.end(), error, name)
-            repeated = key if key in values and repeated is None else repeated
-            values[key] = (parameter.groupdict().get("type"), text[parameter.end() : end.start()])
-            at = end.end()
-        end = turn.match(tags.call_end, at)
+        while (parameter := turn.match(self._parameter, at)) is not None:
+            key, begin = self.unescape(parameter["key"]), parameter.end()
+            schema, nested = None, None
+            if key in values:  # refused anyway
+                repeated = repeated or key
+            else:
+                schema = self.schema_of(parameter, root)
+                nested = self.nested_end(text, begin, schema, root)
+            value_end = self._find_value_end(turn, begin, nested)
+            if value_end is None:
+                error = f"the value of parameter {shorten(key)} is not closed by {self.parameter_end}"
+                shown = self._find(turn, self._unclosed, begin) if self.tag_after else None
+                raise BrokenCallError(begin if shown is None else shown.start(), error, name)
+            if self._is_doubtful(turn, begin, nested, value_end):
+                error = f"it cannot be told which {self.parameter_end} ends parameter {shorten(key)}"
+                raise BrokenCallError(value_end.start(), error, name)
+            values[key] = text[begin : value_end.start()], parameter, schema
+            at = value_end.end()
+        end = turn.match(self._call_end, at)
         if end is None:
-            raise BrokenCallError(at, "only a parameter or the end of the call may stand here", name)
-        raw = text[position : end.end()]
-        if repeated is None:
-            result = self.make_result(name, values, raw, tools)
-        else:
-            result = failed_call(raw, f"parameter {shorten(repeated)} is there twice", ToolCallStatus.MALFORMED, name)
-        return SectionCall(position, end.end(), result)
+            raise BrokenCallError(at, f"only a parameter or {self.call_end} may stand here", name)
+        if repeated is not None:
+            return Call(name, error=f"parameter {shorten(repeated)} is there twice"), end.end()
+        arguments = {}
+        for key, (value, parameter, schema) in values.items():
+            try:
+                arguments[key] = self.value(value, parameter, schema, root)
+            except InvalidValueError as invalid:
+                return Call(name, error=f"parameter {shorten(key)} is wrong: {invalid}"), end.end()
+        return Call(name, arguments), end.end()
 
-    def _goes_on(self, turn: MarkedText, match: re.Match[str]) -> bool:
+    def _find(self, turn: MarkedText, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
+        return turn.find_match(pattern, position, partial(self._continues, turn))
+
+    def _continues(self, turn: MarkedText, match: re.Match[str]) -> bool:
         """Tell whether a tag is one: it is real, and what must follow the end of a call follows it."""
-        assert isinstance(turn, NestedText)
-        if match["space"] is None:
-            follows = match.groupdict().get("next")
-            return turn.is_real(match.start(), match.end() if follows is None else match.end("next"))
-        behind = match.end("space")
-        if not turn.is_real(match.start(), behind):
+        groups = match.groupdict()
+        if groups.get("space") is None:
+            return turn.is_real(match.start(), match.end("next") if groups.get("next") else match.end())
+        after = match.end("space")
+        if not turn.is_real(match.start(), after):
             return False
-        return turn.mark_at(MarkKind.CALL_END, behind) is not None or turn.match(self.TAGS.call, behind) is not None
+        return turn.mark_at(MarkKind.CALL_END, after) is not None or (
+            self.several and turn.match(self._call, after) is not None
+        )
+
+    def _find_value_end(self, turn: MarkedText, begin: int, nested: int | None) -> re.Match[str] | None:
+        """Return the end tag of the value at `begin`; `nested` is where it ends by itself, if that is known."""
+        if nested is not None:
+            end = self._find(turn, self._value_end, nested)
+            if end is not None and end.start() == nested:
+                return end
+        unclosed = self._find(turn, self._unclosed, begin)
+        patterns = [self._value_end]
+        if self._value_end_on_line is not None and self.tag_after and turn.text.startswith(self.tag_after, begin):
+            patterns.insert(0, self._value_end_on_line)
+        for pattern in patterns:
+            end = self._find(turn, pattern, begin)
+            if end is not None and (unclosed is None or end.start() <= unclosed.start()):
+                return end
+        return None
+
+    def _is_doubtful(self, turn: MarkedText, begin: int, nested: int | None, end: re.Match[str]) -> bool:
+        """Tell whether a value could as well end at a later tag, as the format writes it."""
+        if self._value_end_on_line is None or self.tag_after or end.start() == nested:
+            return False
+        later = self._find(turn, self._value_end_on_line, end.start())
+        unclosed = self._find(turn, self._unclosed, begin)
+        if later is None or later.start() == end.start():
+            return False
+        return unclosed is None or later.start() <= unclosed.start()
+
+    def write(self, call: Any) -> Any:
+        """Write a call."""
+        line = call.optional("\n") if self.line is None else self.line
+        parameters = []
+        for found in call.properties(self.key or None):
+            spelled = self.parameter.format(key=self.escape(found.name), type="\0")
+            opening, _, after_type = spelled.partition("\0")
+            around = self.tag_after and "\n"
+            values = [
+                call.sequence(f"{kind}{after_type}{around}", value, around)
+                for kind, value in self.written_values(call, found.schema).items()
+            ]
+            head = [part for piece in opening.split("\n") for part in (line, piece)][1:]
+            parameters.append((call.sequence(*head, call.either(values), self.parameter_end, line), found.required))
+        opened = f"{call.start}{self.line or ''}{self.call.format(name=call.name, index=1)}"
+        closed = f"{self.call_end}{self.line or ''}{call.end}"
+        return call.sequence(opened, line, call.members(parameters), closed)
+
+    def written_values(self, call: Any, schema: Any) -> Mapping[str, Any]:
+        """Return what matches the values of a parameter, by their types as the format writes them."""
+        return {"": call.plain_value(schema, self.excludes, python_spellings=self.python_spellings)}
