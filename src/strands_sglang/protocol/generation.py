@@ -11,12 +11,12 @@ import base64
 import binascii
 import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..exceptions import SGLangDecodingError
-from .sampling_masks import SamplingMask, read_sampling_logprobs, read_sampling_mask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +44,73 @@ def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[Vers
 
 
 @dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """Which token ids could be sampled at each place: what was left after grammar, penalties, top-k, top-p and min-p.
+
+    Truncated sampling renormalises over these ids. With them a trainer computes the probability that the sampler really
+    used, as `z[y] / T - logsumexp(z[ids] / T)`; the logprobs that SGLang tells otherwise are over the whole vocabulary.
+    The ids are rows, one per token, one after the other.
+
+    Attributes:
+        token_ids: The ids of all rows, shape (sum of `lengths`,). A row of SGLang's has the most probable id first.
+        lengths: How many of them each row has, shape (T,); 0 where it is not known, or nothing was sampled.
+    """
+
+    token_ids: array[int]
+    lengths: array[int]
+
+    @property
+    def offsets(self) -> array[int]:
+        """Where the rows start, and the last one ends; shape (T + 1,)."""
+        return array("q", accumulate(self.lengths, initial=0))
+
+    def rows(self) -> Iterator[list[int]]:
+        """The ids of each token in turn; empty where they are not known."""
+        start = 0
+        for length in self.lengths:
+            yield self.token_ids[start : start + length].tolist()
+            start += length
+
+    def part(self, start: int, stop: int) -> SamplingMask:
+        """The rows from one place up to another."""
+        before = sum(self.lengths[:start])
+        lengths = self.lengths[start:stop]
+        return SamplingMask(self.token_ids[before : before + sum(lengths)], lengths)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to a mask with the same rows."""
+        if not isinstance(other, SamplingMask):
+            return NotImplemented
+        return self.token_ids == other.token_ids and self.lengths == other.lengths
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Counts; never the ids, which may be many."""
+        return f"SamplingMask({len(self)} rows, {len(self.token_ids)} ids)"
+
+
+def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMask | None:
+    """The masks of one piece after the other; None if none is known.
+
+    Args:
+        masks: Each with the number of its tokens.
+    """
+    known = list(masks)
+    if all(mask is None for mask, _ in known):
+        return None
+    token_ids, lengths = array("i"), array("i")
+    for mask, count in known:
+        token_ids.extend(array("i") if mask is None else mask.token_ids)
+        lengths.extend(array("i", bytes(4 * count)) if mask is None else mask.lengths)
+    return SamplingMask(token_ids, lengths)
+
+
+@dataclass(frozen=True, eq=False)
 class Generation:
     """The sampled tokens of one request and what the server said about them.
 
@@ -64,7 +131,7 @@ class Generation:
         prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
         request_id: The `rid` of the attempt that was answered.
         resumed_ids: The `rid`s of the earlier requests whose tokens this answer begins with, where the server aborted
-            them and the call went on (see `strands_sglang.resumption`).
+            them and the call went on (see `protocol.resume`).
         routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
             `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
         sampling_mask: The ids that each token was sampled from, T rows; None if it was not asked for, or not returned.
@@ -136,6 +203,30 @@ class Generation:
             raise SGLangDecodingError(f"the server's routed_experts hold the negative id {ids.min()}")
         return ids
 
+    def kept_ids(self) -> SamplingMask | None:
+        """The ids that truncated sampling kept for each sampled token, whichever server told them; None where none did.
+
+        Stock SGLang tells them for `return_sampling_mask`. slime's SGLang is asked with
+        `custom_params.return_top_p_token_ids`: `top_p_token_ids` of `meta_info` has the ids, one row after the other,
+        and `top_p_token_offsets` where the rows start (one more than there are sampled tokens); both int32, as a list
+        or as base64 of the bytes. slime replays either in training.
+
+        Raises:
+            ValueError: What slime's SGLang told is not consistent.
+        """
+        if self.sampling_mask is not None:
+            return self.sampling_mask
+        meta = self.meta_info
+        ids = _int32_array(next((meta[key] for key in _TOP_P_IDS if key in meta), None))
+        offsets = _int32_array(next((meta[key] for key in _TOP_P_OFFSETS if key in meta), None))
+        if ids is None and offsets is None:
+            return None
+        if ids is not None and offsets is not None and len(offsets) == self.completion_tokens + 1:
+            lengths = array("i", (stop - start for start, stop in pairwise(offsets)))
+            if (offsets[0], offsets[-1]) == (0, len(ids)) and min(lengths, default=0) >= 0:
+                return SamplingMask(ids, lengths)
+        raise ValueError(f"the server's top-p ids and offsets are not those of {self.completion_tokens} tokens")
+
 
 _ID_BYTES = 4
 _FINISH_TYPES = frozenset({"stop", "length", "abort"})
@@ -143,6 +234,12 @@ _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
     | {"output_token_sampling_mask", "output_token_sampling_logprobs"}
 )
+
+
+_TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+_TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+TOP_P_KEYS = frozenset({*_TOP_P_IDS, *_TOP_P_OFFSETS})
+"""Keys of slime's SGLang in `meta_info`."""
 
 
 def read_generation(
@@ -194,8 +291,8 @@ def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: C
         prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
         request_id=str(meta.get("id", "")),
         routed_experts=meta.get("routed_experts"),
-        sampling_mask=read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
-        sampling_logprobs=read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
+        sampling_mask=_read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
+        sampling_logprobs=_read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
         latency_s=float(meta.get("e2e_latency") or 0.0),
         meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
     )
@@ -271,7 +368,48 @@ def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
         )
     if any(entry[1] != token_id for entry, token_id in zip(entries, output_ids, strict=True)):
         raise SGLangDecodingError("the server's output_token_logprobs name other token ids than its output_ids")
+    return _numbers((entry[0] for entry in entries), "a logprob of a sampled token")
+
+
+def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask | None:
+    if rows is None:
+        return None
+    if len(rows) != len(output_ids):
+        raise SGLangDecodingError(f"the server returned {len(output_ids)} token ids with {len(rows)} sampling masks")
+    token_ids = array("i")
+    for place, (token_id, row) in enumerate(zip(output_ids, rows, strict=True)):
+        if token_id not in row:
+            raise SGLangDecodingError(f"the sampling mask of token {place} lacks {token_id}, which was sampled")
+        token_ids.extend(row)
+    return SamplingMask(token_ids, array("i", map(len, rows)))
+
+
+def _read_sampling_logprobs(values: Any, count: int) -> array[float] | None:
+    if values is None:
+        return None
+    if len(values) != count:
+        raise SGLangDecodingError(f"the server returned {count} token ids with {len(values)} sampling logprobs")
+    return _numbers(values, "a sampling logprob")  # those of the mode "support" are lists
+
+
+def _numbers(values: Iterable[Any], what: str) -> array[float]:
     try:
-        return array("d", (entry[0] for entry in entries))
+        return array("d", values)
     except TypeError as error:
-        raise SGLangDecodingError(f"a logprob of a sampled token is not a number: {error}") from error
+        raise SGLangDecodingError(f"{what} is not a number: {error}") from error
+
+
+def _int32_array(value: Any) -> array[int] | None:
+    """An int32 array as SGLang puts it into JSON; None stays None.
+
+    Raises:
+        ValueError: It is neither base64 nor a list of such integers.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            return array("i", base64.b64decode(value, validate=True))
+        return array("i", value)
+    except (binascii.Error, ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"not an int32 array: {error}") from error

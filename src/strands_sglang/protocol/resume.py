@@ -12,14 +12,13 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ..exceptions import SGLangDecodingError
-from .generation import Generation, VersionSpan, check_routed_rows
-from .sampling_masks import SamplingMask, joined_mask
-from .top_p import kept_ids, without_kept_ids
+from .generation import TOP_P_KEYS, Generation, SamplingMask, VersionSpan, check_routed_rows, joined_mask
 
 _BUDGETS = ("max_new_tokens", "min_new_tokens")
 _SERVERS_BUDGET = 128
@@ -113,7 +112,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         sampling_mask=joined_mask((_kept_ids_or_none(part), part.completion_tokens) for part in parts),
         sampling_logprobs=_joined_sampling_logprobs(parts),
         latency_s=sum(part.latency_s for part in parts),
-        meta_info=without_kept_ids(last.meta_info),
+        meta_info={key: value for key, value in last.meta_info.items() if key not in TOP_P_KEYS},
     )
     check_routed_rows(joined)
     return joined
@@ -121,7 +120,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
 
 def _kept_ids_or_none(part: Generation) -> SamplingMask | None:
     try:
-        return kept_ids(part)
+        return part.kept_ids()
     except ValueError:
         return None
 
@@ -129,16 +128,12 @@ def _kept_ids_or_none(part: Generation) -> SamplingMask | None:
 def _joined_sampling_logprobs(parts: Sequence[Generation]) -> array[float] | None:
     if all(part.sampling_logprobs is None for part in parts):
         return None
-    unknown = [array("d", [math.nan]) * part.completion_tokens for part in parts]
-    told = [part.sampling_logprobs for part in parts]
-    return _joined("d", [empty if one is None else one for one, empty in zip(told, unknown, strict=True)])
+    told = [(part.sampling_logprobs, part.completion_tokens) for part in parts]
+    return _joined("d", [array("d", [math.nan]) * count if known is None else known for known, count in told])
 
 
-def _joined(kind: str, arrays: Sequence[array[Any]]) -> array[Any]:
-    joined: array[Any] = array(kind)
-    for values in arrays:
-        joined.extend(values)
-    return joined
+def _joined(kind: str, arrays: Iterable[array[Any]]) -> array[Any]:
+    return array(kind, chain.from_iterable(arrays))
 
 
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..messages.content import Picture
-from ..protocol.generation import Generation, VersionSpan
-from ..protocol.sampling_masks import SamplingMask
+from ..protocol.generation import Generation, SamplingMask, VersionSpan
 from ..templates.images import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
 

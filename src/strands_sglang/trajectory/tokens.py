@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
-from ..protocol.generation import VersionSpan
-from ..protocol.sampling_masks import SamplingMask, joined_mask
+from ..protocol.generation import SamplingMask, VersionSpan, joined_mask
 from ..templates.images import ImageInputs, multimodal_train_inputs
 
 _MISSING = math.nan  # how "no logprob" is stored in an array of floats

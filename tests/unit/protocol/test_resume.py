@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from strands_sglang import SGLangDecodingError
 from strands_sglang.protocol.generation import read_generation
 from strands_sglang.protocol.resume import join_parts, sampling_params_of_the_rest
-from strands_sglang.protocol.top_p import kept_ids
 
 WIDTH = 2
 PROMPT = 3
@@ -117,14 +116,14 @@ def top_p(*counts):
 
 def test_the_ids_that_top_p_kept_are_joined():
     first, second = part([11, 12], **top_p(2, 1)), part([13, 2], before=2, finish="stop", **top_p(1, 3))
-    mask = kept_ids(join_parts([first, queued(), second]))
+    mask = join_parts([first, queued(), second]).kept_ids()
     assert list(mask.rows()) == [[0, 1], [2], [0], [1, 2, 3]]
 
 
 def test_tokens_of_a_part_that_told_none_have_none():
     joined = join_parts([part([11, 12]), part([13, 2], before=2, finish="stop", **top_p(1, 3))])
-    assert list(kept_ids(joined).rows()) == [[], [], [0], [1, 2, 3]]
-    assert kept_ids(join_parts([part([11, 12]), part([13, 2], before=2, finish="stop")])) is None
+    assert list(joined.kept_ids().rows()) == [[], [], [0], [1, 2, 3]]
+    assert join_parts([part([11, 12]), part([13, 2], before=2, finish="stop")]).kept_ids() is None
 
 
 def sampled_from(*rows):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strands_sglang.protocol.sampling_masks import joined_mask
+from strands_sglang.protocol.generation import joined_mask
 from strands_sglang.testing import ScriptedAnswer
 from strands_sglang.trainers.slime import SlimeExportError, to_slime_samples
 from support.slime_checker import check_against_server, check_rollouts

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from strands_sglang import Trajectory
 from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
-from strands_sglang.protocol.generation import Generation
-from strands_sglang.protocol.sampling_masks import SamplingMask
+from strands_sglang.protocol.generation import Generation, SamplingMask
 from strands_sglang.templates.images import ImageInputs
 from strands_sglang.trajectory.storage import TrajectoryFileError
 from support.agents import call, make_agent, make_tools

@@ -8,9 +8,8 @@ when a function runs, never here: everything works on any object with slime's fi
 
 from __future__ import annotations
 
-from .episode import EpisodeEnd
 from .rewards import check_reward_nonzero_std, grpo_rewards_by_group, make_reward
-from .rollout import generate, make_generate
+from .rollout import EpisodeEnd, generate, make_generate
 from .samples import SlimeExportError, to_slime_samples
 
 __all__ = [

@@ -25,7 +25,7 @@ from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn, TurnStatus
 
 if TYPE_CHECKING:
-    from .episode import Episode
+    from .rollout import Episode
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import concurrent.futures
 import inspect
 import logging
 import math
+import statistics
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -75,7 +76,7 @@ def make_reward(function: RewardFunction, *, failure_reward: float = 0.0) -> Cal
         """The reward of a sample, or a list of rewards for a list of samples."""
         if not isinstance(samples, list):
             return await score_rollout(args, [samples], **kwargs)
-        rollouts = list(_by_rollout(samples).values())
+        rollouts = _grouped(samples, _rollout_of)
         scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
         rewards = {id(sample): one for rollout, one in zip(rollouts, scored, strict=True) for sample in rollout}
         return [rewards[id(sample)] for sample in samples]
@@ -129,11 +130,8 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     scaled = getattr(args, "advantage_estimator", "grpo") in _SCALED and getattr(args, "grpo_std_normalization", True)
     own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
     trained = {id(sample): 0.0 for sample in samples}
-    for group in _by_group(samples).values():
-        rollouts = [
-            [sample for sample in rollout if not sample.remove_sample] for rollout in _by_rollout(group).values()
-        ]
-        rollouts = [rollout for rollout in rollouts if rollout]
+    for group in _grouped(samples, _prompt_of):
+        rollouts = _grouped((sample for sample in group if not sample.remove_sample), _rollout_of)
         rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
         for rollout, reward in zip(rollouts, _normalized(rewards, scaled), strict=True):
             trained.update((id(sample), reward) for sample in rollout)
@@ -153,7 +151,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
     """
     flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
     kept = [sample for sample in flat if not sample.remove_sample]
-    rewards = [_value(args, main_sample(rollout).reward) for rollout in _by_rollout(kept).values()]
+    rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, _rollout_of)]
     known = [reward for reward in rewards if reward is not None]
     return len(known) > 1 and max(known) - min(known) > _SMALLEST_DIFFERENCE
 
@@ -162,33 +160,32 @@ _SMALLEST_DIFFERENCE = 1e-6
 
 
 def _normalized(rewards: list[float], scaled: bool) -> list[float]:
+    """Rewards less their mean, over the standard deviation of a sample if they are scaled."""
     if not rewards:
         return []
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not scaled or len(rewards) == 1:
-        return centred
-    deviation = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
-    return [value / (deviation + 1e-6) for value in centred]
+    mean = statistics.fmean(rewards)
+    deviation = statistics.stdev(rewards) + 1e-6 if scaled and len(rewards) > 1 else 1.0
+    return [(reward - mean) / deviation for reward in rewards]
 
 
-def _by_group(samples: Iterable[Any]) -> dict[Any, list[Any]]:
+def _prompt_of(sample: Any) -> Any:
+    if sample.group_index is None:
+        raise ValueError(f"sample {sample.index} has no group_index, so nothing tells which prompt it belongs to")
+    return sample.group_index
+
+
+def _rollout_of(sample: Any) -> Any:
+    """The rollout that a sample came from: `rollout_id`, or `index`, as slime has it, or each for itself."""
+    known = getattr(sample, "rollout_id", None)
+    known = sample.index if known is None else known
+    return ("lone", id(sample)) if known is None else known
+
+
+def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for sample in samples:
-        if sample.group_index is None:
-            raise ValueError(f"sample {sample.index} has no group_index, so nothing tells which prompt it belongs to")
-        groups.setdefault(sample.group_index, []).append(sample)
-    return groups
-
-
-def _by_rollout(samples: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Samples by the rollout that they came from: `rollout_id`, or `index`, as slime has it, or each for itself."""
-    rollouts: dict[Any, list[Any]] = {}
-    for sample in samples:
-        known = getattr(sample, "rollout_id", None)
-        known = sample.index if known is None else known
-        rollouts.setdefault(("lone", id(sample)) if known is None else known, []).append(sample)
-    return rollouts
+        groups.setdefault(key(sample), []).append(sample)
+    return list(groups.values())
 
 
 def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:

@@ -3,24 +3,45 @@
 Promises: whatever an episode raises ends in a sample (a cancellation goes on); slime's sampling parameters are left as
 they are; nothing is asked of the server once slime aborts; a sample that is handed in again is generated anew or, as a
 partial rollout, continued; one that is finished is handed back.
+
+slime gives an episode one budget of response tokens, and stops rollouts by a flag. Both concern every request of an
+episode, whoever makes it (the agent, one that is a tool, a summary), so `Episode.on_request` sees them all.
+
+- No request goes out once slime aborts: `SGLangAbortedError`.
+- `max_new_tokens` is what the budget has left, with everything after the opening prompt counted, tool results too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
+import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from strands import Agent
+from strands.agent.conversation_manager import NullConversationManager
 from strands.types.content import Messages
 
+from ...client.cache import get_client_from_slime_args
+from ...exceptions import SGLangAbortedError
 from ...model.config import check_keys
 from ...model.model import SGLangModel
+from ...model.request import RequestPlan
+from ...outcomes import OUTCOMES, RewardRule, TerminationReason, termination_reason
 from ...request_fields import checked_fields
-from ...tool_limiter import ToolLimiter
-from .arguments import SlimeExportError, normalizes_by_group
-from .episode import Episode
-from .samples import RolloutSamples
+from ...tool_limiter import LoopLimitReachedError, ToolLimiter
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import Turn, TurnStatus
+from .arguments import SlimeExportError, as_reward, context_limit, normalizes_by_group, runs_aborted_again
+from .partial import forget, keep, kept_on
+from .samples import RolloutSamples, to_slime_samples
+
+logger = logging.getLogger(__name__)
 
 Generate = Callable[..., Awaitable[Any]]
 
@@ -249,6 +270,334 @@ def _text(content: Any) -> str:
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
     raise SlimeExportError(f"a prompt holds what is no text: {content!r:.80}; pass make_generate a function as prompt=")
+
+
+# --- an episode ---
+
+_MAX_ERROR_CHARS = 1000
+
+
+class ResponseBudgetReachedError(LoopLimitReachedError):
+    """The response is as long as it may be."""
+
+    outcome = "token_budget_reached"
+
+
+@dataclass(frozen=True)
+class EpisodeEnd:
+    """How an episode ended that somebody else ran; what the `episode=` of `make_generate` returns.
+
+    Attributes:
+        reason: Why it ended.
+        reward: Its reward, a number or a dictionary for `reward_key`; None leaves it to slime's reward function. One
+            that is no finite number removes the sample.
+        metadata: What `sample.metadata["strands_sglang"]` is to hold.
+        trajectory: Its calls; by default those of the trajectory in which the model was asked first.
+    """
+
+    reason: TerminationReason
+    reward: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    trajectory: Trajectory | None = None
+
+
+@dataclass(eq=False)
+class Episode:
+    """One run of an episode, which is all of it unless slime aborts it in between.
+
+    Attributes:
+        settings: Of `make_generate`.
+        args: slime's parsed arguments.
+        state: slime's `GenerateState`.
+        sample: slime's sample.
+        sampling_params: slime's; their `max_new_tokens` is the budget of the whole response.
+        evaluation: Whether the sample is none to train on.
+        is_partial: Whether it continues what an aborted run left on the sample, and leaves it there if it is aborted.
+        began: When it began, on the monotonic clock.
+        asked: The turns for which requests were made.
+        agent: Its agent, once that is made.
+        end: What the agent returned or raised.
+        kept: What the run before it left.
+        trajectory: Its calls.
+    """
+
+    settings: Settings
+    args: Any
+    state: Any
+    sample: Any
+    sampling_params: Mapping[str, Any]
+    evaluation: bool
+    is_partial: bool
+    began: float = field(default_factory=time.monotonic)
+    asked: set[Turn] = field(default_factory=set)
+    agent: Any = None
+    end: Any = None
+
+    def __post_init__(self) -> None:
+        """Take up what the run before has left."""
+        self.limiter = self.settings.limiter()
+        self.kept = kept_on(self.sample) if self.is_partial else None
+        if self.kept is not None:
+            self.kept.resume()
+        self.trajectory = Trajectory() if self.kept is None else self.kept.trajectory
+        self._answered_before = self._answered()
+
+    def _answered(self) -> int:
+        return sum(turn.is_answered for turn in self.trajectory.turns)
+
+    def elapsed_s(self) -> float:
+        """Seconds that the episode has taken."""
+        return time.monotonic() - self.began + (self.kept.elapsed_s if self.kept is not None else 0.0)
+
+    def non_generation_s(self) -> float:
+        """Seconds of those that went to other things than generating; parallel requests count once each."""
+        own = time.monotonic() - self.began - sum(turn.requests_s for turn in self.asked)
+        return max(own, 0.0) + (self.kept.non_generation_s if self.kept is not None else 0.0)
+
+    # --- requests ---
+
+    def on_request(self, turn: Turn, plan: RequestPlan) -> RequestPlan:
+        """Ask for no more tokens than the budget has left.
+
+        Raises:
+            SGLangAbortedError: slime stops rollouts.
+            ResponseBudgetReachedError: The response is as long as it may be.
+        """
+        if self.state.aborted:
+            raise SGLangAbortedError("slime aborts its rollouts, so no request was made")
+        if self.settings.episode is not None and not self.asked and turn.trajectory is not None:
+            self.trajectory = turn.trajectory
+        self.asked.add(turn)
+        budget = self.sampling_params.get("max_new_tokens")
+        if budget is None or turn.trajectory is not self.trajectory:
+            return plan
+        length = len(turn.token_ids()) - len(turn.root.prompt_ids)
+        room = budget - max(length, sum(len(other.output_ids) for other in self.trajectory.turns))
+        least = max(plan.sampling_params.get("min_new_tokens") or 0, 1)
+        if room < least and not plan.sampled:
+            what = f", and an answer has at least {least} (min_new_tokens)" if least > 1 else ""
+            raise ResponseBudgetReachedError(f"the response has {budget - max(room, 0)} of its {budget} tokens{what}")
+        room = max(room, plan.sampled)  # the rest of a cut answer may have none
+        asked = plan.sampling_params.get("max_new_tokens")
+        if asked is not None and asked <= room:
+            return plan
+        return replace(plan, sampling_params={**plan.sampling_params, "max_new_tokens": room}, clamped=False)
+
+    def _model(self) -> SGLangModel:
+        settings, args, state, sample = self.settings, self.args, self.state, self.sample
+        given = settings.model_config or {}
+        # slime's session is the routing key, which keeps an episode on one worker.
+        config: dict[str, Any] = {"sampling_params": dict(self.sampling_params), "routing_key": sample.session_id}
+        limits = (context_limit(args, evaluation=self.evaluation), given.get("max_context_tokens"))
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        if getattr(args, "use_rollout_routing_replay", False) and not self.evaluation:
+            config["return_routed_experts"] = True
+        processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
+        model = SGLangModel(
+            tokenizer=state.tokenizer if processor is None else processor.tokenizer,
+            client=get_client_from_slime_args(args, **(settings.client_settings or {})),
+            tool_parser=settings.tool_parser,
+            processor=processor,
+            **cast(Any, {**config, **given, "max_context_tokens": longest}),
+        )
+        model.trajectory = self.trajectory
+        model.on_request = self.on_request
+        return model
+
+    # --- running ---
+
+    async def run(self, system: str | None, asked: Any) -> tuple[TerminationReason, Any, Mapping[str, Any]]:
+        """Run the episode; whatever it raises is its end.
+
+        Args:
+            system: The system prompt of the sample's prompt, if it has one.
+            asked: What that prompt asks; left aside where `settings.prompt` makes another one.
+
+        Returns:
+            Why it ended, its reward, and what else is told of it.
+        """
+        model = self._model()
+        if self.settings.episode is not None:
+            return await self._run_elsewhere(model)
+        try:
+            self.agent = await self._make_agent(model)
+            self.end = await self._run_agent(model, system, asked)
+        except Exception as error:
+            self.end = error
+        reason = self._reason()
+        self.trajectory.settle(list(self.agent.messages) if self.agent is not None else [])
+        return reason, await self._own_reward(reason), {}
+
+    async def _run_elsewhere(self, model: SGLangModel) -> tuple[TerminationReason, Any, Mapping[str, Any]]:
+        assert self.settings.episode is not None
+        try:
+            end = await _awaited(self.settings.episode(model, self.sample))
+            if not isinstance(end, EpisodeEnd):
+                raise TypeError(f"episode= must return an EpisodeEnd, not {end!r:.80}")
+        except Exception as error:
+            self.end = error
+            return self._reason(), None, {}
+        if end.trajectory is not None:
+            self.trajectory = end.trajectory
+        reward = end.reward
+        if reward is not None and not isinstance(reward, Mapping):
+            reward = as_reward(self.args, reward, evaluation=self.evaluation, category="scored")
+        return end.reason, reward, end.metadata
+
+    async def _make_agent(self, model: SGLangModel) -> Any:
+        settings = self.settings
+        if settings.agent_factory is not None:
+            return await _awaited(settings.agent_factory(model, self.sample))
+        return Agent(
+            model=model,
+            tools=list(settings.tools),
+            system_prompt=settings.system_prompt,
+            callback_handler=None,
+            conversation_manager=NullConversationManager(),
+        )
+
+    async def _run_agent(self, model: SGLangModel, system: str | None, asked: Any) -> Any:
+        settings, agent = self.settings, self.agent
+        agent.hooks.add_hook(self.limiter)
+        agent.hooks.add_hook(model.hooks)  # the record knows what becomes of each answer
+        if system is not None:
+            own = agent.system_prompt
+            agent.system_prompt = f"{own}\n\n{system}" if own else system
+        if self.kept is not None and self.kept.messages:
+            self.kept.apply(agent, self.limiter)
+            asked = None
+        elif settings.prompt is not None:
+            asked = settings.prompt(self.sample)
+        invoked = agent.invoke_async(asked, **self._turn_limits())
+        if settings.timeout is not None:
+            invoked = asyncio.wait_for(invoked, max(settings.timeout - self.elapsed_s(), 0.0))
+        return await invoked
+
+    def _turn_limits(self) -> dict[str, Any]:
+        """Strands' limits for what is left of the turns."""
+        if self.settings.max_turns is None:
+            return {}
+        leaf = self.trajectory.main_leaf()
+        path = [] if leaf is None else leaf.path()
+        done = sum(turn.is_answered and turn.status is not TurnStatus.CUT for turn in path)
+        return {"limits": {"turns": max(self.settings.max_turns - done, 1)}}
+
+    async def _own_reward(self, reason: TerminationReason) -> Any:
+        """The episode's own reward; one that raises is no number, so the sample is removed."""
+        function = self.settings.reward
+        if function is None or self.agent is None or OUTCOMES[reason].reward is RewardRule.NONE:
+            return None
+        try:
+            reward = await _awaited(function(self.agent, self.sample))
+            return reward if reward is None or isinstance(reward, Mapping) else float(reward)
+        except Exception:
+            index = getattr(self.sample, "index", None)
+            logger.warning("sample=<%s> | the reward function raised", index, exc_info=True)
+            return float("nan")
+
+    def _reason(self) -> TerminationReason:
+        """Why the episode ended."""
+        end = self.end
+        reason = termination_reason(end, trajectory=self.trajectory, limiter=self.limiter)
+        if reason is TerminationReason.AGENT_ERROR:
+            logger.log(
+                logging.DEBUG if _is_logged(end) else logging.WARNING,
+                "error=<%s> | an agent's own code failed; an error from the same line is logged once",
+                _error_text(end),
+                exc_info=end if isinstance(end, Exception) else None,
+            )
+        elif isinstance(end, Exception):
+            logger.info("outcome=<%s>, error=<%s> | an episode ended with an error", reason.value, end)
+        return reason
+
+    # --- samples ---
+
+    def export(self, reason: TerminationReason, reward: Any, facts: Mapping[str, Any]) -> Any:
+        """Slime's samples.
+
+        Args:
+            reason: Why the episode ended.
+            reward: Its reward; None leaves it to slime's function.
+            facts: What else is told of it.
+        """
+        settings, sample = self.settings, self.sample
+        fan_out = settings.fan_out and not self.evaluation
+        requeued = settings.requeue_aborted
+        if requeued is None:
+            requeued = runs_aborted_again(self.args) and not fan_out and not self.evaluation
+        if reason is TerminationReason.ABORTED:
+            requested = requeued or bool(self.state.aborted)
+        else:  # an agent that cancels itself would do so for ever
+            requested = reason is TerminationReason.CANCELLED and bool(self.state.aborted)
+        waits = any(turn.waits_to_go_on for turn in self.trajectory.turns)
+        if requested and self.is_partial and waits and self._answered() <= self._answered_before:
+            # Aborted before anything was asked: the sample is what the run before has left.
+            sample.status, sample.reward = type(sample).Status.ABORTED, None
+            return sample
+        failed = OUTCOMES[reason].slime_status == "FAILED" and self.end
+        exported = to_slime_samples(
+            self.trajectory,
+            sample,
+            reason,
+            tokenizer=self.state.tokenizer,
+            args=self.args,
+            reward=reward,
+            fan_out=fan_out,
+            abort_requested=requested,
+            evaluation=self.evaluation,
+            failure_reward=settings.failure_reward,
+            off_policy_tokens=self._off_policy_tokens(),
+            non_generation_time=self.non_generation_s(),
+            metadata={
+                "tool_iterations": self.limiter.tool_iter_count,
+                "tool_calls": self.limiter.tool_call_count,
+                "tool_parse_errors": sum(self.trajectory.tool_parse_errors.values()),
+                **({"error": _error_text(self.end)} if failed else {}),
+                **facts,
+            },
+        )
+        forget(sample)
+        if requested and self.is_partial and self.agent is not None:
+            keep(self)
+        return exported
+
+    def _off_policy_tokens(self) -> dict[int, int]:
+        """What earlier runs sampled, if that is not to be trained on."""
+        if self.kept is None or not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
+            return {}
+        resumed = {turn.index: turn.resumes for turn in self.trajectory.turns if turn.resumes is not None}
+        return {**self.kept.old_tokens, **{index: cut.completion_tokens for index, cut in resumed.items()}}
+
+    def clean_up(self) -> None:
+        """Let the agent give back what it holds."""
+        try:
+            if self.agent is not None:
+                self.agent.cleanup()
+        except Exception:
+            logger.warning("an agent could not be cleaned up", exc_info=True)
+
+
+async def _awaited(value: Any) -> Any:
+    """What a function of the user's returned, be it sync or async."""
+    return await value if inspect.isawaitable(value) else value
+
+
+_logged: set[tuple[str, str, int]] = set()
+"""Where errors of agents came from that were logged: one mistake in the code fails every sample of a run."""
+
+
+def _is_logged(error: Any) -> bool:
+    """Whether an error from the same line was logged before; it is from now on."""
+    frames = traceback.extract_tb(getattr(error, "__traceback__", None), limit=-1)
+    origin = (type(error).__name__, frames[0].filename if frames else "", (frames[0].lineno or 0) if frames else 0)
+    known = origin in _logged
+    _logged.add(origin)
+    return known
+
+
+def _error_text(end: Any) -> str:
+    """What failed an episode, as text."""
+    return f"{type(end).__name__}: {end}"[:_MAX_ERROR_CHARS] if isinstance(end, Exception) else ""
 
 
 generate = make_generate()

@@ -22,24 +22,28 @@ the trajectory or with each other. It raises only what the caller can do away wi
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
 import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...exceptions import SGLangDecodingError
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
+from ...protocol.generation import Generation
 from ...templates.encoder import get_encoder
 from ...trajectory.export import sequence_of
 from ...trajectory.tokens import TokenManager
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn, TurnStatus
 from .arguments import Replay, SlimeExportError, as_reward, context_limit, replay_of, reward_key
-from .rows import Rows, placeholder_experts, rows_of
 
-__all__ = ["SlimeExportError", "to_slime_samples"]
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +98,7 @@ class _Branch:
         return self.tokens.multimodal_train_inputs if self.leaf.image_inputs() else None
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     """What slime is told of an episode."""
 
     status: str
@@ -151,10 +154,10 @@ def to_slime_samples(
     _check_arguments(trajectory, sample, reward)
     if isinstance(outcome, str) and not isinstance(outcome, TerminationReason):
         outcome = TerminationReason(outcome)
-    replay = Replay() if evaluation else replay_of(args)
+    export = _Export(trajectory, tokenizer, args, evaluation, failure_reward)
+    replay = export.replay
     main, others = _branches(trajectory)
-    failed = as_reward(args, failure_reward, evaluation=evaluation)
-    verdict = _verdict(trajectory, main, outcome, args, reward, abort_requested, failed, evaluation)
+    verdict = export.verdict(main, outcome, reward, abort_requested)
     facts = {
         **({_EVALUATION: True} if evaluation else {}),
         "outcome": outcome.value if isinstance(outcome, TerminationReason) else None,
@@ -165,15 +168,13 @@ def to_slime_samples(
     chosen = [*others, main] if fan_out and not verdict.remove and verdict.status != "ABORTED" else [main]
     if others and not fan_out:
         _warn_of_others(len(others))
-    own_mask = not fan_out
     samples = []
     for branch in chosen:
         rows, told = None, verdict
         if branch is not None and branch.sampled:
-            tokens = sequence_of(branch.leaf) if own_mask else branch.tokens
             rows = rows_of(
                 branch.leaf,
-                tokens,
+                branch.tokens if fan_out else sequence_of(branch.leaf),  # which has its own full mask
                 replay=replay,
                 keep_cut=verdict.status == "ABORTED",
                 off_policy_tokens=off_policy_tokens or {},
@@ -181,11 +182,11 @@ def to_slime_samples(
             if branch is not main and not any(rows.loss_mask):
                 continue  # a retry took the place of what was cut
             if replay.experts is not None and rows.experts is None:
-                told = _Verdict("FAILED", copy.deepcopy(failed), True)
+                told = export.failed("FAILED")
         target = sample if branch is main else copy.deepcopy(sample)
-        _fill(target, branch, rows, told, tokenizer, args, replay, evaluation)
+        export.fill(target, branch, rows, told)
         target.non_generation_time = float(non_generation_time)
-        problems = list(rows.problems) if rows is not None else []
+        problems = rows.problems if rows is not None else []
         for problem in problems:
             logger.warning("sample=<%s> | tokens are not trained: %s", getattr(sample, "index", None), problem)
         own = {**facts, "is_main": branch is main, **({"problems": problems} if problems else {})}
@@ -249,43 +250,114 @@ def _rollout_id(sample: Any) -> int:
     return uuid.uuid4().int >> 65  # above every index
 
 
-# --- what slime is told ---
+# --- what slime is told, and what fills its samples ---
 
 
-def _verdict(
-    trajectory: Trajectory,
-    main: _Branch | None,
-    outcome: TerminationReason | Outcome,
-    args: Any,
-    reward: Any,
-    abort_requested: bool,
-    failed_reward: Any,
-    evaluation: bool,
-) -> _Verdict:
-    sampled = sum(turn.generation.completion_tokens for turn in trajectory.turns if turn.generation is not None)
-    if not isinstance(outcome, Outcome):
-        told = outcome_of(outcome, sampled_tokens=sampled, abort_requested=abort_requested)
-        wanted = OUTCOMES[outcome]
-    else:
-        told = wanted = outcome
-    failed = _Verdict("FAILED", failed_reward, True)
-    truncated = _Verdict("TRUNCATED", failed_reward, True)
-    if wanted.slime_status == "ABORTED" and abort_requested:
-        return _Verdict("ABORTED", None, False)  # slime runs it again, also if nothing was sampled
-    if main is None or not main.sampled or told.slime_status == "FAILED":
-        return failed
-    if told.remove_sample or wanted.slime_status == "ABORTED":
-        return truncated
-    if told.reward is RewardRule.COMPUTED_IF_ANSWERED and not _is_answer(main.leaf):
-        return truncated
-    status = told.slime_status
-    if status == "COMPLETED" and not _is_finished(trajectory, main.leaf):
-        status = "TRUNCATED"
-    if reward is not None and not _is_finite(args, reward, evaluation):
-        logger.warning("reward=<%r> | a reward is no finite number; its sample is removed", reward)
-        return _Verdict(status, failed_reward, True)
-    own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
-    return _Verdict(status, own, False)
+@dataclass(frozen=True)
+class _Export:
+    trajectory: Trajectory
+    tokenizer: Any
+    args: Any
+    evaluation: bool
+    failure_reward: float
+
+    @property
+    def replay(self) -> Replay:
+        return Replay() if self.evaluation else replay_of(self.args)
+
+    def failed(self, status: str) -> _Verdict:
+        return _Verdict(status, as_reward(self.args, self.failure_reward, evaluation=self.evaluation), True)
+
+    def verdict(
+        self, main: _Branch | None, outcome: TerminationReason | Outcome, reward: Any, abort_requested: bool
+    ) -> _Verdict:
+        trajectory = self.trajectory
+        if isinstance(outcome, Outcome):
+            told = wanted = outcome
+        else:
+            sampled = sum(len(turn.output_ids) for turn in trajectory.turns)
+            told = outcome_of(outcome, sampled_tokens=sampled, abort_requested=abort_requested)
+            wanted = OUTCOMES[outcome]
+        if wanted.slime_status == "ABORTED" and abort_requested:
+            return _Verdict("ABORTED", None, False)  # slime runs it again, also if nothing was sampled
+        if main is None or not main.sampled or told.slime_status == "FAILED":
+            return self.failed("FAILED")
+        if (
+            told.remove_sample
+            or wanted.slime_status == "ABORTED"
+            or (told.reward is RewardRule.COMPUTED_IF_ANSWERED and not _is_answer(main.leaf))
+        ):
+            return self.failed("TRUNCATED")
+        status = told.slime_status
+        if status == "COMPLETED" and not _is_finished(trajectory, main.leaf):
+            status = "TRUNCATED"
+        if reward is not None and not self._is_finite(reward):
+            logger.warning("reward=<%r> | a reward is no finite number; its sample is removed", reward)
+            return self.failed(status)
+        own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
+        return _Verdict(status, own, False)
+
+    def _is_finite(self, reward: Any) -> bool:
+        if not isinstance(reward, Mapping):
+            return math.isfinite(float(reward))
+        key = reward_key(self.args, evaluation=self.evaluation)
+        values = [reward.get(key)] if key else [value for value in reward.values() if isinstance(value, float)]
+        return all(value is not None and _is_number(value) and math.isfinite(float(value)) for value in values)
+
+    def fill(self, sample: Any, branch: _Branch | None, rows: Rows | None, verdict: _Verdict) -> None:
+        images = None if branch is None else branch.images()
+        if rows is None:
+            rows, images = self._nothing_sampled(branch, images)
+        length, replay = len(rows.loss_mask), self.replay
+        mask, logprobs, top_p = rows.loss_mask, rows.logprobs, rows.top_p
+        if verdict.remove:
+            mask, logprobs = [0] * length, [0.0] * length
+            top_p = _no_top_p(length) if replay.top_p else None
+        sample.tokens = rows.token_ids
+        sample.response_length = length
+        sample.response = get_encoder(self.tokenizer).decode(rows.token_ids[-length:])
+        sample.loss_mask = mask
+        sample.rollout_log_probs = logprobs
+        sample.status = type(sample).Status[verdict.status]
+        sample.reward = verdict.reward
+        sample.remove_sample = verdict.remove
+        sample.multimodal_train_inputs = images
+        sample.rollout_routed_experts = rows.experts
+        if replay.experts is not None and rows.experts is None:
+            sample.rollout_routed_experts = placeholder_experts(len(rows.token_ids), *replay.experts)
+        sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = top_p or (None, None)
+        for name in _MADE_LATER:
+            if hasattr(sample, name):
+                setattr(sample, name, None)
+        path = branch.leaf.path() if branch is not None else []
+        generations = [turn.generation for turn in path if turn.generation is not None]
+        sample.weight_versions = [version for generation in generations for version in _weight_versions(generation)]
+        self._count(sample, generations)
+
+    def _nothing_sampled(
+        self, branch: _Branch | None, images: dict[str, Any] | None
+    ) -> tuple[Rows, dict[str, Any] | None]:
+        """The prompt, as far as it fits, and one token that nobody is trained on."""
+        prompt = branch.tokens.token_ids if branch is not None else []
+        padding = _padding(self.tokenizer)
+        limit = context_limit(self.args, evaluation=self.evaluation)
+        if limit is not None and len(prompt) >= limit:
+            # What did not fit the server's context does not fit training either.
+            prompt, images = prompt[: max(limit - 1, 1)], None
+        tokens = [*(prompt or [padding]), padding]
+        return Rows(tokens, [0], [0.0], _no_top_p(1) if self.replay.top_p else None, None, []), images
+
+    def _count(self, sample: Any, generations: Sequence[Generation]) -> None:
+        """Fill what slime counts of the prefix cache and of speculative decoding, over the calls of the sequence."""
+        speculates = getattr(self.args, "sglang_speculative_algorithm", None)
+        for name, counts in (("prefix_cache_info", True), ("spec_info", speculates)):
+            if getattr(sample, name, None) is None:
+                continue
+            fresh = type(getattr(sample, name))()
+            for generation in generations if counts else []:
+                own = {"cached_tokens": generation.cached_tokens, "prompt_tokens": generation.prompt_tokens}
+                fresh.add({**generation.meta_info, **own, "completion_tokens": generation.completion_tokens})
+            setattr(sample, name, fresh)
 
 
 def _is_finished(trajectory: Trajectory, leaf: Turn) -> bool:
@@ -298,80 +370,13 @@ def _is_answer(leaf: Turn) -> bool:
     return leaf.status is not TurnStatus.CUT and not leaf.is_cut_short and not leaf.tool_calls and leaf.is_answered
 
 
-def _is_finite(args: Any, reward: Any, evaluation: bool) -> bool:
-    if not isinstance(reward, Mapping):
-        return math.isfinite(float(reward))
-    key = reward_key(args, evaluation=evaluation)
-    values = [reward.get(key)] if key else [value for value in reward.values() if isinstance(value, float)]
-    return all(value is not None and _is_number(value) and math.isfinite(float(value)) for value in values)
-
-
-# --- filling ---
-
-
-def _fill(
-    sample: Any,
-    branch: _Branch | None,
-    rows: Rows | None,
-    verdict: _Verdict,
-    tokenizer: Any,
-    args: Any,
-    replay: Replay,
-    evaluation: bool,
-) -> None:
-    images = None
-    if rows is None:
-        rows, images = _nothing_sampled(branch, tokenizer, args, replay, evaluation)
-    elif branch is not None:
-        images = branch.images()
-    length = len(rows.loss_mask)
-    mask, logprobs, top_p = rows.loss_mask, rows.logprobs, rows.top_p
-    if verdict.remove:
-        mask, logprobs = [0] * length, [0.0] * length
-        top_p = _no_top_p(length) if replay.top_p else None
-    sample.tokens = rows.token_ids
-    sample.response_length = length
-    sample.response = get_encoder(tokenizer).decode(rows.token_ids[-length:])
-    sample.loss_mask = mask
-    sample.rollout_log_probs = logprobs
-    sample.status = type(sample).Status[verdict.status]
-    sample.reward = verdict.reward
-    sample.remove_sample = verdict.remove
-    sample.multimodal_train_inputs = images
-    sample.rollout_routed_experts = rows.experts
-    if replay.experts is not None and rows.experts is None:
-        sample.rollout_routed_experts = placeholder_experts(len(rows.token_ids), *replay.experts)
-    sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = (None, None) if top_p is None else top_p
-    for name in _MADE_LATER:
-        if hasattr(sample, name):
-            setattr(sample, name, None)
-    turns = [turn for turn in (branch.leaf.path() if branch is not None else []) if turn.generation is not None]
-    sample.weight_versions = [version for turn in turns for version in _weight_versions(turn)]
-    _count(sample, turns, args)
-
-
-def _weight_versions(turn: Turn) -> list[str]:
+def _weight_versions(generation: Generation) -> list[str]:
     """The version that answered a call; all of them in order, where the weights changed in between."""
-    generation = turn.generation
-    if generation is None or generation.weight_version is None:
+    if generation.weight_version is None:
         return []
     versions = [span.version for span in generation.weight_versions]
     changed = [version for version, before in zip(versions, [None, *versions], strict=False) if version != before]
     return changed or [generation.weight_version]
-
-
-def _nothing_sampled(
-    branch: _Branch | None, tokenizer: Any, args: Any, replay: Replay, evaluation: bool
-) -> tuple[Rows, dict[str, Any] | None]:
-    """The prompt, as far as it fits, and one token that nobody is trained on."""
-    prompt = branch.tokens.token_ids if branch is not None else []
-    images = branch.images() if branch is not None else None
-    limit = context_limit(args, evaluation=evaluation)
-    if limit is not None and len(prompt) >= limit:
-        # What did not fit the server's context does not fit training either.
-        prompt, images = prompt[: max(limit - 1, 1)], None
-    tokens = [*(prompt or [_padding(tokenizer)]), _padding(tokenizer)]
-    return Rows(tokens, [0], [0.0], _no_top_p(1) if replay.top_p else None, None, ()), images
 
 
 def _padding(tokenizer: Any) -> int:
@@ -388,19 +393,232 @@ def _no_top_p(length: int) -> Any:
     return torch.zeros(0, dtype=torch.int32), torch.zeros(length + 1, dtype=torch.int32)
 
 
-def _count(sample: Any, turns: list[Turn], args: Any) -> None:
-    """Fill what slime counts of the prefix cache and of speculative decoding, over the calls of the sequence."""
-    names = ["prefix_cache_info"]
-    if getattr(args, "sglang_speculative_algorithm", None):
-        names.append("spec_info")
-    for name in ("prefix_cache_info", "spec_info"):
-        counted = getattr(sample, name, None)
-        if counted is None:
+# --- one sequence, token by token ---
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One sequence, prompt and response apart. R is the response's length, T that of both.
+
+    Attributes:
+        token_ids: Prompt and response, shape (T,).
+        loss_mask: 0 or 1 for each token of the response, shape (R,).
+        logprobs: 0.0 where the mask is 0, shape (R,).
+        top_p: Ids that top-p kept, one span after the other, and where they start, shape (R + 1,); both int32. None if
+            they are not replayed.
+        experts: int32, shape (T - 1, layers, experts per token); None if they are not replayed, or not all there.
+        problems: What is wrong with tokens that therefore have loss mask 0, for people.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    top_p: tuple[torch.Tensor, torch.Tensor] | None
+    experts: torch.Tensor | None
+    problems: list[str]
+
+
+class Span(NamedTuple):
+    """Where the sampled tokens of a turn are in a sequence: from `start` up to `stop`."""
+
+    turn: Turn
+    start: int
+    stop: int
+
+
+def rows_of(
+    leaf: Turn,
+    sequence: TokenManager,
+    *,
+    replay: Replay,
+    keep_cut: bool,
+    off_policy_tokens: Mapping[int, int],
+) -> Rows:
+    """Lay out a sequence that has at least one sampled token.
+
+    Args:
+        leaf: The turn that it ends with.
+        sequence: Its tokens, with the mask that they have in this sequence.
+        replay: What training replays.
+        keep_cut: Whether turns that were cut keep their mask: the sample is to be continued, not trained.
+        off_policy_tokens: By `Turn.index`, how many of its first tokens older weights sampled; they have mask 0.
+
+    Raises:
+        SlimeExportError: Logprobs, top-p ids or experts were never asked for, or are another model's.
+    """
+    spans: list[Span] = []
+    for turn, kept in leaf.steps():
+        begins = (spans[-1].stop if spans else 0) + len(turn.prompt_ids)
+        spans.append(Span(turn, begins, begins + kept))
+    start = spans[0].start
+    mask, recorded = sequence.loss_mask, sequence.logprobs
+    problems: list[str] = []
+    for span in spans:
+        if span.turn.status is TurnStatus.DISCARDED or (span.turn.status is TurnStatus.CUT and not keep_cut):
+            _clear(mask, span.start, span.stop)
+        old = span.start + off_policy_tokens.get(span.turn.index, 0)
+        _clear(mask, span.start, min(span.stop, old))
+        if any(mask[span.start : span.stop]):
+            problems += _mask_unknown(span, mask, recorded)
+    top_p = _top_p(spans, mask, start, problems) if replay.top_p else None
+    experts = None
+    if replay.experts is not None:
+        try:
+            experts = expert_rows(leaf, *replay.experts)
+        except SGLangDecodingError as error:
+            problems.append(str(error))
+        if experts is None:
+            _require_experts(leaf)
+            problems.append("its routed experts are not complete")
+    logprobs = [logprob if kept and logprob is not None else 0.0 for kept, logprob in zip(mask, recorded, strict=True)]
+    return Rows(sequence.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
+
+
+def _clear(mask: list[int], start: int, stop: int) -> None:
+    mask[start:stop] = [0] * len(mask[start:stop])
+
+
+def _is_uninterrupted(turn: Turn) -> bool:
+    """Whether one request gave the whole answer, so that all that was asked for is there.
+
+    An answer that was resumed lacks what its aborted part lacks, whatever its last part has.
+    """
+    generation = turn.generation
+    return generation is not None and generation.finish_type != "abort" and not generation.resumed_ids
+
+
+def _mask_unknown(span: Span, mask: list[int], logprobs: list[float | None]) -> list[str]:
+    """Take tokens without a finite logprob out of the mask.
+
+    Raises:
+        SlimeExportError: Logprobs were not asked for.
+    """
+    generation = span.turn.generation
+    if generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn):
+        raise SlimeExportError(
+            f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
+            "SGLangModel at its default, True"
+        )
+    unknown = 0
+    for position in range(span.start, span.stop):
+        logprob = logprobs[position]
+        if mask[position] and (logprob is None or not math.isfinite(logprob)):
+            mask[position] = 0
+            unknown += 1
+    return [f"{unknown} tokens of call {span.turn.index} have no finite logprob"] if unknown else []
+
+
+# --- top-p ---
+
+
+def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids that top-p kept, an empty span for every token with mask 0; tokens that have none get mask 0."""
+    import torch
+
+    ids: list[torch.Tensor] = []
+    offsets = torch.zeros(len(mask) - start + 1, dtype=torch.int32)
+    for span in spans:
+        if not any(mask[span.start : span.stop]) or span.turn.generation is None:
             continue
-        fresh = type(counted)()
-        for turn in turns if name in names else []:
-            generation = turn.generation
-            if generation is not None:
-                own = {"cached_tokens": generation.cached_tokens, "prompt_tokens": generation.prompt_tokens}
-                fresh.add({**generation.meta_info, **own, "completion_tokens": generation.completion_tokens})
-        setattr(sample, name, fresh)
+        try:
+            kept = span.turn.generation.kept_ids()
+        except ValueError as error:
+            problems.append(f"call {span.turn.index}: {error}")
+            _clear(mask, span.start, span.stop)
+            continue
+        if kept is None:
+            if _is_uninterrupted(span.turn):
+                raise SlimeExportError(
+                    f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
+                    "SGLang, and pass slime's sampling_params (custom_params) on; or have any SGLang tell sampling "
+                    "masks, by request_fields={'return_sampling_mask': True} of SGLangModel and a finite top_k"
+                )
+            problems.append(f"call {span.turn.index} was aborted, and a part of it has no top-p ids")
+            _clear(mask, span.start, span.stop)
+            continue
+        told = kept.part(0, span.stop - span.start)
+        widths = torch.tensor(told.lengths, dtype=torch.int32)
+        trained = torch.tensor(mask[span.start : span.stop], dtype=torch.bool)
+        if unknown := int((trained & (widths == 0)).sum()):  # of a part that the server aborted
+            problems.append(f"{unknown} tokens of call {span.turn.index} have no top-p ids")
+            trained &= widths > 0
+            mask[span.start : span.stop] = trained.int().tolist()
+        ids.append(torch.tensor(told.token_ids, dtype=torch.int32)[trained.repeat_interleave(widths)])
+        offsets[span.start - start + 1 : span.stop - start + 1] = widths * trained
+    return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
+
+
+# --- routed experts ---
+
+
+def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
+    """The experts of every token of a sequence but the last, each as the call told them that first ran the token.
+
+    So the rows of sampled tokens are those that were in force when they were sampled.
+
+    Args:
+        leaf: The turn that the sequence ends with.
+        layers: Layers of the model, those without experts too.
+        top_k: Experts per token.
+
+    Returns:
+        int32, shape (T - 1, layers, top_k); None if rows are missing.
+
+    Raises:
+        SlimeExportError: The server's model has other numbers of layers and experts.
+    """
+    import torch
+
+    parts: list[torch.Tensor] = []
+    have = position = 0
+    for turn, kept in leaf.steps():
+        position += len(turn.prompt_ids)
+        generation = turn.generation
+        rows = position + len(turn.output_ids) - 1
+        if generation is not None and generation.routed_experts is not None and generation.routed_rows == rows > have:
+            if generation.routed_width != layers * top_k:
+                raise SlimeExportError(
+                    f"call {turn.index} has {generation.routed_width} routed experts per token, and num_layers * "
+                    f"moe_router_topk is {layers} * {top_k}: the arguments are another model's"
+                )
+            parts.append(_tail(generation, have).reshape(-1, layers, top_k))
+            have = rows
+        position += kept
+        if have > position:  # rows of tokens that no later call kept
+            parts, have = [torch.cat(parts)[:position]], position
+    needed = position - 1
+    if have < needed or not parts:
+        return None
+    return torch.cat(parts)[:needed]
+
+
+def _tail(generation: Generation, start: int) -> torch.Tensor:
+    """A generation's expert ids from row `start` on; only that part of the text is decoded."""
+    import torch
+
+    skipped = start * (generation.routed_width or 0) * 4
+    try:
+        content = base64.b64decode((generation.routed_experts or "")[skipped // 3 * 4 :], validate=True)
+    except binascii.Error as error:
+        raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
+    return torch.frombuffer(bytearray(content[skipped % 3 :]), dtype=torch.int32)
+
+
+def _require_experts(leaf: Turn) -> None:
+    """Tell rows that were never asked for from rows that an abort left out.
+
+    Raises:
+        SlimeExportError: They were not asked for.
+    """
+    if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
+        raise SlimeExportError(
+            f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
+            "return_routed_experts=True of SGLangModel, and start the server with --enable-return-routed-experts"
+        )
+
+
+def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tensor:
+    """Rows for a sample that is not trained: different experts for each token, since slime refuses layers of zeros."""
+    import torch
+
+    return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)
