@@ -1,9 +1,11 @@
-"""Processes that are to be gone."""
+"""Processes of this machine: those of one owner's sandboxes, and those that are to be gone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+from pathlib import Path
 
 PATIENCE_S = 60
 
@@ -18,3 +20,35 @@ def has_ended(pid: int) -> bool:
         return bool(select.select([process], [], [], PATIENCE_S)[0])
     finally:
         os.close(process)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """The parent and the command line of each process."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(process.name)] = parent, (process / "cmdline").read_text(errors="replace")
+    return found
+
+
+def watchers(owner: int) -> list[int]:
+    """The processes that watch one owner's programs in the sandbox, from the outermost one on."""
+    return sorted(
+        pid
+        for pid, (_, command) in processes().items()
+        if "inside.launcher" in command and f'"parent": {owner},' in command
+    )
+
+
+def running(owner: int, folder: str | Path) -> list[int]:
+    """Processes of the sandbox of one owner: what watches, and programs that have their folder under `folder`.
+
+    The programs in a namespace end with the process that watches there, which looks like the one outside.
+    """
+    found = watchers(owner)
+    for pid in processes():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd").startswith(f"{folder}/"):
+                found.append(pid)
+    return found

@@ -21,7 +21,7 @@ The estimates, from `n` samples of a prompt, `c` of them successful:
   arXiv 2203.11171).
 
 All are means over prompts. Samples of one prompt resemble each other, so the unit of an interval is the prompt, however
-many samples it has. `tests/support/interval_coverage.py` measures how often intervals hold the truth.
+many samples it has. `tests/unit/env/eval/test_metrics.py` measures how often they hold the truth.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.episodes import task
-from support.sandboxes import running
+from support.processes import running
 from support.scripted_model import ScriptedModel, tool_use
 
 SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"

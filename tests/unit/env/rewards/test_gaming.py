@@ -1,21 +1,77 @@
-"""No answer that looks right and is wrong is paid for, and no harmless spelling costs anything."""
+"""No answer that looks right and is wrong is paid for, and no harmless spelling costs anything.
+
+`math_pairs.jsonl` has answers with what is to be said of each. `math_truths.jsonl` has 500 right answers of many kinds,
+each with other spellings (`same`) and with answers that look like it and are wrong (`other`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strands_env.rewards import MathReward
-from support.altered_answers import altered, misjudged, respelled, truths
 from support.episodes import answered, task
 
 pytest.importorskip("math_verify")
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text("utf-8").splitlines()]
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_text("utf-8").splitlines()]
+
+
+PAIRS = lines_of("math_pairs.jsonl")
+TRUTHS = lines_of("math_truths.jsonl")
+SPELLINGS = (
+    r"\boxed{ %s }", r"\boxed{%s.}", r"\boxed{$%s$}", r"$\boxed{%s}$", r"\[ \boxed{%s} \]", r"\fbox{%s}",
+    r"So the answer is \boxed{%s}.", r"\boxed{\displaystyle %s}", "The answer is $%s$.", "The final answer is: $%s$",
+    "$%s$",
+)  # fmt: skip
+SAME_COMMANDS = (
+    (r"\\frac", r"\\dfrac"),
+    (r"\\frac", r"\\tfrac"),
+    (r"^([(\[])(.*)([)\]])$", r"\\left\1\2\\right\3"),
+    (r"^(?!.*\d,\d{3}(?!\d))(.*,.*)$", lambda found: found[0].replace(",", ", ")),
+)
+
+
+def respelled(truth: dict[str, Any]) -> list[str]:
+    """Answers that say the same."""
+    text = truth["text"]
+    spelled = [re.sub(pattern, other, text) for pattern, other in SAME_COMMANDS]
+    boxed = [text, *truth["same"], *(other for other in spelled if other != text)]
+    return [*(rf"\boxed{{{one}}}" for one in boxed), *(spelling.replace("%s", text) for spelling in SPELLINGS)]
+
+
+def altered(truth: dict[str, Any], count: int) -> list[str]:
+    """Answers that are wrong: those of the file, and the truth with another digit or one more."""
+    text, chance = truth["text"], random.Random(f"0 {truth['text']}")
+    digits = [found.start() for found in re.finditer(r"\d", text)]
+    found = dict.fromkeys(truth["other"])
+    for _ in range(count * 4 if digits else 0):
+        at = chance.choice(digits)
+        digit = chance.choice([one for one in "123456789" if one != text[at]])
+        found[text[:at] + digit + text[at + chance.choice([0, 1, 1]) :]] = None
+    return [rf"\boxed{{{one}}}" for one in list(found)[:count]]
+
+
+async def misjudged(cases: list[tuple[Any, str]], is_right: bool) -> list[tuple[Any, str, str]]:
+    """The pairs of truth and answer that `MathReward` judges otherwise, with its verdict."""
+    reward = MathReward()
+    results = await asyncio.gather(
+        *(reward.compute(action=task(truth), step_result=answered(text)) for truth, text in cases)
+    )
+    return [
+        (*case, result.info["verdict"])
+        for case, result in zip(cases, results, strict=True)
+        if (result.reward == 1.0) is not is_right
+    ]
 
 
 def test_the_table_has_pairs_of_every_kind() -> None:
@@ -33,50 +89,13 @@ async def test_the_table_of_right_and_wrong_answers_holds(is_right: bool) -> Non
 
 
 async def test_answers_altered_in_one_place_are_wrong() -> None:
-    """B4. A sample: `python -m support.altered_answers` has 10,000."""
-    cases = [(truth.text, text) for truth in truths() for text in altered(truth, 40)]
+    """B4."""
+    cases = [(truth["text"], text) for truth in TRUTHS for text in altered(truth, 40)]
     assert len({truth for truth, _ in cases}) == 500 and len(cases) >= 10_000
     assert await misjudged(random.Random(7).sample(cases, 1500), False) == []
 
 
 async def test_harmless_spellings_are_right() -> None:
-    """B4. A sample likewise."""
-    cases = [(truth.text, text) for truth in truths() for text in respelled(truth)]
-    assert await misjudged(random.Random(7).sample(cases, 800), True) == []
-
-
-async def test_a_task_restated_is_no_answer_unless_it_may_be() -> None:
     """B4."""
-    strict, lenient = MathReward(), MathReward(allow_unevaluated=True)
-    for text in (r"\boxed{25 \times 17}", r"\boxed{\sum_{i=1}^{17} 25}", r"\boxed{850/2}"):
-        result = await strict.compute(action=task("425"), step_result=answered(text))
-        assert (result.reward, result.info["verdict"]) == (0.0, "unevaluated")
-        assert "left undone" in result.info["reason"]
-        assert (await lenient.compute(action=task("425"), step_result=answered(text))).reward == 1.0
-    wrong = await lenient.compute(action=task("425"), step_result=answered(r"\boxed{25 \times 18}"))
-    assert (wrong.reward, wrong.info["verdict"]) == (0.0, "wrong")
-
-
-@pytest.mark.parametrize("truth", [r"\frac{", r"x^{", r"\begin{pmatrix} 1", "9^{9^{9^{9}}} + x"])
-async def test_what_cannot_be_decided_is_wrong_and_says_so(truth: str) -> None:
-    """B3, B4."""
-    result = await MathReward().compute(action=task(truth), step_result=answered(r"\boxed{7}"))
-    assert result.reward == 0.0
-    assert result.info["verdict"] in ("unreadable_truth", "wrong", "over_limits", "unreadable")
-    literal = await MathReward().compute(action=task(truth), step_result=answered(truth))
-    assert literal.reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("rounding", "answer", "expected"),
-    [
-        (None, "0.333333", 0.0),
-        (6, "0.333333", 1.0),
-        (2, "0.33", 1.0),
-        (2, "0.32", 0.0),
-        (None, "0.3333333333333333", 1.0),
-    ],
-)
-async def test_decimals_are_rounded_only_if_they_may_be(rounding: int | None, answer: str, expected: float) -> None:
-    reward = MathReward(float_rounding=rounding)
-    assert (await reward.compute(action=task("1/3"), step_result=answered(f"\\boxed{{{answer}}}"))).reward == expected
+    cases = [(truth["text"], text) for truth in TRUTHS for text in respelled(truth)]
+    assert await misjudged(random.Random(7).sample(cases, 800), True) == []

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from strands_env.rewards import (
     last_boxed,
 )
 from support.episodes import answered, task
-from support.processes import has_ended
+from support.processes import has_ended, processes
 
 pytest.importorskip("math_verify")
 
@@ -35,20 +34,6 @@ SHORT = WorkerLimits(cpu_s=1.0)
 async def reward(text: str | None, truth: Any, **options: Any) -> tuple[float, str]:
     result = await MathReward(**options).compute(action=task(truth), step_result=answered(text))
     return result.reward, result.info["verdict"]
-
-
-def workers() -> set[int]:
-    """The pids of this process's workers."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == os.getpid() and "jobs.worker" in (folder / "cmdline").read_text():
-                    found.add(int(folder.name))
-            except OSError:
-                pass
-    return found
 
 
 @pytest.mark.parametrize(
@@ -195,8 +180,9 @@ async def test_memory_is_limited() -> None:
 async def test_a_worker_that_dies_is_replaced() -> None:
     limits = WorkerLimits(cpu_s=2.0)
     assert await reward("$1.0$", "1", limits=limits, n_workers=1) == (1.0, "correct")
-    for pid in workers():
-        os.kill(pid, signal.SIGKILL)
+    for pid, (parent, command) in processes().items():
+        if parent == os.getpid() and "jobs.worker" in command:
+            os.kill(pid, signal.SIGKILL)
     assert await reward("$1.00$", "1", limits=limits, n_workers=1) == (1.0, "correct")
 
 
