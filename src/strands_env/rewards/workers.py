@@ -31,12 +31,11 @@ _BOOTSTRAP = (
     "import sys, types; package = types.ModuleType('jobs'); package.__path__ = [sys.argv.pop(1)]; "
     "sys.modules['jobs'] = package; from jobs.worker import main; main()"
 )
-START_S = 120.0
-"""How long a worker may take to start."""
+START_S = 120.0  # how long a worker may take to start
+# Signals that a request brings upon its worker; others come from elsewhere.
 FAULTS_OF_REQUESTS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 )
-"""Signals that a request brings upon its worker; others come from elsewhere."""
 
 
 class WorkerError(RuntimeError):
@@ -127,31 +126,25 @@ class WorkerPool:
         """
         with self._lock:
             worker = self._idle.pop() if self._idle else None
-        try:
-            # The first worker may be worn out by earlier requests; the second one is new.
-            for last in (False, True):
-                worker = worker or _Worker(self.job, self.limits)
-                fresh = worker.requests == 0
-                begun()
-                try:
-                    return worker.ask(request)
-                except OverLimitsError as error:
-                    worker.stop()
-                    worker = None
-                    if last or fresh or error.is_time:
-                        raise
-                except WorkerError:
-                    worker.stop()
-                    worker = None
-                    if last:
-                        raise
-            raise AssertionError("unreachable")
-        finally:
-            if worker is not None and worker.requests < self.limits.requests:
-                with self._lock:
-                    self._idle.append(worker)
-            elif worker is not None:
+        # The first worker may be worn out by earlier requests; the second one is new.
+        for is_last in (False, True):
+            worker = worker or _Worker(self.job, self.limits)
+            is_new = worker.requests == 0
+            begun()
+            try:
+                answer = worker.ask(request)
+                break
+            except (OverLimitsError, WorkerError) as error:
                 worker.stop()
+                worker = None
+                if is_last or (isinstance(error, OverLimitsError) and (is_new or error.is_time)):
+                    raise
+        if worker is not None and worker.requests < self.limits.requests:
+            with self._lock:
+                self._idle.append(worker)
+        elif worker is not None:
+            worker.stop()
+        return answer
 
 
 class _Worker:

@@ -27,9 +27,8 @@ _HOW = (
     ),
 )
 _DIGITS = 50
-_CLOSE = sympy.Float("1e-40", _DIGITS)
 _FAR = sympy.Float("1e-30", _DIGITS)
-_POINTS = (Fraction(271, 113), Fraction(-355, 339), Fraction(17, 29), Fraction(1543, 211))
+_POINTS = tuple(sympy.Rational(*ratio) for ratio in ((271, 113), (-355, 339), (17, 29), (1543, 211)))
 _OPERATIONS = {
     "integral": r"\\i*int|\\oint",
     "sum": r"\\sum",
@@ -58,6 +57,8 @@ _KNOWN = frozenset(
     " oint sum prod lim to det mod gcd lcm max min lfloor rfloor lceil rceil ldots partial pm mp prime parallel"
     " perp".split()
 )
+_TOGETHER = re.compile(r"(?<![a-zA-Z\\{])[A-Z]{2,}(?![a-zA-Z])")
+_MARKED = re.compile(r"\\(?:overline|overrightarrow|vec|hat|angle|triangle|mathbb)\s*\{?\s*([A-Za-z]+)\s*\}?")
 _OF_SYMBOLS = ("addition", "multiplication", "power")
 
 
@@ -119,22 +120,20 @@ def is_same(truth: str, answer: str) -> bool:
     return one == other or bool(verify(one, other, timeout_seconds=None, raise_on_error=False)) or _is_zero(one - other)
 
 
-def is_proportional(truth: tuple[str, str], answer: tuple[str, str], *, positive: bool) -> bool:
+def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed: bool) -> bool:
     """Whether two relations with a common sign, each given by its sides, say the same by a common factor."""
     one, other = (formula(left) - formula(right) for left, right in (truth, answer))
     if one.free_symbols != other.free_symbols or not one.free_symbols:
         return False
     ratio = sympy.simplify(one / other)
-    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (ratio.is_positive or not positive))
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (ratio.is_positive or not is_directed))
 
 
-def number(latex: str) -> Any:
+def number(latex: str) -> Fraction | None:
     """A formula without letters as a number of 50 digits, None if it is none."""
     value = formula(latex)
-    if value.free_symbols:
-        return None
-    value = sympy.N(value, _DIGITS)
-    return value if value.is_number and value.is_real and value.is_finite else None
+    value = sympy.N(value, _DIGITS) if not value.free_symbols else value
+    return Fraction(str(value)) if value.is_number and value.is_real and value.is_finite else None
 
 
 @lru_cache(maxsize=1024)
@@ -144,12 +143,7 @@ def formula(latex: str) -> Any:
     Raises:
         UnknownFormulaError: Nothing.
     """
-    prepared = re.sub(r"(?<![a-zA-Z\\{])[A-Z]{2,}(?![a-zA-Z])", lambda m: _symbol(m[0]), latex)
-    prepared = re.sub(
-        r"\\(?:overline|overrightarrow|vec|hat|angle|triangle|mathbb)\s*\{?\s*([A-Za-z]+)\s*\}?",
-        lambda m: _symbol(m[0]),
-        prepared,
-    )
+    prepared = _MARKED.sub(_symbol, _TOGETHER.sub(_symbol, latex))
     prepared = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", prepared)
     prepared = prepared.replace("*", r" \cdot ").replace(DEGREE, r"^{\circ}")
     found = parse(
@@ -158,14 +152,12 @@ def formula(latex: str) -> Any:
     value = found[0] if found else None
     if not isinstance(value, sympy.Basic) or value.has(sympy.nan, sympy.zoo) or not hasattr(value, "free_symbols"):
         raise UnknownFormulaError(f"{latex!r:.200} is no formula that math-verify can read")
-    named = {symbol: sympy.I if symbol.name == "i" else sympy.E for symbol in value.free_symbols if symbol.name in "ei"}
-    value = value.subs(named) if named else value
-    same = {symbol: sympy.Symbol(symbol.name) for symbol in value.free_symbols}
-    return value.xreplace(same)
+    constants = {"i": sympy.I, "e": sympy.E}
+    return value.subs({name: constants.get(name.name, sympy.Symbol(name.name)) for name in value.free_symbols})
 
 
-def _symbol(text: str) -> str:
-    return "Q_{" + "".join(str(ord(char)) for char in text if char.isalnum()) + "}"
+def _symbol(found: re.Match[str]) -> str:
+    return "Q_{" + "".join(str(ord(char)) for char in found[0] if char.isalnum()) + "}"
 
 
 def _agree(one: Any, other: Any) -> bool:
@@ -173,26 +165,14 @@ def _agree(one: Any, other: Any) -> bool:
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return True
     names = sorted(one.free_symbols | other.free_symbols, key=str)
-    shifted = [
-        {
-            name: sympy.Rational(point.numerator, point.denominator) + sympy.Rational(at, 7)
-            for at, name in enumerate(names)
-        }
-        for point in (_POINTS if names else _POINTS[:1])
-    ]
-    for point in shifted:
+    for start in _POINTS if names else _POINTS[:1]:
+        point = {name: start + sympy.Rational(at, 7) for at, name in enumerate(names)}
         a, b = (sympy.N(side.subs(point).doit(), _DIGITS) for side in (one, other))
-        if (
-            not (a.is_number and b.is_number)
-            or a.has(sympy.oo, sympy.zoo, sympy.nan)
-            or b.has(sympy.oo, sympy.zoo, sympy.nan)
-        ):
-            if names:
-                continue
+        is_finite = all(side.is_number and not side.has(sympy.oo, sympy.zoo, sympy.nan) for side in (a, b))
+        if not is_finite and not names:
             return bool(a == b)
-        if names and not (a.is_real and b.is_real):
-            continue
-        if abs(a - b) > _FAR * (abs(a) + abs(b)) and abs(a - b) > 0:
+        is_comparable = is_finite and (not names or (a.is_real and b.is_real))
+        if is_comparable and abs(a - b) > _FAR * (abs(a) + abs(b)):
             return False
     return True
 

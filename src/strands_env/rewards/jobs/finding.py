@@ -45,10 +45,9 @@ def answer_in(text: str) -> str | None:
     """
     whole = text.strip()
     anchors = list(_ANCHOR.finditer(whole))
-    if not anchors and len(whole) <= LONGEST_PHRASE and "\n" not in whole:
-        value = _value(whole)
-        if value is not None and not _is_talk(value, LONGEST_WORDS - 2):
-            return whole
+    is_short = len(whole) <= LONGEST_PHRASE and "\n" not in whole
+    if not anchors and is_short and _is_answer(whole, LONGEST_WORDS - 2):
+        return whole
     if anchors:
         return _phrase(whole[anchors[-1].end() :])
     sentences = [part for part in _SENTENCE.split(whole) if part.strip(" *\n\t")]
@@ -57,8 +56,7 @@ def answer_in(text: str) -> str | None:
     last = sentences[-1][-LONGEST_PHRASE:]
     for verb in reversed(list(_IS.finditer(last))):
         said = last[verb.end() :].strip()
-        value = _value(said)
-        if value is not None and not _is_talk(value, LONGEST_WORDS):
+        if _is_answer(said, LONGEST_WORDS):
             return said
     found = list(_VALUES.finditer(whole))
     if not found or _HEDGE.search(whole[: found[-1].start()].rstrip("$ ")):
@@ -78,17 +76,17 @@ def _phrase(text: str) -> str | None:
         if _DOUBT.match(sentence[len(said) :]):
             break
         said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
-        value = _value(said)
-        if value is not None and not _is_talk(value, LONGEST_WORDS):
+        if _is_answer(said, LONGEST_WORDS):
             return said
     return sentence.strip() or None
 
 
-def _value(text: str) -> Value | None:
+def _is_answer(text: str, words: int) -> bool:
+    """Whether a text can be read, and is no talk of more than so many words."""
     try:
-        return read(text)
+        return not _is_talk(read(text), words)
     except (UnreadableError, RecursionError):
-        return None
+        return False
 
 
 def _is_talk(value: Value, words: int) -> bool:

@@ -8,16 +8,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-import sympy
-
 from . import engine
 from .finding import answer_in
 from .notation import compact, spelled
 from .reading import (
-    Based,
     Bracketed,
     Formula,
-    Matrix,
     Measured,
     Named,
     Number,
@@ -71,11 +67,8 @@ def _understood(text: str) -> Value:
 def _formulas(value: Any) -> list[str]:
     if isinstance(value, Formula):
         return [value.latex]
-    if isinstance(value, tuple):
-        return [latex for item in value for latex in _formulas(item)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [latex for name in value.__dataclass_fields__ for latex in _formulas(getattr(value, name))]
-    return []
+    parts = value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()
+    return [latex for part in parts for latex in _formulas(part)]
 
 
 class _Grader:
@@ -107,190 +100,135 @@ class _Grader:
         """Whether two values are the same, in kind as well."""
         if isinstance(truth, Text) or isinstance(answer, Text):
             return self._texts(truth, answer)
+        if isinstance(truth, Relation | Named):
+            return self._relations(truth, answer)
+        if isinstance(answer, Named) or (isinstance(answer, Relation) and set(answer.signs) == {"="}):
+            return self._chain(truth, answer)
         if isinstance(truth, Measured) or isinstance(answer, Measured):
             return self._measured(truth, answer)
-        if isinstance(truth, Relation) or isinstance(truth, Named):
-            return self._relations(truth, answer)
-        if isinstance(answer, Named):
-            if isinstance(answer.value, Relation):  # x = 10/4 = 5/2
-                return self._chain(truth, answer.value)
-            return self.same(truth, answer.value)
-        if isinstance(answer, Relation) and set(answer.signs) == {"="}:
-            return self._chain(truth, answer)
         if isinstance(truth, Number | Formula) and isinstance(answer, Number | Formula):
             return self._leaves(truth, answer)
         if isinstance(truth, Ratio) or isinstance(answer, Ratio):
             return self._ratios(truth, answer)
         if isinstance(truth, Several) and isinstance(answer, Several):
             return self._several(truth, answer)
-        pieces = self._pieces(truth), self._pieces(answer)
-        are_new = pieces != ((truth,), (answer,)) and (type(truth) is not type(answer) or isinstance(truth, Union))
-        if pieces[0] is not None and pieces[1] is not None and are_new:
-            return self._matched(pieces[0], pieces[1])
+        if type(truth) is not type(answer) or isinstance(truth, Union):
+            return self._intervals(truth, answer)
         if isinstance(truth, Bracketed) and isinstance(answer, Bracketed):
-            return (truth.left, truth.right) == (answer.left, answer.right) and self._in_order(
-                truth.items, answer.items
-            )
-        if isinstance(truth, Matrix) and isinstance(answer, Matrix):
-            return (
-                truth.kind == answer.kind
-                and len(truth.rows) == len(answer.rows)
-                and all(map(self._in_order, truth.rows, answer.rows))
-            )
-        if isinstance(truth, Based) and isinstance(answer, Based):
-            return truth == answer
-        return False
+            ends = (truth.left, truth.right) == (answer.left, answer.right)
+            return ends and self._in_order(truth.items, answer.items)
+        return truth == answer
 
     def _texts(self, truth: Value, answer: Value) -> bool:
-        if isinstance(truth, Text) and isinstance(answer, Text):
+        if not isinstance(truth, Text):
+            return False
+        if isinstance(answer, Text):
             return truth.key() == answer.key()
-        if isinstance(truth, Text) and isinstance(answer, Formula):  # xy and x * y
+        if isinstance(answer, Formula):  # xy and x * y
             return "".join(answer.latex.replace("*", "").split()) == "".join(truth.words.split())
-        if isinstance(truth, Text) and isinstance(answer, Named):
-            return self.same(truth, answer.value)
-        return False
+        return isinstance(answer, Named) and self.same(truth, answer.value)
 
     def _measured(self, truth: Value, answer: Value) -> bool:
-        if isinstance(answer, Named) and not isinstance(truth, Named):
-            return self.same(truth, answer.value)
-        if isinstance(truth, Named) and not isinstance(answer, Named):
-            return self.same(truth.value, answer)
-        of_truth = truth.unit if isinstance(truth, Measured) else None
-        of_answer = answer.unit if isinstance(answer, Measured) else None
-        bare_truth = truth.value if isinstance(truth, Measured) else truth
-        bare_answer = answer.value if isinstance(answer, Measured) else answer
+        of_truth, of_answer = (side.unit if isinstance(side, Measured) else None for side in (truth, answer))
+        one, other = (side.value if isinstance(side, Measured) else side for side in (truth, answer))
         if of_truth is not None and of_answer is not None and of_truth != of_answer:
             return False
-        if of_truth == of_answer or "%" not in (of_truth, of_answer):
-            return self.same(bare_truth, bare_answer)
-        if not (isinstance(bare_truth, Number) and isinstance(bare_answer, Number)):
-            return self.same(bare_truth, bare_answer)
+        is_percent = of_truth != of_answer and "%" in (of_truth, of_answer)
+        if not (is_percent and isinstance(one, Number) and isinstance(other, Number)):
+            return self.same(one, other)
         # With a percent sign on one side only: 50 % is 0.5, and the sign may have been left out as a unit's is. But
         # where 0.05 is right, 0.05 % is not.
         if of_truth == "%":
-            return bare_answer.value in (bare_truth.value, bare_truth.value / 100)
-        return bare_truth.value == bare_answer.value / 100 or (
-            abs(bare_truth.value) > 1 and bare_truth.value == bare_answer.value
-        )
+            return other.value in (one.value, one.value / 100)
+        return one.value == other.value / 100 or (abs(one.value) > 1 and one.value == other.value)
 
-    def _relations(self, truth: Value, answer: Value) -> bool:
-        if isinstance(truth, Named):
-            if isinstance(answer, Named):
-                if truth.name == answer.name:
-                    return (
-                        self._chain(truth.value, answer.value)
-                        if isinstance(answer.value, Relation)
-                        else self.same(truth.value, answer.value)
-                    )
-                return self._proportional(truth.name, truth.value, answer.name, answer.value)
-            if isinstance(answer, Relation):
-                if len(answer.signs) == 1 and answer.signs == ("=",) and isinstance(answer.parts[0], Formula):
-                    return self._proportional(truth.name, truth.value, answer.parts[0].latex, answer.parts[1])
-                return set(answer.signs) == {"="} and self._chain(truth.value, answer)
-            return self.same(truth.value, answer)
-        assert isinstance(truth, Relation)
-        if isinstance(answer, Named) and truth.signs == ("=",) and isinstance(truth.parts[0], Formula):
-            return self._proportional(truth.parts[0].latex, truth.parts[1], answer.name, answer.value)
-        if not isinstance(answer, Relation):
-            of_truth, of_answer = self._pieces(truth), self._pieces(answer)
-            return of_truth is not None and of_answer is not None and self._matched(of_truth, of_answer)
-        if truth.signs != answer.signs:
+    def _relations(self, truth: Named | Relation, answer: Value) -> bool:
+        if isinstance(truth, Named) and not _has_other_left_side(truth, answer):
+            return self._chain(truth.value, answer)
+        if not isinstance(answer, Relation | Named):
+            return self._intervals(truth, answer)
+        (parts, signs), (others, other_signs) = _sides(truth), _sides(answer)
+        if signs != other_signs:
             return False
-        if self._in_order(truth.parts, answer.parts):
+        if self._in_order(parts, others):
             return True
-        symmetric = truth.signs[0] in ("=", "\\ne", "\\approx", "\\equiv", "\\parallel", "\\perp", "\\cong", "\\sim")
-        if len(truth.parts) == 2 and symmetric and self._in_order(truth.parts, answer.parts[::-1]):
+        if len(parts) == 2 and signs[0] in _SYMMETRIC and self._in_order(parts, others[::-1]):
             return True
-        if truth.signs not in (("=",), ("\\ne",), ("<",), ("\\le",)):
+        sides = [_latex(part) for part in (*parts, *others)]
+        if None in sides or signs not in (("=",), ("\\ne",), ("<",), ("\\le",)):
             return False
-        sides = [_latex(part) for part in (*truth.parts, *answer.parts)]
-        if any(side is None for side in sides):
-            return False
-        a, b, c, d = (str(side) for side in sides)
-        positive = truth.signs[0] in ("<", "\\le")
-        return self._may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional((a, b), (c, d), positive=positive)
-
-    def _proportional(self, left: str, right: Value, other_left: str, other_right: Value) -> bool:
-        one, other = _latex(right), _latex(other_right)
-        if one is None or other is None or "text" in left + other_left:
-            return False
-        if not self._may_compare(f"{left}-{one}", f"{other_left}-{other}"):
-            return False
-        return engine.is_proportional((left, one), (other_left, other), positive=False)
+        a, b, c, d = map(str, sides)
+        is_directed = signs[0] in ("<", "\\le")
+        return self._may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional((a, b), (c, d), is_directed)
 
     def _chain(self, truth: Value, answer: Value) -> bool:
-        """Whether a chain of equations leads to the truth, each step right: 25 * 17 = 425."""
-        if not isinstance(answer, Relation) or set(answer.signs) != {"="} or not self.same(truth, answer.parts[-1]):
+        """Whether an answer, or a chain of equations, leads to the truth, each step right: x = 25 * 17 = 425."""
+        answer = answer.value if isinstance(answer, Named) else answer
+        if not isinstance(answer, Relation):
+            return self.same(truth, answer)
+        if set(answer.signs) != {"="} or not self.same(truth, answer.parts[-1]):
             return False
         lenient = _Grader(True, self.rounding, self.precision)
         return all(lenient.same(truth, part) for part in answer.parts[:-1])
 
     def _leaves(self, truth: Number | Formula, answer: Number | Formula) -> bool:
         if isinstance(truth, Number) and isinstance(answer, Number):
-            if not self._close(truth, answer):
-                return False
             undone = answer.form == "fraction" and answer.value.denominator == 1 and truth.form != "fraction"
-            if undone and not self.unevaluated:
-                self.refused = "division left undone"
-                return False
-            return True
+            return self._close(truth, answer) and not (undone and self._refuses({"division"}))
         of_truth, of_answer = str(_latex(truth)), str(_latex(answer))
-        if "\\infty" in of_truth or "\\infty" in of_answer:
+        if "\\infty" in of_truth + of_answer:
             return compact(of_truth).lstrip("+") == compact(of_answer).lstrip("+")
-        if isinstance(truth, Number) and isinstance(answer, Formula) and not self.unevaluated:
-            operations = engine.left_undone(of_truth, of_answer)
-            self.refused = f"{', '.join(sorted(operations)) or 'arithmetic'} left undone"
-            return False
         if isinstance(answer, Formula):
-            if not self._may_compare(of_truth, of_answer):
+            if isinstance(truth, Number) and self._refuses(engine.left_undone(of_truth, of_answer) or {"arithmetic"}):
                 return False
-        elif answer.form == "decimal" and answer.value.denominator != 1:
-            exact = engine.number(of_truth)
-            if exact is not None and self._is_rounded(exact, answer):
-                return True
-        return engine.is_same(of_truth, of_answer)
+            return self._may_compare(of_truth, of_answer) and engine.is_same(of_truth, of_answer)
+        exact = engine.number(of_truth) if answer.form == "decimal" and answer.value.denominator != 1 else None
+        return (exact is not None and self._is_rounded(exact, answer)) or engine.is_same(of_truth, of_answer)
+
+    def _refuses(self, undone: set[str]) -> bool:
+        """Whether operations may not be left undone; if so, that is kept as the reason."""
+        if undone and not self.unevaluated:
+            self.refused = f"{', '.join(sorted(undone))} left undone"
+        return bool(undone) and not self.unevaluated
 
     def _may_compare(self, truth: str, answer: str) -> bool:
         """Whether an answer has no letters but the truth's, and nothing left to be computed."""
         undone = engine.left_undone(truth, answer)
-        if undone and not self.unevaluated:
-            self.refused = f"{', '.join(sorted(undone))} left undone"
-            return False
-        if engine.commands(answer) - engine.commands(truth) or _square(answer) > _square(truth):
+        if (
+            self._refuses(undone)
+            or engine.commands(answer) - engine.commands(truth)
+            or _square(answer) > _square(truth)
+        ):
             return False
         return bool(undone) or engine.symbols(answer) <= engine.symbols(truth)  # a sum has letters of its own
 
     def _close(self, truth: Number, answer: Number) -> bool:
-        if truth.value == answer.value:
-            return True
-        if self.rounding is not None and abs(truth.value - answer.value) * 2 < Fraction(1, 10**self.rounding):
+        if truth.value == answer.value or self._is_within_rounding(truth.value, answer.value):
             return True
         # Floating-point numbers are written with more digits than they have.
         one, other = sorted((truth, answer), key=lambda side: side.digits)
         if other.form != "decimal" or other.digits < self.precision:
             return False
-        if one.form == "decimal" and one.digits > self.precision:
-            return False
-        return _rounded(one.value, self.precision) == _rounded(other.value, self.precision)
+        is_longer = one.form == "decimal" and one.digits > self.precision
+        return not is_longer and _rounded(one.value, self.precision) == _rounded(other.value, self.precision)
 
-    def _is_rounded(self, exact: Any, answer: Number) -> bool:
-        given = sympy.Rational(answer.value.numerator, answer.value.denominator)
-        if self.rounding is not None and bool(abs(exact - given) * 2 < sympy.Rational(1, 10**self.rounding)):
+    def _is_within_rounding(self, one: Fraction, other: Fraction) -> bool:
+        return self.rounding is not None and abs(one - other) * 2 < Fraction(1, 10**self.rounding)
+
+    def _is_rounded(self, exact: Fraction, answer: Number) -> bool:
+        if self._is_within_rounding(exact, answer.value):
             return True
-        if answer.digits < self.precision:
-            return False
-        return _rounded(Fraction(str(exact)), self.precision) == _rounded(answer.value, self.precision)
+        is_long = answer.digits >= self.precision
+        return is_long and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
 
     def _ratios(self, truth: Value, answer: Value) -> bool:
         if isinstance(truth, Ratio) and isinstance(answer, Ratio):
             return self._in_order(truth.terms, answer.terms)
         ratio, other = (truth, answer) if isinstance(truth, Ratio) else (answer, truth)
-        if not isinstance(ratio, Ratio) or not isinstance(other, Number) or len(ratio.terms) != 2:
+        terms = [term.value for term in ratio.terms if isinstance(term, Number)] if isinstance(ratio, Ratio) else []
+        if not isinstance(other, Number) or len(terms) != 2 or not terms[1]:
             return False
-        above, below = ratio.terms
-        if not (isinstance(above, Number) and isinstance(below, Number) and below.value):
-            return False
-        return above.value / below.value == other.value and above.value == other.value.numerator
+        return terms[0] / terms[1] == other.value and terms[0] == other.value.numerator
 
     def _several(self, truth: Several, answer: Several) -> bool:
         ones, others = _unnamed(truth, answer), _unnamed(answer, truth)
@@ -308,42 +246,64 @@ class _Grader:
         if len(truth) != len(answer):
             return False
         for one in truth:
-            for at, other in enumerate(left):
-                if self.same(one, other):
-                    del left[at]
-                    break
-            else:
+            found = next((at for at, other in enumerate(left) if self.same(one, other)), None)
+            if found is None:
                 return False
+            del left[found]
         self.refused = ""
         return True
 
-    def _pieces(self, value: Value) -> tuple[Value, ...] | None:
-        """A set of numbers as intervals, where it is one: from a relation, an interval, or several joined."""
-        if isinstance(value, Union):
-            found = [self._pieces(item) for item in value.items]
-            return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
-        if isinstance(value, Several) and value.how == "or":
-            found = [self._pieces(item) if isinstance(item, Relation) else None for item in value.items]
-            return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
-        if isinstance(value, Several) and value.how == "set":
-            return (value,)
-        if isinstance(value, Bracketed) and len(value.items) == 2:
-            return (value,)
-        if isinstance(value, Relation) and set(value.signs) <= {"<", "\\le"}:
-            return _interval(value)
-        return None
+    def _intervals(self, truth: Value, answer: Value) -> bool:
+        """Whether two values are the same set of numbers."""
+        ones, others = _pieces(truth), _pieces(answer)
+        return (
+            ones is not None
+            and others is not None
+            and (ones, others) != ((truth,), (answer,))
+            and self._matched(ones, others)
+        )
+
+
+# Relations that may be turned round.
+_SYMMETRIC = ("=", "\\ne", "\\approx", "\\equiv", "\\parallel", "\\perp", "\\cong", "\\sim")
+
+
+def _has_other_left_side(truth: Named, answer: Value) -> bool:
+    """Whether an answer is an equation for something else than the truth is."""
+    if isinstance(answer, Named):
+        return answer.name != truth.name
+    return isinstance(answer, Relation) and answer.signs == ("=",) and isinstance(answer.parts[0], Formula)
+
+
+def _sides(value: Named | Relation) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+    """The parts of a relation, and its signs."""
+    if isinstance(value, Relation):
+        return value.parts, value.signs
+    return (Formula(value.name), value.value), ("=",)
+
+
+def _pieces(value: Value) -> tuple[Value, ...] | None:
+    """A set of numbers as intervals, where it is one: from a relation, an interval, or several joined."""
+    if isinstance(value, Union) or (isinstance(value, Several) and value.how == "or"):
+        is_union = isinstance(value, Union)
+        found = [_pieces(item) if is_union or isinstance(item, Relation) else None for item in value.items]
+        return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
+    if isinstance(value, Relation):
+        return _interval(value) if set(value.signs) <= {"<", "\\le"} else None
+    is_set = isinstance(value, Several) and value.how == "set"
+    return (value,) if is_set or (isinstance(value, Bracketed) and len(value.items) == 2) else None
 
 
 def _interval(relation: Relation) -> tuple[Value, ...] | None:
-    ends = {"<": ("(", ")"), "\\le": ("[", "]")}
+    """The interval of `a < x < b`, either end of which may be missing."""
     parts, signs = relation.parts, relation.signs
-    if len(parts) == 3 and _is_variable(parts[1]):
-        return (Bracketed(ends[signs[0]][0], (parts[0], parts[2]), ends[signs[1]][1]),)
-    if len(parts) == 2 and _is_variable(parts[0]):
-        return (Bracketed("(", (Formula("-\\infty"), parts[1]), ends[signs[0]][1]),)
-    if len(parts) == 2 and _is_variable(parts[1]):
-        return (Bracketed(ends[signs[0]][0], (parts[0], Formula("\\infty")), ")"),)
-    return None
+    if len(parts) == 2:
+        end = 1 if _is_variable(parts[0]) else 0
+        parts = (Formula("-\\infty"), *parts) if end else (*parts, Formula("\\infty"))
+        signs = ("<", *signs) if end else (*signs, "<")
+    if len(parts) != 3 or not _is_variable(parts[1]):
+        return None
+    return (Bracketed("(" if signs[0] == "<" else "[", (parts[0], parts[2]), ")" if signs[1] == "<" else "]"),)
 
 
 def _is_variable(value: Value) -> bool:
@@ -378,14 +338,9 @@ def _latex(value: Value) -> str | None:
 
 def _rounded(value: Fraction, digits: int) -> Fraction:
     """To so many significant digits."""
-    if not value:
-        return value
     power = 0
-    size = abs(value)
-    while size >= 10:
-        size /= 10
+    while abs(value) >= Fraction(10) ** (power + 1):
         power += 1
-    while size < 1:
-        size *= 10
+    while value and abs(value) < Fraction(10) ** power:
         power -= 1
     return round(value, digits - 1 - power)

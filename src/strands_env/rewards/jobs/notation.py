@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 
-CURRENCY = "\ue000"
-"""Stands for a dollar sign that means money: `$` around formulas is gone."""
-DEGREE = "\ue001"
+CURRENCY, DEGREE = "\ue000", "\ue001"  # a dollar sign that means money; `$` around formulas is gone
 
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt frac binom gcd lcm max min"
@@ -29,7 +28,7 @@ _RENAMED = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "leq": "le",
     "leqslant": "le", "leqq": "le", "geq": "ge", "geqslant": "ge", "geqq": "ge", "neq": "ne", "thickapprox": "approx",
     "simeq": "approx", "varnothing": "emptyset", "dots": "ldots", "cdots": "ldots", "bigcup": "cup", "R": "reals",
-    "Reals": "reals", "lbrace": "{", "rbrace": "}", "vee": "lor", "wedge": "land", "bmod": "mod", "pmod": "mod",
+    "Reals": "reals", "vee": "lor", "wedge": "land", "bmod": "mod", "pmod": "mod",
     "pmb": "text", "textbf": "text", "textit": "text", "textrm": "text", "textnormal": "text", "textsf": "text",
     "texttt": "text", "mathrm": "text", "mathit": "text", "mathsf": "text", "mathbf": "text", "mathtt": "text",
     "boldsymbol": "text", "operatorname": "text", "mbox": "text", "hbox": "text", "textup": "text", "emph": "text",
@@ -38,92 +37,99 @@ _RENAMED = {
 _REPLACED = {
     "cdot": "*", "times": "*", "ast": "*", "div": "/", "lt": "<", "gt": ">", "lbrack": "[", "rbrack": "]",
     "lvert": "|", "rvert": "|", "vert": "|", "colon": ":", "quad": " ", "qquad": " ", "enspace": " ",
-    "thinspace": r"\,",
-    "degree": DEGREE, "lor": " or ", "land": " and ", "euro": "€", "pounds": "£", "textdollar": CURRENCY,
-    "dollar": CURRENCY,
+    "thinspace": r"\,", "degree": DEGREE, "lor": " or ", "land": " and ", "euro": "€", "pounds": "£",
+    "textdollar": CURRENCY, "dollar": CURRENCY,
     "left": "", "right": "", "middle": "", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "",
     "Bigl": "", "Bigr": "", "biggl": "", "biggr": "", "displaystyle": "", "textstyle": "", "limits": "", "nolimits": "",
-    "hfill": " ", "newline": " ", "reals": r"\mathbb{R}", "space": " ", "boxed": "",
-    "bf": "",
-    "rm": "",
-    "it": "",
-    "sf": "",
-    "tt": "", "fbox": "",
+    "lbrace": r"\{", "rbrace": r"\}", "hfill": " ", "newline": " ", "reals": r"\mathbb{R}", "space": " ", "boxed": "",
+    "bf": "", "rm": "", "it": "", "sf": "", "tt": "", "fbox": "",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
-_SPACES = re.compile(r"(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\}|\s+")
-_DIGITS = r"(?:\d+|\{\d+\})"
-_ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{([a-zA-Z]+)\*?\}")
+_COMMA = "\ue002"  # one between digits is none of a list
+_Rules = tuple[tuple[str, str], ...]
+_SIGNS: _Rules = (
+    (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}"),
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√", r"\\sqrt"),
+    (r"(\\\\)\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]", r"\1"),  # space between rows
+    (r"\{:\}", ":"),
+    (r"\\\$", CURRENCY),
+    (r"\{" + CURRENCY + r"\}", CURRENCY),
+    (r"(?<!\\)\\%", "%"),
+    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", DEGREE),
+    (r"\{,\}|,\\!", _COMMA),
+    (r"\\!", ""),
+    (rf"(?<=\d)\s*{_COMMA}\s*(?=\d)", ""),
+    (_COMMA, ","),
+)
+_SPACING: _Rules = (
+    (r"\\text\s*(?:\{\s*)?" + CURRENCY + r"(?:\s*\})?", CURRENCY),
+    (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"(?<=\d)\s*\\,\s*(?=\d{3}(?!\d))", ""),
+    (r"\\,|(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\}", " "),
+    (r"\s+", " "),
+)
+_ARGUMENTS: _Rules = (
+    (r"\$\$", " "),
+    (r"\$|\\[()\[\]]", ""),
+    (r"\*\*", "^"),
+    (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+    (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
+    (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|gcd|lcm)(?=[\s(\\\d^])", r"\\\1 "),
+    (r"\^\s*(-?\d+)", r"^{\1}"),
+    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+    (r"\\(frac|sqrt|binom)\s+", r"\\\1"),
+    (r"\\(frac|sqrt|binom)(\d|[a-zA-Z])", r"\\\1{\2}"),
+    (r"(\\sqrt\[[^\[\]]*\]|\\(?:frac|binom)\{[^{}]*\})\s*(\d|[a-zA-Z])", r"\1{\2}"),
+)
+_WRAPPED = re.compile(
+    r"(\$\$|\$|\*\*|\"|`)((?:(?!\1).)*)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)(?<!\\)\\\)"
+    r"|\\\[((?:(?!\\[\[\]]).)*)(?<!\\)\\\]",
+    re.DOTALL,
+)
 
 
 def spelled(text: str) -> str:
     """The one spelling of a text: commands renamed, spacing reduced, wrappers of the whole taken off."""
-    text = re.sub(r"(\\\\)\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]", r"\1", text)  # space between rows
-    text = _ascii(text).replace("{:}", ":").replace("\\$", CURRENCY).replace("{" + CURRENCY + "}", CURRENCY)
-    text = re.sub(r"(?<!\\)\\%", "%", text)
-    text = re.sub(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", DEGREE, text)
-    text = text.replace("{,}", "\ue002").replace(",\\!", "\ue002").replace("\\!", "")
-    text = re.sub(r"(?<=\d)\s*\ue002\s*(?=\d)", "", text).replace("\ue002", ",")
-    text = _COMMAND.sub(_command, text)
-    text = re.sub(r"\\text\s*(?:\{\s*)?" + CURRENCY + r"(?:\s*\})?", CURRENCY, text)
-    text = re.sub(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"(?<=\d)\s*\\,\s*(?=\d{3}(?!\d))", "", text).replace("\\,", " ")
-    text = _unwrapped(_SPACES.sub(" ", text))
-    text = _dollars(text)
-    text = re.sub(r"\*\*", "^", text)
-    text = re.sub(
-        r"(?<![\\a-zA-Z])(pi|infinity|inf)(?![a-zA-Z])", lambda m: rf"\{m[1] if m[1] == 'pi' else 'infty'} ", text
-    )
-    text = re.sub(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|gcd|lcm)(?=[\s(\\\d^])", r"\\\1 ", text)
-    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
-    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
-    text = re.sub(r"\\(frac|sqrt|binom)\s+", r"\\\1", text)
-    text = re.sub(r"\\sqrt(\d|[a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"(\\sqrt\[[^\[\]]*\])\s*(\d|[a-zA-Z])", r"\1{\2}", text)
-    text = re.sub(r"\\(frac|binom)(\d|[a-zA-Z])", r"\\\1{\2}", text)
-    text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})\s*(\d|[a-zA-Z])", r"\1{\2}", text)
-    return _unwrapped(text)
+    text = _COMMAND.sub(_command, rewritten(_ascii(text), _SIGNS))
+    text = _unwrapped(rewritten(text, _SPACING))
+    if text.count("$") % 2:  # one alone is money
+        text = re.sub(r"\$\s*(?=[\d.])|(?<=\d)\s*\$$", CURRENCY, text, count=1)
+    return _unwrapped(rewritten(text, _ARGUMENTS))
+
+
+def rewritten(text: str, rules: _Rules) -> str:
+    """A text after replacements of patterns, each in what the one before it made."""
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def _ascii(text: str) -> str:
     """Full-width and other variants of characters as their plain ones, fractions and powers as LaTeX."""
-    out: list[str] = []
-    raised: str | None = None  # the kind of script that is open
-    for char in unicodedata.normalize("NFC", text):  # letters and their accents as one
-        form = unicodedata.decomposition(char) if ord(char) > 127 else ""
-        kind = form[1 : form.index(">")] if form.startswith("<") else None
-        script = {"super": "^{", "sub": "_{"}.get(kind or "") if char not in _SYMBOLS else None
-        if raised is not None and script != raised:
-            out.append("}")
-            raised = None
-        if script is not None:
-            if raised is None:
-                out.append(script)
-                raised = script
-            out.append(unicodedata.normalize("NFKC", char).translate(_TABLE))
-        elif kind == "fraction":
-            above, _, below = unicodedata.normalize("NFKC", char).partition("\u2044")
-            out.append(rf"\frac{{{above}}}{{{below}}}")
-        elif char == "√":
-            out.append("\ue003")
-        else:
-            out.append(_SYMBOLS.get(char) or unicodedata.normalize("NFKC", char).translate(_TABLE))
-    if raised is not None:
-        out.append("}")
-    joined = "".join(out)
-    joined = re.sub(r"\ue003\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}", joined)
-    joined = re.sub(r"\ue003\s*\(([^()]*)\)", r"\\sqrt{\1}", joined)
-    return joined.replace("\ue003", r"\sqrt")
+    out = []
+    for script, run in itertools.groupby(unicodedata.normalize("NFC", text), _script):  # letters and accents as one
+        plain = "".join(map(_plain_character, run))
+        out.append(f"{script}{{{plain}}}" if script else plain)
+    return "".join(out)
+
+
+def _script(char: str) -> str:
+    kind = "" if char in _SYMBOLS else unicodedata.decomposition(char).partition(">")[0]
+    return {"<super": "^", "<sub": "_"}.get(kind, "")
+
+
+def _plain_character(char: str) -> str:
+    plain = _SYMBOLS.get(char) or unicodedata.normalize("NFKC", char).translate(_TABLE)
+    if unicodedata.decomposition(char).startswith("<fraction>"):
+        return "\\frac{{{}}}{{{}}}".format(*plain.split("/"))
+    return plain
 
 
 def _command(match: re.Match[str]) -> str:
     name = _RENAMED.get(match[1], match[1])
-    if name in _REPLACED:
-        return _REPLACED[name]
-    if name in "{}":
-        return "\\" + name
-    return f"\\{name}" + (" " if match[0].endswith(" ") else "")
+    return _REPLACED.get(name, f"\\{name}" + (" " if match[0].endswith(" ") else ""))
 
 
 def _unwrapped(text: str) -> str:
@@ -132,60 +138,27 @@ def _unwrapped(text: str) -> str:
         before = text
         text = text.strip().rstrip(".,;: ").rstrip() if not text.endswith("\\ldots") else text
         text = text.removesuffix("\\\\").strip()
-        for left, right in (
-            ("$$", "$$"),
-            ("$", "$"),
-            ("\\(", "\\)"),
-            ("\\[", "\\]"),
-            ("**", "**"),
-            ('"', '"'),
-            ("`", "`"),
-        ):
-            if len(text) >= len(left) + len(right) and text.startswith(left) and text.endswith(right):
-                inner = text[len(left) : -len(right)]
-                if left not in inner and right not in inner and not inner.endswith("\\"):
-                    text = inner
-                    break
+        if (wrapped := _WRAPPED.fullmatch(text)) is not None:
+            text = wrapped[wrapped.lastindex or 0]
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1]
         if text == before:
             return text
 
 
-def _dollars(text: str) -> str:
-    """Without the dollars around formulas; one alone is money."""
-    if text.count("$") % 2:
-        if (first := re.search(r"\$\s*(?=[\d.])", text)) is not None:
-            text = f"{text[: first.start()]}{CURRENCY}{text[first.end() :]}"
-        elif re.search(r"\d\s*\$$", text):
-            text = text[:-1] + CURRENCY
-    return (
-        text.replace("$$", " ")
-        .replace("$", "")
-        .replace("\\(", "")
-        .replace("\\)", "")
-        .replace("\\[", "")
-        .replace("\\]", "")
-    )
-
-
-_OPEN, _CLOSE = "([{", ")]}"
-
-
 def closing(text: str, start: int) -> int:
     """Where the brace that opens at `start` is closed; -1 if it is not. Escaped braces are no braces."""
     depth = 0
-    position = start
-    while position < len(text):
-        char = text[position]
-        if char == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(char, 0)
+    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
-            return position
-        position += 1
+            return found.start()
     return -1
+
+
+_TOKEN = re.compile(r"\\(begin|end)\s*\{[a-zA-Z]+\*?\}|\\(?:[a-zA-Z]+|.)?|.", re.DOTALL)
+_OPENS = {"begin": "env", "\\{": "{s", "\\langle": "<", "\\lfloor": "f", "\\lceil": "c", "(": "(", "[": "(", "{": "{"}
+_CLOSES = {"end": "env", "\\}": "{s", "\\rangle": "<", "\\rfloor": "f", "\\rceil": "c", ")": "(", "]": "(", "}": "{"}
 
 
 def levels(text: str) -> list[int] | None:
@@ -195,31 +168,13 @@ def levels(text: str) -> list[int] | None:
     """
     found: list[int] = []
     stack: list[str] = []
-    position = 0
-    while position < len(text):
-        char, width = text[position], 1
-        closes = opens = None
-        if (mark := _ENVIRONMENT.match(text, position)) is not None:
-            width = len(mark[0])
-            opens, closes = ("env", None) if mark[1] == "begin" else (None, "env")
-        elif char == "\\":
-            width = 2
-            name = re.match(r"\\(?:[a-zA-Z]+|.)", text[position:], re.DOTALL)
-            if name is not None:
-                width = len(name[0])
-                opens = {"\\{": "{s", "\\langle": "<", "\\lfloor": "f", "\\lceil": "c"}.get(name[0])
-                closes = {"\\}": "{s", "\\rangle": "<", "\\rfloor": "f", "\\rceil": "c"}.get(name[0])
-        elif char in _OPEN:
-            opens = "{" if char == "{" else "("
-        elif char in _CLOSE:
-            closes = "{" if char == "}" else "("
-        if closes is not None:
-            if not stack or stack.pop() != closes:
-                return None
-        found += [len(stack) + (opens is not None or closes is not None)] * width
-        if opens is not None:
-            stack.append(opens)
-        position += width
+    for token in _TOKEN.finditer(text):
+        mark = token[1] or token[0]
+        if mark in _CLOSES and (not stack or stack.pop() != _CLOSES[mark]):
+            return None
+        found += [len(stack) + (mark in _OPENS or mark in _CLOSES)] * len(token[0])
+        if mark in _OPENS:
+            stack.append(_OPENS[mark])
     return found if not stack else None
 
 
@@ -228,17 +183,11 @@ def compact(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
-def split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
+def split(text: str, pattern: str) -> tuple[list[str], list[str]]:
     """The parts of a text between the matches of a pattern outside of all brackets, and the matches."""
     depth = levels(text)
     if depth is None:
         return [text], []
-    parts: list[str] = []
-    marks: list[str] = []
-    start = 0
-    for match in pattern.finditer(text):
-        if match.end() > match.start() and depth[match.start()] == 0 and match.start() >= start:
-            parts.append(text[start : match.start()])
-            marks.append(match[0])
-            start = match.end()
-    return [*parts, text[start:]], marks
+    marks = [mark for mark in re.finditer(pattern, text) if mark[0] and depth[mark.start()] == 0]
+    begins, ends = [0, *(mark.end() for mark in marks)], [*(mark.start() for mark in marks), len(text)]
+    return [text[begin:end] for begin, end in zip(begins, ends, strict=True)], [mark[0] for mark in marks]

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, levels, spelled, split
-from .units import magnitude, unit_of
+from .units import UNITS, magnitude, unit_of
 
-LONGEST_NUMBER = 2_000
-"""Digits, and powers of ten."""
+LONGEST_NUMBER = 2_000  # digits, and powers of ten
 
 
 class UnreadableError(ValueError):
@@ -85,7 +84,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """A point, a vector or an interval: in order, between brackets. Sets have none of either: `Several`."""
+    """A point, a vector, an interval, a matrix of rows: in order, between brackets. Sets are `Several`."""
 
     left: str
     items: tuple[Value, ...]
@@ -128,41 +127,44 @@ class Named:
     value: Value
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of entries; determinants are another kind."""
+Value = Text | Number | Based | Formula | Measured | Ratio | Bracketed | Several | Union | Relation | Named
 
-    kind: str
-    rows: tuple[tuple[Value, ...], ...]
-
-
-Value = Text | Number | Based | Formula | Measured | Ratio | Bracketed | Several | Union | Relation | Named | Matrix
-
-_LIST = re.compile(r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]")
+_REALS = Bracketed("(", (Formula("-\\infty"), Formula("\\infty")), ")")
+_CONSTANTS: dict[str, Value] = {"\\emptyset": Several((), "set"), "\\mathbb{R}": _REALS}
+_LIST = r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]"
+# What math-verify has no meaning for: compared as it is written.
 _SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
-"""What math-verify has no meaning for: compared as it is written."""
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-_SIGNS = re.compile(
-    r":=|<=|>=|!=|=|<|>|\\(?:le|ge|ne|approx|equiv|sim|cong|in|notin|subset|subseteq|supset|parallel|perp|mid|to|propto"
-    r"|Rightarrow|implies|iff|ll|gg|not|mod)(?![a-zA-Z])"
+_SIGNS = (
+    r":=|<=|>=|!=|(?:\\not\s*)?(?:[=<>]|\\(?:le|ge|ne|approx|equiv|sim|cong|in|notin|subset|subseteq|supset|parallel"
+    r"|perp|mid|to|propto|Rightarrow|implies|iff|ll|gg|mod)(?![a-zA-Z]))|\\not(?![a-zA-Z])"
 )
-_SAME_SIGN = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne", ":=": "="}
+_SAME_SIGN = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne", ":=": "=", "\\not=": "\\ne"}
+_PLUS_MINUS = r"\\pm(?![a-zA-Z])"
 _NAME = re.compile(
     r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+'*|\\(?:angle|overline|triangle|vec|hat)\s*\{?\s*[a-zA-Z]+\}?)"
     r"(?:_(?:\w|\{\w+\}))?\s*(?:\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?"
+    r"|\(\s*\\?[a-zA-Z](?:_\w)?(?:\s*,\s*\\?[a-zA-Z](?:_\w)?)*\s*\)"
 )
-_NAMES = re.compile(r"\(\s*\\?[a-zA-Z](?:_\w)?(?:\s*,\s*\\?[a-zA-Z](?:_\w)?)*\s*\)")
+# Too short to be told from products of letters by their length.
 _SMALL_WORDS = frozenset(
     "a an and are as at be but by can did do for get got had has he her his how if in is it its me my no nor not of off"
     " on one or our out per she so than the to too two up us was we who why yes yet you cm mm km kg mg ml lb oz ft in"
     " hr min sec".split()
 )
-"""Too short to be told from products of letters by their length."""
 _MONTHS = "january february march april may june july august september october november december".split()
+_MONTH = rf"(?P<month>{'|'.join(rf'{month[:3]}(?:{month[3:]})?' for month in _MONTHS)})\.?"
+_DAY, _YEAR = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?", r"(?P<year>\d{4})"
+_DATES = (
+    rf"{_YEAR}[-/.](?P<month>\d{{1,2}})[-/.](?P<day>\d{{1,2}})",
+    rf"(?:\w+day,? )?{_MONTH} {_DAY}(?:,? {_YEAR})?",
+    rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? {_YEAR})?",
+    rf"{_MONTH},? {_YEAR}",
+)
+_TIME = r"(\d{1,2}):(?:(\d\d)\s*([ap]\.?\s?m)\.?|(0\d))"  # no ratio has a term like 05
 _NUMERALS = "two three four five six seven eight nine ten eleven twelve".split()
 _BASES = {**{name: base for base, name in enumerate(_NUMERALS, 2)}, "sixteen": 16}
-_LETTERS_OF_CHOICE = re.compile(r"\(?\s*([A-Z])\s*\)?")
 
 
 def read(text: str) -> Value:
@@ -223,42 +225,24 @@ def _read(text: str) -> Value:
         text = spelled(text[6:-1])
     if not text:
         raise UnreadableError("there is nothing")
-    for reader in _READERS:
-        value = reader(text)
-        if value is not None:
-            return value
-    raise UnreadableError(f"{text!r:.200} is in no known notation")
-
-
-def _inner(text: str) -> Value:
-    return _read(spelled(text))
+    return next(value for reader in _READERS if (value := reader(text)) is not None)
 
 
 def _date(text: str) -> Value | None:
     bare = re.sub(r"\s+", " ", _plain(text)).strip().casefold()
-    found = re.fullmatch(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})", bare)
-    if found is not None:
-        return Text(f"date {int(found[1])}-{int(found[2])}-{int(found[3])}")
-    found = re.fullmatch(r"(\d{1,2}):(\d\d)\s*([ap])\.?\s?m\.?", bare)
-    if found is not None:
-        return Text(f"time {int(found[1])}:{found[2]}{found[3]}m")
-    if (found := re.fullmatch(r"(\d{1,2}):(0\d)", bare)) is not None:  # no ratio has a term like 05
-        return Text(f"time {int(found[1])}:{found[2]}")
-    names = "|".join(rf"{month[:3]}(?:{month[3:]})?\.?" for month in _MONTHS)
-    day = r"(\d{1,2})(?:st|nd|rd|th)?"
-    for pattern, order in (
-        (rf"(?:\w+day,? )?({names}) {day}(?:,? (\d{{4}}))?", (2, 1, 3)),
-        (rf"(?:the )?{day}(?: of)? ({names})(?:,? (\d{{4}}))?", (1, 2, 3)),
-        (rf"({names}),? (\d{{4}})", (0, 1, 2)),
-    ):
+    for pattern in _DATES:
         if (found := re.fullmatch(pattern, bare)) is not None:
-            month = next(n for n, name in enumerate(_MONTHS, 1) if found[order[1]].startswith(name[:3]))
-            return Text(f"date {found[order[2]] or '?'}-{month}-{int(found[order[0]]) if order[0] else '?'}")
+            part = {"day": None, **found.groupdict()}
+            names = [n for n, name in enumerate(_MONTHS, 1) if str(part["month"]).startswith(name[:3])]
+            month = names[0] if names else int(str(part["month"]))
+            return Text(f"date {part['year'] or '?'}-{month}-{int(part['day']) if part['day'] else '?'}")
+    if (found := re.fullmatch(_TIME, bare)) is not None:
+        return Text(f"time {int(found[1])}:{found[2] or found[4]}{re.sub('[^apm]', '', found[3] or '')}")
     return None
 
 
 def _choice(text: str) -> Value | None:
-    found = _LETTERS_OF_CHOICE.fullmatch(_plain(text).strip())
+    found = re.fullmatch(r"\(?\s*([A-Z])\s*\)?", _plain(text).strip())
     return Text(found[1]) if found is not None else None
 
 
@@ -276,10 +260,9 @@ def _words(text: str) -> Value | None:
     """Words alone, with none of mathematics' signs."""
     plain = _plain(text)
     if re.fullmatch(r"all real(?:s| numbers)?", plain.strip().casefold()):
-        return Bracketed("(", (Formula("-\\infty"), Formula("\\infty")), ")")
-    if re.search(r"[\\^_={}<>|+*/%0-9]", plain) or CURRENCY in plain or DEGREE in plain or not _WORD.search(plain):
-        return None
-    if any(word in FUNCTIONS for word in _WORD.findall(plain)):
+        return _REALS
+    words = _WORD.findall(plain)
+    if re.search(rf"[\\^_={{}}<>|+*/%0-9{CURRENCY}{DEGREE}]", plain) or not words or FUNCTIONS.intersection(words):
         return None
     parts, marks = split(plain, _LIST)
     if len(parts) > 1 and all(part.strip() for part in parts):
@@ -291,18 +274,15 @@ def _several(text: str) -> Value | None:
     depth = levels(text)
     if depth is None:
         raise UnreadableError(f"the brackets of {text!r:.200} do not match")
-    given = text
     # A comma before three digits is no comma of a list, outside of brackets.
-    text = _THOUSANDS.sub(lambda found: found[0].replace(",", "") if depth[found.start()] == 0 else found[0], text)
-    parts, marks = split(text, _LIST)
-    if len(parts) == 1:
-        return None if text == given else _read(text)
-    if not all(part.strip() for part in parts):
-        marks = [mark for mark, part in zip(marks, parts[1:], strict=True) if part.strip()]
-        parts = [part for part in parts if part.strip()]
-        if len(parts) == 1:
-            return _inner(parts[0])
-    return _listed(tuple(_inner(part) for part in parts), _joint(marks))
+    joined = _THOUSANDS.sub(lambda found: found[0].replace(",", "") if depth[found.start()] == 0 else found[0], text)
+    parts, marks = split(joined, _LIST)
+    if not marks:
+        return None if joined == text else _read(joined)
+    given = [(mark, part) for mark, part in zip(["", *marks], parts, strict=True) if part.strip()]
+    if len(given) == 1:
+        return read(given[0][1])
+    return _listed(tuple(read(part) for _, part in given), _joint([mark for mark, _ in given]))
 
 
 def _joint(marks: list[str]) -> str:
@@ -332,96 +312,77 @@ def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def _union(text: str) -> Value | None:
-    parts, marks = split(text, re.compile(r"\\cup(?![a-zA-Z])|(?<=[)\]}])\s*[Uu]\s*(?=[(\[\\])"))
-    return Union(tuple(_inner(part) for part in parts)) if marks else None
+    parts, marks = split(text, r"\\cup(?![a-zA-Z])|(?<=[)\]}])\s*[Uu]\s*(?=[(\[\\])")
+    return Union(tuple(map(read, parts))) if marks else None
 
 
 def _relation(text: str) -> Value | None:
+    if text.startswith("="):
+        return read(text[1:])
     parts, marks = split(text, _SIGNS)
     if not marks:
         return None
-    signs = [_SAME_SIGN.get(mark, mark) for mark in marks]
-    for at in range(len(signs) - 1, 0, -1):  # \not =
-        if signs[at - 1] == "\\not" and not parts[at].strip():
-            signs[at - 1 : at + 1] = ["\\ne" if signs[at] == "=" else f"not {signs[at]}"]
-            del parts[at]
-    if signs == ["\\in"] and _NAME.fullmatch(parts[0].strip()):
-        return _inner(parts[1])  # x in a set: the set
-    if signs[0] == "=" and not parts[0].strip():
-        signs, parts = signs[1:], parts[1:]  # = 5
-        if not signs:
-            return _inner(parts[0])
-    if not all(part.strip() for part in parts[1:]):
+    parts, bare = [part.strip() for part in parts], [re.sub(r"\s", "", mark) for mark in marks]
+    signs = tuple(_SAME_SIGN.get(mark, mark) for mark in bare)
+    if signs == ("\\in",) and _is_name(parts[0]):
+        return read(parts[1])  # x in a set: the set
+    if not all(parts[1:]):
         raise UnreadableError(f"{text!r:.200} lacks a side")
-    if set(signs) == {"="}:
-        first, last = parts[0].strip(), parts[-1].strip()
-        if len(parts) == 2 and _is_name(last) and not _is_name(first):
-            first, last, parts = last, first, parts[::-1]
-        if _is_name(first):
-            rest = tuple(_inner(part) for part in parts[1:])
-            name = re.sub(r"[\s{}]|\\text", "", first)
-            return Named(name, rest[0] if len(rest) == 1 else Relation(rest, tuple(signs[1:])))
-    read_parts = tuple(_inner(part) if part.strip() else Text("") for part in parts)
+    if signs == ("=",) and _is_name(parts[1]) and not _is_name(parts[0]):
+        parts = parts[::-1]
+    values = tuple(read(part) if part else Text("") for part in parts)
+    if set(signs) == {"="} and _is_name(parts[0]):
+        name = re.sub(r"[\s{}]|\\text", "", parts[0])
+        return Named(name, values[1] if len(values) == 2 else Relation(values[1:], signs[1:]))
     turned = {">": "<", "\\ge": "\\le"}
     if all(sign in turned for sign in signs):
-        return Relation(read_parts[::-1], tuple(turned[sign] for sign in signs[::-1]))
-    return Relation(read_parts, tuple(signs))
+        return Relation(values[::-1], tuple(turned[sign] for sign in signs[::-1]))
+    return Relation(values, signs)
 
 
 def _is_name(text: str) -> bool:
     bare = text.strip()
-    if bare in ("e", "i", "\\pi", "\\infty", "\\emptyset"):
-        return False
-    return _NAME.fullmatch(bare) is not None or _NAMES.fullmatch(bare) is not None
+    return bare not in ("e", "i", "\\pi", "\\infty", "\\emptyset") and _NAME.fullmatch(bare) is not None
 
 
 def _plus_minus(text: str) -> Value | None:
-    parts, marks = split(text, re.compile(r"\\pm(?![a-zA-Z])"))
-    if not marks and re.match(r"-?\\frac", text) and len(re.findall(r"\\pm(?![a-zA-Z])", text)) == 1:
-        return Several(tuple(_inner(re.sub(r"\\pm(?![a-zA-Z])", sign, text)) for sign in "+-"), "+-")
-    if len(marks) != 1 or not parts[1].strip():
+    parts, marks = split(text, _PLUS_MINUS)
+    if not marks and re.match(r"-?\\frac", text):
+        parts = re.split(_PLUS_MINUS, text)
+    if len(parts) != 2 or not parts[1].strip():
         return None
-    left, right = parts
-    return Several((_inner(f"{left}+{right}" if left.strip() else right), _inner(f"{left}-{right}")), "+-")
+    return Several(tuple(read(sign.join(parts).strip().lstrip("+")) for sign in "+-"), "+-")
 
 
 def _bracketed(text: str) -> Value | None:
-    depth = levels(text)
-    for left, right in (("\\{", "\\}"), ("\\langle", "\\rangle"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
-        if not (text.startswith(left) and text.endswith(right) and depth is not None):
-            continue
-        inner = text[len(left) : -len(right)]
-        if 0 in depth or levels(inner) is None:
-            return None  # (1)(2)
-        parts, _ = split(inner, re.compile("[,;]"))
-        if left == "\\{":
-            parts_of, marks = split(inner, re.compile(r"\\mid(?![a-zA-Z])|\||:"))
-            if len(marks) == 1 and _is_name(parts_of[0].partition("\\in")[0]):
-                return _inner(parts_of[1])  # {x : x > 2}
-            return Several(_flat(tuple(_inner(part) for part in parts)) if inner.strip() else (), "set")
-        if len(parts) == 1 and (left, right) == ("(", ")"):
-            return _inner(inner)
-        if not all(part.strip() for part in parts):
-            return None
-        return Bracketed(left, tuple(_inner(part) for part in parts), right)
-    if text == "\\emptyset":
-        return Several((), "set")
-    if text == "\\mathbb{R}":
-        return Bracketed("(", (Formula("-\\infty"), Formula("\\infty")), ")")
-    return None
+    found = re.fullmatch(r"(\\\{|\\langle|[(\[])(.*)(\\\}|\\rangle|[)\]])", text, re.DOTALL)
+    if found is None or not all(levels(text) or [0]) or levels(found[2]) is None:  # (1)(2)
+        return _CONSTANTS.get(text)
+    left, inner, right = found.groups()
+    parts, _ = split(inner, "[,;]")
+    if left == "\\{":
+        sides, marks = split(inner, r"\\mid(?![a-zA-Z])|\||:")
+        if len(marks) == 1 and _is_name(sides[0].partition("\\in")[0]):
+            return read(sides[1])  # {x : x > 2}
+        return Several(_flat(tuple(map(read, parts))) if inner.strip() else (), "set")
+    if len(parts) == 1 and (left, right) == ("(", ")"):
+        return read(inner)
+    if not all(part.strip() for part in parts):
+        return None
+    return Bracketed(left, tuple(map(read, parts)), right)
 
 
 def _matrix(text: str) -> Value | None:
-    found = re.fullmatch(r"\\begin\s*\{([pbvBV]?matrix|smallmatrix)\}(.*)\\end\s*\{\1\}", text, re.DOTALL)
-    around = re.fullmatch(
-        r"([(\[])\s*\\begin\s*\{(array|matrix)\}(?:\{[clr| ]*\})?(.*)\\end\s*\{\2\}\s*[)\]]", text, re.DOTALL
+    found = re.fullmatch(
+        r"\\begin\s*\{([pbvBV]?matrix|smallmatrix)\}(.*)\\end\s*\{\1\}", text, re.DOTALL
+    ) or re.fullmatch(
+        r"[(\[]\s*\\begin\s*\{(array|matrix)\}(?:\{[clr| ]*\})?(.*)\\end\s*\{\1\}\s*[)\]]", text, re.DOTALL
     )
-    if found is None and around is None:
+    if found is None:
         return None
-    kind = "matrix" if around is not None or found is not None and found[1][0] in "pb" else str(found and found[1])
-    content = around[3] if around is not None else found[2] if found is not None else ""
-    rows = [row for (row,) in zip(split(content, re.compile(r"\\\\(?:\[[^\]]*\])?"))[0]) if row.strip()]
-    return Matrix(kind, tuple(tuple(_inner(cell) for cell in split(row, re.compile("&"))[0]) for row in rows))
+    kind = "matrix" if found[1] in ("pmatrix", "bmatrix", "array") else found[1]  # determinants are another kind
+    rows = [split(row, "&")[0] for row in split(found[2], r"\\\\(?:\[[^\]]*\])?")[0] if row.strip()]
+    return Bracketed(kind, tuple(Bracketed("row", tuple(map(read, cells)), "row") for cells in rows), kind)
 
 
 def _based(text: str) -> Value | None:
@@ -440,42 +401,35 @@ def _based(text: str) -> Value | None:
 def _measured(text: str) -> Value | None:
     sign = re.match(r"\s*(-?)\s*([" + CURRENCY + r"€£¥₹])\s*(-?)", text)
     if sign is not None:
-        rest = sign[1] + sign[3] + text[sign.end() :]
-        inner = _inner(rest)
-        unit = unit_of(sign[2]) or sign[2]
-        if not isinstance(inner, Number | Formula | Measured):
+        inner, unit = read(sign[1] + sign[3] + text[sign.end() :]), UNITS[sign[2]]
+        value, rate = (inner.value, inner.unit) if isinstance(inner, Measured) else (inner, "")
+        if rate == unit:
+            return inner
+        if not isinstance(value, Number | Formula) or not (rate + "/").startswith("/"):
             return None
-        if isinstance(inner, Measured):
-            if inner.unit == unit:
-                return inner
-            return Measured(inner.value, unit + inner.unit) if inner.unit.startswith("/") else None
-        return Measured(inner, unit, sign[2])
+        return Measured(value, unit + rate, sign[2])
     found = re.search(r"\\text\{|%|(?<![\\a-zA-Z{])[a-zA-Z]{2,}|[" + CURRENCY + DEGREE + r"€£¥₹¢]", text)
     depth = levels(text)
-    if found is None or depth is None or depth[found.start()] or not text[: found.start()].strip():
+    if found is None or depth is None or depth[found.start()]:
         return None
     core, suffix = text[: found.start()].strip(), text[found.start() :].strip()
-    if core[-1] in "+-*/^_=<>(":
-        return None
     scale, rest = magnitude(_plain(suffix))
-    unit = unit_of(rest) if rest else ""
-    if unit is None:
+    known = unit_of(rest) if rest else ""
+    if not core or core[-1] in "+-*/^_=<>(" or known is None:
         return None
-    value = _inner(core)
-    if not isinstance(value, Number | Formula | Ratio):
+    value = read(core)
+    if isinstance(value, Number) and scale != 1:
+        value = Number(value.value * scale, "decimal")
+    elif not isinstance(value, Number | Formula | Ratio) or scale != 1:
         return None
-    if scale != 1:
-        if not isinstance(value, Number):
-            return None
-        value = Number(value.value * scale, "integer" if (value.value * scale).denominator == 1 else "decimal")
-    return Measured(value, unit, suffix) if unit else value
+    return Measured(value, known, suffix) if known else value
 
 
 def _ratio(text: str) -> Value | None:
-    parts, marks = split(text, re.compile(r":|\\text\{\s*to\s*\}|(?<=\d)\s+to\s+(?=\d)"))
+    parts, marks = split(text, r":|\\text\{\s*to\s*\}|(?<=\d)\s+to\s+(?=\d)")
     if not marks or not all(part.strip() for part in parts):
         return None
-    terms = tuple(_inner(part) for part in parts)
+    terms = tuple(map(read, parts))
     return Ratio(terms) if all(isinstance(term, Number | Formula) for term in terms) else None
 
 
@@ -505,14 +459,14 @@ _INTEGER = r"\d+|\d{1,3}(?:[ ,]\d{3})+"
 _DECIMAL = rf"(?:{_INTEGER})(?:\.\d*)?|\.\d+"
 _TERM = rf"(?:[+-]\s*)?(?:{_DECIMAL})"
 _LITERALS = (
-    ("plain", re.compile(rf"({_TERM})")),
-    ("scientific", re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([+-]?\d+)")),
-    ("scientific", re.compile(rf"(?:({_TERM})\s*\*\s*)?(-?)10\s*\^\s*\{{\s*([+-]?\s*\d+)\s*\}}")),
-    ("fraction", re.compile(rf"([+-]?)\s*\\frac\s*\{{\s*({_TERM})\s*\}}\s*\{{\s*({_TERM})\s*\}}")),
-    ("fraction", re.compile(rf"([+-]?)\s*({_DECIMAL})\s*/\s*(-?\s*(?:{_DECIMAL}))")),
-    ("repeating", re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}")),
-    ("mixed", re.compile(r"([+-]?)\s*(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")),
-    ("mixed", re.compile(r"([+-]?)\s*(\d+)\s+(?:and\s+)?(\d+)\s*/\s*(\d+)")),
+    ("plain", rf"(?P<whole>{_TERM})"),
+    ("scientific", r"(?P<whole>[+-]?(?:\d+(?:\.\d*)?|\.\d+))[eE](?P<power>[+-]?\d+)"),
+    ("scientific", rf"(?:(?P<whole>{_TERM})\s*\*\s*)?(?P<sign>-?)10\s*\^\s*\{{\s*(?P<power>[+-]?\s*\d+)\s*\}}"),
+    ("fraction", rf"(?P<sign>[+-]?)\s*\\frac\s*\{{\s*(?P<above>{_TERM})\s*\}}\s*\{{\s*(?P<below>{_TERM})\s*\}}"),
+    ("fraction", rf"(?P<sign>[+-]?)\s*(?P<above>{_DECIMAL})\s*/\s*(?P<below>-?\s*(?:{_DECIMAL}))"),
+    ("repeating", r"(?P<sign>[+-]?)\s*(?P<whole>\d*\.(?P<fixed>\d*))\\overline\s*\{\s*(?P<above>\d+)\s*\}"),
+    ("mixed", r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s*\\frac\s*\{\s*(?P<above>\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"),
+    ("mixed", r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?:and\s+)?(?P<above>\d+)\s*/\s*(?P<below>\d+)"),
 )
 
 
@@ -522,32 +476,19 @@ def number_of(text: str) -> Number | None:
     if len(text) > LONGEST_NUMBER:
         return None
     for form, pattern in _LITERALS:
-        if (found := pattern.fullmatch(text)) is None:
-            continue
-        if form == "plain":
-            value = _exact(found[1])
-            digits = re.sub(r"\D", "", found[1]).lstrip("0")
-            return Number(value, "decimal" if "." in found[1].rstrip(".") else "integer", len(digits))
-        if form == "scientific":
-            groups = found.groups()
-            power = int(groups[-1].replace(" ", ""))
-            if abs(power) > LONGEST_NUMBER:
+        if (found := re.fullmatch(pattern, text)) is not None:
+            part = found.groupdict()
+            whole = part.get("whole") or ("1" if form == "scientific" else "0")
+            above, below, power = part.get("above") or "0", part.get("below") or "1", part.get("power") or "0"
+            if form == "repeating":
+                below = "9" * len(above) + "0" * len(part["fixed"])
+            if not _exact(below) or abs(_exact(power)) > LONGEST_NUMBER:
                 return None
-            value = _exact(groups[0] or "1") * Fraction(10) ** power
-            digits = re.sub(r"\D", "", groups[0] or "1").lstrip("0")
-            return Number(-value if len(groups) == 3 and groups[1] else value, "scientific", len(digits))
-        sign = -1 if found[1] == "-" else 1
-        if form == "fraction":
-            below = _exact(found[3])
-            return Number(sign * _exact(found[2]) / below, "fraction") if below else None
-        if form == "repeating":
-            whole = _exact(f"{found[2]}.{found[3]}")
-            return Number(
-                sign * (whole + Fraction(int(found[4]), (10 ** len(found[4]) - 1) * 10 ** len(found[3]))), form
-            )
-        if not int(found[4]):
-            return None
-        return Number(sign * (int(found[2]) + Fraction(int(found[3]), int(found[4]))), "mixed")
+            value = (_exact(whole) + _exact(above) / _exact(below)) * Fraction(10) ** int(_exact(power))
+            if form == "plain":
+                form = "decimal" if "." in whole.rstrip(".") else "integer"
+            digits = 0 if "above" in part else len(re.sub(r"\D", "", whole).lstrip("0"))
+            return Number(-value if part.get("sign") == "-" else value, form, digits)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .notation import CURRENCY, DEGREE
+from .notation import CURRENCY, DEGREE, rewritten
 
 _SPELLINGS = {
     "%": "% percent pct percentage",
@@ -64,13 +64,13 @@ _SPELLINGS = {
 }
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _MAGNITUDES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# Words with the ending of a plural that count nothing, or change what was counted.
 _NO_COUNTS = frozenset(
     "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
     " minus hundreds thousands millions billions dozens dozen tens pairs pair squares powers roots factors digits"
     " this his its us yes guess guesses values options others ones answers seems means gives makes possibilities"
     " besides towards afterwards upwards downwards remains misses false wrong".split()
 )
-"""Words with the ending of a plural that count nothing, or change what was counted."""
 
 
 def magnitude(text: str) -> tuple[Fraction, str]:
@@ -82,47 +82,46 @@ def magnitude(text: str) -> tuple[Fraction, str]:
     return scale, " ".join(words)
 
 
+_SPACING = (
+    (r"[{}\\~,]|(?<=[a-zA-Z])\.(?!\w)|(?<=\b[ap])\.", " "),
+    (r"-(?!pounds)", " "),
+    (r"\s*\^\s*", "^"),
+    (f"([{DEGREE}])", r"\1 "),
+    (r"(?<=\w)\s*([" + CURRENCY + DEGREE + r"€%])", r" \1"),
+    (r"(?i)\b([ap]) m\b", r"\1m"),
+    (r"\*", " "),
+    ("/", " / "),
+)
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+_RAISED = {"squared": "^2", "cubed": "^3"}
+
+
 def unit_of(text: str) -> str | None:
     """The one spelling of a unit; None if a text is none. A plural of any noun counts as one."""
-    text = re.sub(r"[{}\\~,]|(?<=[a-zA-Z])\.(?!\w)|(?<=\b[ap])\.", " ", text)
-    text = re.sub(r"\s*\^\s*", "^", text.replace("-", " ") if "foot-pounds" not in text else text)
-    text = re.sub(r"(?<=\w)\s*([" + CURRENCY + DEGREE + r"€%])", r" \1", re.sub(f"([{DEGREE}])", r"\1 ", text))
-    text = re.sub(r"\b([ap]) m\b", r"\1m", text.strip(), flags=re.IGNORECASE)
     out: list[str] = []
     power = ""
-    for word in text.replace("*", " ").replace("/", " / ").split():
+    for word in rewritten(text, _SPACING).split():
         lower = word.casefold()
         name, _, raised = word.partition("^")
-        if lower in ("square", "sq"):
-            power = "^2"
-        elif lower in ("cubic", "cu"):
-            power = "^3"
-        elif lower in ("squared", "cubed"):
-            if not out:
-                return None
-            out[-1] += "^2" if lower == "squared" else "^3"
-        elif lower in ("/", "per", "a", "an", "each"):
-            if lower == "each" or (lower in ("a", "an") and not out):
-                return None
+        known = UNITS.get(name) or UNITS.get(name.casefold()) or _counted(name)
+        if lower in _POWERS:
+            power = _POWERS[lower]
+        elif lower in _RAISED and out:
+            out[-1] += _RAISED[lower]
+        elif lower in ("/", "per") or (lower in ("a", "an") and out):
             out.append("/")
-        elif lower == "of" and out:
-            return None
-        elif (known := UNITS.get(name) or UNITS.get(name.casefold()) or _counted(name)) is not None:
-            if raised and not re.fullmatch(r"-?\d", raised):
-                return None
-            out.append(known + (f"^{raised}" if raised and raised != "1" else power))
+        elif known is not None and re.fullmatch(r"(?:-?\d)?", raised):
+            out.append(known + (f"^{raised}" if raised not in ("", "1") else power))
             power = ""
-        elif name in ("C", "F", "L") and (name == "L" or out == ["°"]):
-            out = ["l"] if name == "L" else [f"°{name}"]
+        elif name in ("C", "F") and out == ["°"]:
+            out = [f"°{name}"]
         else:
             return None
-    if power or not out or out[-1] == "/":
-        return None
-    counted = [one for one in out if one.startswith("#")]
-    if len(counted) > 1 and "/" not in out or (counted and len(out) > 1 and "/" not in out):
+    is_counted = any(one.startswith("#") for one in out)
+    if power or not out or out[-1] == "/" or (is_counted and len(out) > 1 and "/" not in out):
         return None
     joined = " ".join(out)
-    return {"mile / hour": "mph", "° radian": "radian", "unit": "unit"}.get(joined, joined.replace(" / ", "/"))
+    return {"mile / hour": "mph", "° radian": "radian"}.get(joined, joined.replace(" / ", "/"))
 
 
 def _counted(word: str) -> str | None:
@@ -130,6 +129,4 @@ def _counted(word: str) -> str | None:
     word = word.casefold()
     if not re.fullmatch("[a-z]{3,20}s", word) or word in _NO_COUNTS or word.endswith(("ss", "us", "is", "ys's")):
         return None
-    if word.endswith("ies"):
-        return f"#{word[:-3]}y"
-    return f"#{word[:-1]}"
+    return f"#{word[:-3]}y" if word.endswith("ies") else f"#{word[:-1]}"
