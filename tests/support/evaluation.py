@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strands_env.core import Action, Observation, RewardResult, StepResult, TaskContext, TerminationReason
+from strands_env.eval import EvalSample
 
 
 def tasks(count: int) -> list[Action]:
@@ -28,6 +29,19 @@ def step_result(
         reward=None if reward is None else RewardResult(reward=reward, info={"answer": text}),
         termination_reason=reason,
         error=error,
+    )
+
+
+def sample(
+    reward: float | None, text: str = "4", *, finished: bool = True, prompt: str = "p", **fields: Any
+) -> EvalSample:
+    reason = TerminationReason.TASK_COMPLETE if finished else TerminationReason.INFRASTRUCTURE_ERROR
+    return EvalSample(
+        prompt_id=prompt,
+        action=Action(message=prompt),
+        step_result=step_result(reward, text, reason),
+        is_finished=finished,
+        **fields,
     )
 
 

@@ -54,9 +54,14 @@ class Budgets:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        least = dict.fromkeys(("max_tool_iterations", "max_tool_calls", "max_parallel_tool_calls"), 0)
-        least.update(dict.fromkeys(("max_turns", "max_sampled_tokens", "max_total_tokens"), 1))
-        for name, number in least.items():
+        for name, number in (
+            ("max_tool_iterations", 0),
+            ("max_tool_calls", 0),
+            ("max_parallel_tool_calls", 0),
+            ("max_turns", 1),
+            ("max_sampled_tokens", 1),
+            ("max_total_tokens", 1),
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < number):
                 raise ValueError(f"{name} must be a whole number of at least {number} or None, not {value!r}")

@@ -78,11 +78,10 @@ def _read(given: Sequence[Any], name: str) -> tuple[list[str], list[Message]]:
 def _content(message: Mapping[str, Any], where: str) -> list[ContentBlock]:
     content = message.get("content")
     calls = message.get("tool_calls") or []
-    if content is None and calls:
-        content = []
+    if calls and content in (None, ""):
+        content = []  # an assistant that only calls tools
     if isinstance(content, str):
-        # An assistant that only calls tools has "" in OpenAI's form, and no block in Strands'.
-        blocks = [{"text": content}] if content or not calls else []
+        blocks = [{"text": content}]
     elif isinstance(content, list):
         blocks = [_block(block, where) for block in content]
     else:

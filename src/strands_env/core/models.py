@@ -219,21 +219,6 @@ class SGLangFactoryConfig(_Plain):
     tool_parser: str | None = None
     client: dict[str, Any] = Field(default_factory=dict)
 
-    def shared_client(self) -> SGLangClient:
-        """The client of all its models."""
-        return get_client(self.base_url, **self.client)
-
-    def factory(self) -> Callable[[], Model]:
-        """The factory."""
-        return sglang_model_factory(
-            model_id=self.model_id,
-            tokenizer=self.tokenizer,
-            client=self.shared_client(),
-            sampling_params=self.sampling_params,
-            tool_parser=self.tool_parser,
-            **self.config,
-        )
-
 
 class OpenAIFactoryConfig(_Plain):
     """OpenAI, or a server with its interface. `client` has arguments of its client."""
@@ -244,17 +229,6 @@ class OpenAIFactoryConfig(_Plain):
     api_key: str | None = None
     client: dict[str, Any] = Field(default_factory=dict)
 
-    def factory(self) -> Callable[[], Model]:
-        """The factory."""
-        return openai_model_factory(
-            model_id=self.model_id,
-            sampling_params=self.sampling_params,
-            base_url=self.base_url,
-            api_key=self.api_key,
-            client_args=self.client,
-            **self.config,
-        )
-
 
 class BedrockFactoryConfig(_Plain):
     """Amazon Bedrock."""
@@ -262,15 +236,6 @@ class BedrockFactoryConfig(_Plain):
     backend: Literal["bedrock"]
     model_id: str
     region_name: str | None = None
-
-    def factory(self) -> Callable[[], Model]:
-        """The factory."""
-        return bedrock_model_factory(
-            model_id=self.model_id,
-            sampling_params=self.sampling_params,
-            region_name=self.region_name,
-            **self.config,
-        )
 
 
 FactoryConfig = Annotated[
@@ -307,6 +272,12 @@ def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
         )
         raise ValueError(f"the model's configuration cannot be used: {told}") from error
     try:
-        return read.factory()
+        given = read.model_dump(exclude={"backend", "client", "config"})
+        if isinstance(read, SGLangFactoryConfig):
+            client = get_client(given.pop("base_url"), **read.client)
+            return sglang_model_factory(client=client, **given, **read.config)
+        if isinstance(read, OpenAIFactoryConfig):
+            return openai_model_factory(client_args=read.client, **given, **read.config)
+        return bedrock_model_factory(**given, **read.config)
     except TypeError as error:  # of what is handed on: client and config
         raise ValueError(f"the model's configuration cannot be used: {error}") from error

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -109,24 +109,21 @@ class Supervisor:
         if self.is_cancelled and not uninterrupted:
             coroutine.close()
             raise asyncio.CancelledError
-        loop, task, is_late = asyncio.get_running_loop(), self._task, False
-        clock: _Timer | None = None
-        timer: asyncio.TimerHandle | None = None
+        task, is_late = self._task, False
         assert task is not None
 
-        def interrupt() -> None:
-            nonlocal is_late, timer
+        def interrupt(timer: _Timer) -> None:
+            nonlocal is_late
             if is_late and outcome is not None:
                 logger.warning("%s does not end although it was cancelled, and is left to itself", what)
                 self._abandoned_with.set_result(outcome)
                 return
             is_late = True
             task.cancel()
-            timer = loop.call_later(ABANDON_AFTER if outcome is not None else INSIST_AFTER, interrupt)
+            timer.start(ABANDON_AFTER if outcome is not None else INSIST_AFTER)
 
-        if seconds is not None:
-            clock = _Timer(seconds, interrupt, _timer.get())
-        before = _timer.set(clock)
+        timer = None if seconds is None else _Timer(seconds, interrupt, _timer.get())
+        before = _timer.set(timer)
         self._may_interrupt = not uninterrupted
         try:
             return await coroutine
@@ -138,9 +135,8 @@ class Supervisor:
         finally:
             self._may_interrupt = False
             _timer.reset(before)
-            for running in (clock, timer):
-                if running is not None:
-                    running.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
 @contextmanager
@@ -150,33 +146,28 @@ def queued() -> Iterator[Callable[[], None]]:
     Yields:
         What to call, in the event loop, when the waiting is over; the end of the block at the latest.
     """
-    timer, is_waiting = _timer.get(), True
-    if timer is not None:
-        timer.pause()
-
-    def end() -> None:
-        nonlocal is_waiting
-        if is_waiting and timer is not None:
-            timer.resume()
-        is_waiting = False
-
-    try:
-        yield end
-    finally:
-        end()
+    timer = _timer.get()
+    with ExitStack() as waiting:
+        if timer is not None:
+            timer.pause()
+            waiting.callback(timer.resume)
+        yield waiting.close
 
 
 class _Timer:
     """Calls a function once its seconds are over, those in queues not counted."""
 
-    def __init__(self, seconds: float, call: Callable[[], None], outer: _Timer | None) -> None:
-        self._left = seconds
+    def __init__(self, seconds: float, call: Callable[[_Timer], None], outer: _Timer | None) -> None:
         self._call = call
         self._outer = outer
         self._queued = 0
         self._loop = asyncio.get_running_loop()
+        self.start(seconds)
+
+    def start(self, seconds: float) -> None:
+        self._left = seconds
         self._began = self._loop.time()
-        self._handle = self._loop.call_later(seconds, call)
+        self._handle = self._loop.call_later(seconds, self._call, self)
 
     def pause(self) -> None:
         self._queued += 1
@@ -188,10 +179,8 @@ class _Timer:
 
     def resume(self) -> None:
         self._queued -= 1
-        if self._queued == 0:
-            self._began = self._loop.time()
-            if self._left > 0:
-                self._handle = self._loop.call_later(self._left, self._call)
+        if self._queued == 0 and self._left > 0:
+            self.start(self._left)
         if self._outer is not None:
             self._outer.resume()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
-from strands.types.content import Message, Messages
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 
@@ -125,7 +123,14 @@ class Observation(BaseModel):
 
         None if the assistant did not write that message, or wrote no text but thoughts.
         """
-        return final_text(self.messages)
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return None
+        texts = [block["text"] for block in self.messages[-1]["content"] if "text" in block]
+        if not texts:
+            return None
+        text = "\n".join(texts)
+        answer = without_thinking(text)
+        return answer if answer or answer == text else None
 
 
 class RewardResult(BaseModel):
@@ -205,19 +210,6 @@ class RewardFunction(Identified, ABC):
             ValueError: It cannot; says what is wrong with it.
         """
         return None
-
-
-def final_text(messages: Messages | list[Any]) -> str | None:
-    """The text of the last message without thoughts, if the assistant wrote it and it has any."""
-    if not messages or messages[-1]["role"] != "assistant":
-        return None
-    message: Message | Mapping[str, Any] = messages[-1]
-    texts = [block["text"] for block in message["content"] if "text" in block]
-    if not texts:
-        return None
-    text = "\n".join(texts)
-    answer = without_thinking(text)
-    return answer if answer or answer == text else None
 
 
 _MARKS = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from strands import tool
 from strands.hooks import HookProvider
@@ -16,21 +16,6 @@ from .backends import BackendError, EndOnBackendErrors
 
 LONGEST_OUTPUT = 32_000
 """Characters."""
-
-
-class CodeInterpreterClient(Protocol):
-    """What is used of `bedrock_agentcore.tools.code_interpreter_client.CodeInterpreter`."""
-
-    def start(
-        self, identifier: str | None = ..., name: str | None = ..., session_timeout_seconds: int | None = ...
-    ) -> str:
-        """Open a session."""
-
-    def invoke(self, method: str, params: dict[str, Any] | None = ...) -> Mapping[str, Any]:
-        """Run a method in the session."""
-
-    def stop(self) -> bool:
-        """Close the session."""
 
 
 class AgentCoreCodeEnvironment(Environment):
@@ -51,7 +36,7 @@ class AgentCoreCodeEnvironment(Environment):
         region: str | None = None,
         identifier: str = "aws.codeinterpreter.v1",
         session_timeout: int = 900,
-        client_factory: Callable[[], CodeInterpreterClient] | None = None,
+        client_factory: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Set up the environment; nothing is opened yet.
@@ -64,7 +49,8 @@ class AgentCoreCodeEnvironment(Environment):
             region: AWS region.
             identifier: The code interpreter.
             session_timeout: Seconds after which AWS ends a session by itself.
-            client_factory: Makes the client of a session; None for AgentCore's own.
+            client_factory: Makes the client of a session, with `start`, `invoke` and `stop` like those of AgentCore's
+                `CodeInterpreter`; None for that.
             **kwargs: As for `Environment`.
 
         Raises:
@@ -79,12 +65,23 @@ class AgentCoreCodeEnvironment(Environment):
         self._client_factory = client_factory
         self._identifier = identifier
         self._session_timeout = session_timeout
-        self._client: CodeInterpreterClient | None = None
+        self._client: Any = None
         self._one_at_a_time = asyncio.Lock()
 
     def get_tools(self) -> Sequence[Any]:
         """The tool that runs programs."""
-        return [self._tool()]
+
+        @tool
+        async def execute_python_code(code: str) -> dict[str, Any]:
+            """Execute Python code and return what it prints. Variables are kept for the next call.
+
+            Args:
+                code: The code. Only what it prints is returned.
+            """
+            text, failed = await self._execute(code)
+            return {"status": "error" if failed else "success", "content": [{"text": text}]}
+
+        return [execute_python_code]
 
     def get_hooks(self) -> Sequence[HookProvider]:
         """Ends the episode, without a reward, where the service does not work."""
@@ -96,19 +93,6 @@ class AgentCoreCodeEnvironment(Environment):
             client, self._client = self._client, None
             if client is not None:
                 await called(client.stop, grace=None)
-
-    def _tool(self) -> Any:
-        @tool
-        async def execute_python_code(code: str) -> dict[str, Any]:
-            """Execute Python code and return what it prints. Variables are kept for the next call.
-
-            Args:
-                code: The code. Only what it prints is returned.
-            """
-            text, failed = await self._execute(code)
-            return {"status": "error" if failed else "success", "content": [{"text": text}]}
-
-        return execute_python_code
 
     async def _execute(self, code: str) -> tuple[str, bool]:
         """Run code in the session: its output, and whether it failed."""
@@ -128,7 +112,7 @@ class AgentCoreCodeEnvironment(Environment):
         return _read(answer)
 
 
-def _own_client(region: str) -> Callable[[], CodeInterpreterClient]:
+def _own_client(region: str) -> Callable[[], Any]:
     try:
         from bedrock_agentcore.tools.code_interpreter_client import CodeInterpreter
     except ImportError as error:

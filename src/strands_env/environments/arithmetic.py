@@ -146,10 +146,6 @@ def _whole(value: Number) -> int:
     return int(value)
 
 
-def _log(value: Number, base: Number | None = None) -> float:
-    return math.log(value) if base is None else math.log(value, base)
-
-
 def _round(value: Number, digits: Number = 0) -> Number:
     if not -400 <= _whole(digits) <= 400:
         raise ArithmeticExpressionError("round takes -400 to 400 digits")
@@ -182,8 +178,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor": math.floor,
     "gcd": lambda *values: math.gcd(*(_whole(value) for value in values)),
     "lcm": lambda *values: math.lcm(*(_whole(value) for value in values)),
-    "ln": _log,
-    "log": _log,
+    "ln": math.log,
+    "log": math.log,
     "log10": math.log10,
     "log2": math.log2,
     "max": max,

@@ -28,7 +28,7 @@ class EndOnBackendErrors(HookProvider):
         """Register with the episode's agent."""
         registry.add_callback(AfterToolCallEvent, self._check)
 
-    def _check(self, event: AfterToolCallEvent) -> None:
+    async def _check(self, event: AfterToolCallEvent) -> None:
         error = event.exception
         if isinstance(error, BackendError):  # raised here before: Strands asks again for what a hook raises
             raise error

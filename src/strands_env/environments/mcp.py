@@ -10,14 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from strands.hooks import HookProvider, HookRegistry
+from strands.hooks import HookProvider
 from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
 from ..core.budgets import OUT_OF_TIME
 from ..core.supervision import called, in_thread, settled
-from .backends import BackendError
+from .backends import BackendError, EndOnBackendErrors
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class MCPEnvironment(Environment):
         await super().cleanup()
 
 
-class _WatchServers(HookProvider):
+class _WatchServers(EndOnBackendErrors):
     """Looks at what servers answer.
 
     Ends the episode when a tool failed and its server no longer answers: Strands tells that to the model only.
@@ -165,17 +165,13 @@ class _WatchServers(HookProvider):
 
     def __init__(self, clients: Mapping[str, MCPClient], answer_timeout: float, max_chars: int | None) -> None:
         """Take the client of each tool, by the tool's name, and the limits of a server and of a result."""
+        super().__init__()
         self._clients = clients
         self._answer_timeout = answer_timeout
         self._max_chars = max_chars
 
-    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Register with the episode's agent."""
-        registry.add_callback(AfterToolCallEvent, self._check)
-
     async def _check(self, event: AfterToolCallEvent) -> None:
-        if isinstance(event.exception, BackendError):  # raised here before: Strands asks again for what a hook raises
-            raise event.exception
+        await super()._check(event)
         name = event.tool_use["name"]
         if name not in self._clients:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from strands_env.core import (
     RewardResult,
     TerminationReason,
 )
+from strands_env.core.supervision import called
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Gives, scripted_env
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives, scripted_env
 from support.scripted_model import ScriptedModel, tool_use
 
 
@@ -307,3 +309,76 @@ async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokeniz
     results = await asyncio.gather(*(env.step(ASK) for _ in range(5)))
     assert [len(result.observation.trajectory) for result in results] == [1] * 5
     assert len(model.trajectory) == 0 and len(server.requests) == 10
+
+
+# --- what the user's code raises ---
+
+
+async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> None:
+    """B9."""
+
+    class Speechless(BaseException):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def fails() -> None:
+        raise Speechless
+
+    with pytest.raises(RuntimeError, match="Speechless"):
+        await asyncio.wait_for(called(fails), 5)
+
+
+@pytest.mark.parametrize("place", ["reset", "compute_metrics"])
+async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place: str) -> None:
+    """B9."""
+
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def fails(*args: object) -> None:
+        raise MuteError
+
+    env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), Contains())
+    setattr(env, place, fails)
+    assert "MuteError" in str((await env.step(ASK)).error)
+
+
+# --- the answer without thoughts ---
+
+
+def answer(text: str) -> str | None:
+    return Observation(messages=[{"role": "assistant", "content": [{"text": text}]}]).final_response
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("  as it is\n", "  as it is\n"),
+        ("", ""),
+        ("<think>a</think>b", "b"),
+        ("<think>\na\n</think>\n\nb", "b"),
+        ("a</think>b", "b"),
+        ("a<think>b</think>c", "ac"),
+        ("a<think>b", "a"),
+        ("<think>a", None),
+        ("<think>a</think>", None),
+        ("<think>a<think>b</think>c</think>d", "d"),
+        ("<think>a</think>b<think>c</think>d", "bd"),
+        ("<THINKING>a</THINKING>b", "b"),
+        ("<seed:think>a</seed:think>b", "b"),
+        ("[THINK]a[/THINK]b", "b"),
+        ("\u25c1think\u25b7a\u25c1/think\u25b7b", "b"),
+        ("I think> that <b>x</b>", "I think> that <b>x</b>"),
+    ],
+)
+def test_the_answer_is_what_is_not_thought(text: str, expected: str | None) -> None:
+    """B5."""
+    assert answer(text) == expected
+
+
+@pytest.mark.parametrize("part", ["<think>", "</think>", "<think>a</think>", "<", "a"])
+def test_it_takes_linear_time(part: str) -> None:
+    began = time.process_time()
+    answer(part * (1_000_000 // len(part)))
+    assert time.process_time() - began < 5

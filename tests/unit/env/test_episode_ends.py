@@ -45,12 +45,8 @@ class Hook(HookProvider):
         registry.add_callback(self.kind, self.function)
 
 
-def cancels(event: Any) -> None:
-    event.agent.cancel()
-
-
-def raises(event: Any) -> None:
-    raise ZeroDivisionError("in a hook")
+CANCELS = Hook(AfterToolCallEvent, lambda event: event.agent.cancel())
+FAILS = Hook(BeforeModelCallEvent, lambda event: 1 / 0)
 
 
 def cancelled_from_within(event: Any) -> None:
@@ -94,7 +90,11 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
     "a deadline of a call": (TerminationReason.TIMEOUT, [CALL, late], {"client": {"deadline": LIMIT}}),
     "an abort": (TerminationReason.ABORTED, [CALL, ScriptedAnswer("Well", finish_reason="abort")], {}),
     "an abort of the first call": (TerminationReason.ABORTED, [ScriptedAnswer("Well", finish_reason="abort")], {}),
-    "a hook cancels": (TerminationReason.CANCELLED, [CALL] * 3, {"hooks": [Hook(AfterToolCallEvent, cancels)]}),
+    "a hook cancels": (
+        TerminationReason.CANCELLED,
+        [CALL] * 3,
+        {"hooks": [CANCELS]},
+    ),
     "a hook raises a cancellation": (
         TerminationReason.AGENT_ERROR,
         [ANSWER],
@@ -110,11 +110,15 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
         [ANSWER],
         {"model": {"sampling_params": {"temperature": -1.0}}},
     ),
-    "a hook raises": (TerminationReason.AGENT_ERROR, [CALL], {"hooks": [Hook(BeforeModelCallEvent, raises)]}),
+    "a hook raises": (
+        TerminationReason.AGENT_ERROR,
+        [CALL],
+        {"hooks": [FAILS]},
+    ),
     "a hook raises later": (
         TerminationReason.AGENT_ERROR,
         [CALL, ANSWER],
-        {"hooks": [Hook(MessageAddedEvent, lambda event: len(event.agent.messages) > 2 and raises(event))]},
+        {"hooks": [Hook(MessageAddedEvent, lambda event: len(event.agent.messages) > 2 and 1 / 0)]},
     ),
 }
 

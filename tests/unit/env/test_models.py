@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,16 +86,10 @@ def test_what_cannot_work_is_an_error_when_the_factory_is_made(
         sglang_model_factory(**{"tokenizer": chatml_tokenizer, **arguments})
 
 
-class FakeOpenAIModel:
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-
-
 @pytest.fixture
 def openai(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("strands.models.openai")
-    module.OpenAIModel = FakeOpenAIModel  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "strands.models.openai", module)
+    module = SimpleNamespace(OpenAIModel=lambda **arguments: SimpleNamespace(arguments=arguments))
+    monkeypatch.setitem(sys.modules, "strands.models.openai", module)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("openai")

@@ -3,25 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strands_env.core import Action
-from strands_env.eval import EvalSample
 from strands_env.eval.checkpoint import Run
 from strands_env.eval.comparison import compare, comparison_lines
 from strands_env.eval.metrics import mean_over_prompts
-from support.evaluation import step_result
+from support.evaluation import sample
 
 
 def evaluation(rewards, *, errored=()):
     """A run of prompts by id, whose content is their id."""
     results = {
         prompt: [
-            EvalSample(
-                prompt_id=prompt,
-                sample_index=index,
-                action=Action(message=prompt),
-                step_result=step_result(reward),
-                is_finished=reward is not None or prompt in errored,
+            sample(
+                reward,
+                finished=reward is not None or prompt in errored,
                 is_errored=prompt in errored,
+                prompt=prompt,
+                sample_index=index,
             )
             for index, reward in enumerate(row)
         ]

@@ -25,7 +25,6 @@ from strands_env.core import (
 from strands_env.eval import (
     CheckpointError,
     DuplicateTaskError,
-    EvalSample,
     EvaluationStoppedError,
     Evaluator,
     read_results,
@@ -33,6 +32,7 @@ from strands_env.eval import (
 from strands_env.eval.evaluator import Progress
 from strands_sglang import SGLangConnectionError
 from support.evaluation import StubEnvironment, lines, step_result, tasks
+from support.evaluation import sample as a_sample
 
 
 def evaluator(stub, **arguments):
@@ -482,14 +482,10 @@ def test_what_cannot_work_is_refused(arguments):
         Evaluator(StubEnvironment().factory, **arguments)
 
 
-def sample(reward, *, finished=True):
-    return EvalSample(prompt_id="p", action=Action(message="?"), step_result=step_result(reward), is_finished=finished)
-
-
 def test_the_bar_has_rate_remaining_time_running_reward_and_failures(capsys):
-    with Progress("sums", 10, [sample(1.0), sample(0.0)], shown=True) as progress:
-        progress.add(sample(1.0))
-        progress.add(sample(None, finished=False))
+    with Progress("sums", 10, [a_sample(1.0), a_sample(0.0)], shown=True) as progress:
+        progress.add(a_sample(1.0))
+        progress.add(a_sample(None, finished=False))
     shown = capsys.readouterr().err
     assert re.search(
         r"sums: .*3/10 .*<.*sample.*reward=0\.667|sums: .*4/10 .*<.*sample.*reward=0\.667, failed=1", shown
@@ -498,5 +494,5 @@ def test_the_bar_has_rate_remaining_time_running_reward_and_failures(capsys):
 
 def test_nothing_is_shown_where_nobody_looks_at_a_terminal(capsys):
     with Progress("sums", 2, []) as progress:
-        progress.add(sample(1.0))
+        progress.add(a_sample(1.0))
     assert capsys.readouterr().err == ""

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands_env.core import Action, TerminationReason
-from strands_env.eval import EvalSample, answer_of, standard_metrics
+from strands_env.eval import answer_of, standard_metrics
 from strands_env.eval.metrics import majority_at_k, mean_bounds, mean_over_prompts, pass_at_k, pass_hat_k, sample_sizes
-from support.evaluation import step_result
-
-
-def sample(reward, text="4", *, finished=True):
-    reason = TerminationReason.TASK_COMPLETE if finished else TerminationReason.INFRASTRUCTURE_ERROR
-    result = step_result(reward, text, reason)
-    return EvalSample(prompt_id="p", action=Action(message="?"), step_result=result, is_finished=finished)
+from support.evaluation import sample
 
 
 def test_numbers_of_a_small_case_by_hand():

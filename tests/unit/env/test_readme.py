@@ -1,22 +1,31 @@
-"""The README's section on evaluation: its metrics, commands and options are those of the code."""
+"""The README's sections on environments and evaluation: their limits, metrics, commands and options are the code's."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 
 from strands_env.cli import build_parser
-from strands_env.core import Action
-from strands_env.eval import EvalSample, standard_metrics
-from support.evaluation import step_result
+from strands_env.core import Environment, TerminationReason
+from strands_env.eval import standard_metrics
+from support.evaluation import sample
 from support.readme import blocks, names_in_code, table
 
 
+def test_the_table_of_limits_has_every_one_with_its_default() -> None:
+    parameters = inspect.signature(Environment).parameters
+    bounds = [name for name in parameters if name.startswith(("max_", "retr")) or name.endswith("_timeout")]
+    rows = table("Environments", "Argument", "Default", "What it bounds")
+    documented = {names_in_code(row["Argument"])[0]: row["Default"].strip("`") for row in rows}
+    assert sorted(documented) == sorted(bounds)
+    reasons = documented.pop("retry_on")
+    assert parameters["retry_on"].default == (TerminationReason[reasons],)
+    assert documented == {name: str(parameters[name].default) for name in documented}
+
+
 def test_the_metrics_that_are_named_are_computed() -> None:
-    results = {
-        prompt: [EvalSample(prompt_id=prompt, action=Action(message="?"), step_result=step_result(1.0))] * 4
-        for prompt in "ab"
-    }
+    results = {prompt: [sample(1.0)] * 4 for prompt in "ab"}
     metrics = standard_metrics(results, n_samples_per_prompt=4)
     named = {names_in_code(row["Metric"])[0] for row in table("Evaluation", "Metric", "Meaning")}
     computed = {name.removesuffix("_low") for name in metrics if name.endswith("_low")}
