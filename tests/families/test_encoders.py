@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
+from strands_sglang.templates.behavior import PROBE_TOOL
 from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.templates.encoder import get_encoder
-from strands_sglang.templates.proofs import PROBE_TOOL
 from support.families import FAMILIES, load_tokenizer, require_families
 
 pytestmark = pytest.mark.usefixtures("fetched")

@@ -19,20 +19,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..families import find_family, get_family
+from ..families import Family, find_family, get_family
 from ..messages import ChatMessage, pictures_of
 from ..messages.content import Picture
 from .behavior import (
+    CASES,
+    Proof,
+    UnprovenContinuationError,
     derived_stop,
     find_forms,
     left_out,
     prefix_arguments,
+    prove,
     reasoning_close,
     rewrites_history,
+    text_after_turn,
 )
 from .control_tokens import ControlTokens, texts_of
 from .encoder import EncodedText, Encoder, get_encoder
-from .proofs import CASES, Proof, UnprovenContinuationError, prove, text_after_turn
 from .renderer import ChatTemplateError, TemplateRenderer, Tools
 
 if TYPE_CHECKING:
@@ -111,9 +115,9 @@ class ChatTemplate:
         self.encode, self.decode = self._renderer.encoder.encode, self._renderer.encoder.decode
         self._control_tokens = ControlTokens(self._renderer.encoder, self._renderer.sentinel)
         self._escapes, self._warned = escape_control_tokens, False
-        self.family = find_family(self._renderer.template_text) if family is None else get_family(family)
-        self.stops = self._find_stops(named=family is not None)
-        self._renderer.forms = find_forms(self._renderer, self.family)
+        self.family, self.stops = self._find_family(family)
+        self._renderer.family, self._renderer.stops = self.family, self.stops
+        self._renderer.forms = find_forms(self._renderer)
         self.identity = {
             "chat template": self._renderer.chat_template,
             "template arguments": prefix_arguments(self._renderer),
@@ -141,14 +145,9 @@ class ChatTemplate:
             return Proof("the chat template ends an assistant turn with no special token")
         key = (case, has_system, has_tools)
         if key not in self._proofs:
+            shows_calls = "tool calls" not in self.left_out
             self._proofs[key] = prove(
-                self._renderer,
-                self.stops,
-                self.family,
-                case,
-                has_system=has_system,
-                has_tools=has_tools,
-                shows_calls="tool calls" not in self.left_out,
+                self._renderer, case, has_system=has_system, has_tools=has_tools, shows_calls=shows_calls
             )
         return self._proofs[key]
 
@@ -167,12 +166,12 @@ class ChatTemplate:
     @cached_property
     def left_out(self) -> frozenset[str]:
         """What the template leaves out without a word: "system prompt", "tool calls", "tool results"."""
-        return left_out(self._renderer, self.family)
+        return left_out(self._renderer)
 
     @cached_property
     def reasoning_close(self) -> str | None:
         """What closes unfinished reasoning; None if that is not known."""
-        return reasoning_close(self._renderer, self.stops, self.family)
+        return reasoning_close(self._renderer)
 
     # --- prompts ---
 
@@ -250,12 +249,10 @@ class ChatTemplate:
         messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
         after = text_after_turn(
             self._renderer,
-            self.stops,
             self._control_tokens.escape(shown) if self._escapes else shown,
             messages,
             tools,
             has_system=has_system,
-            is_known_family=self.family is not None,
             after_tool_step=needs_tool_step and had_tool_results,
         )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
@@ -361,20 +358,19 @@ class ChatTemplate:
         make = self.family.call_id if self.family is not None else None
         return tool_use_id if make is None else make(tool_use_id, name, number)
 
-    def _find_stops(self, *, named: bool) -> tuple[str, ...]:
-        """The family's stop tokens, or the one that can be derived from the template."""
-        if self.family is not None:
+    def _find_family(self, name: str | None) -> tuple[Family | None, tuple[str, ...]]:
+        """The model family with its stop tokens; or none, and the stop token that can be derived from the template."""
+        family = find_family(self._renderer.template_text) if name is None else get_family(name)
+        if family is not None:
             added = self._renderer.added_tokens(special_only=False)
-            known = tuple(stop for stop in self.family.stops if stop in added)
+            known = tuple(stop for stop in family.stops if stop in added)
             if known:
-                return known
-            if named:
-                raise ChatTemplateError(
-                    f"family={self.family.name!r}: none of its stop tokens {self.family.stops} is in the vocabulary"
-                )
-            self.family = None  # its template on another vocabulary
+                return family, known
+            if name is not None:
+                raise ChatTemplateError(f"family={name!r}: none of its stop tokens {family.stops} is in the vocabulary")
+        # None that is known, or its template on another vocabulary.
         stop = derived_stop(self._renderer)
-        return () if stop is None else (stop,)
+        return None, () if stop is None else (stop,)
 
 
 class _CountedTexts:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeVar
 
 from ..messages.content import ImagePart
@@ -19,6 +21,15 @@ from .encoder import EncodedText, Encoder
 from .renderer import ChatTemplateError
 
 T = TypeVar("T")
+
+
+@dataclass
+class _Stretch:
+    """A control token that the template wrote, or what stands between two of them."""
+
+    text: str = ""
+    has_mark: bool = False
+    is_token: bool = False
 
 
 class ControlTokens:
@@ -52,7 +63,7 @@ class ControlTokens:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return re.compile(_any_of(self._ids))
+        return re.compile(f"({_any_of(self._ids)})")
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -91,43 +102,21 @@ class ControlTokens:
         """
         tokens = {mark: token for token, mark in list(self._marks.items())}
         parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-        pieces: list[EncodedText] = []
-        run: list[str] = []  # whole stretches and the control tokens between them
-        stretch: list[str] = []  # what stands between two control tokens of the template
-        has_mark, own_tokens = False, 0
-
-        def end_run() -> None:
-            nonlocal own_tokens
-            if run:
-                pieces.append(self._as_rendered("".join(run), own_tokens))
-            run.clear()
-            own_tokens = 0
-
-        def end_stretch() -> None:
-            nonlocal has_mark
-            if has_mark:
-                end_run()
-                pieces.append(self._as_text("".join(stretch)))
-            else:
-                run.extend(stretch)
-            stretch.clear()
-            has_mark = False
-
+        stretches = [_Stretch()]
         for number, part in enumerate(parts):
             if number % 2:
-                stretch.append(tokens[part])
-                has_mark = True
+                stretches[-1].text += tokens[part]
+                stretches[-1].has_mark = True
                 continue
-            position = 0
-            for match in self._pattern.finditer(part):
-                stretch.append(part[position : match.start()])
-                end_stretch()
-                run.append(match.group())
-                own_tokens += 1
-                position = match.end()
-            stretch.append(part[position:])
-        end_stretch()
-        end_run()
+            first, *rest = self._pattern.split(part)
+            stretches[-1].text += first
+            stretches += [_Stretch(piece, is_token=position % 2 == 0) for position, piece in enumerate(rest)]
+        pieces = []
+        for has_mark, run in groupby(stretches, key=lambda stretch: stretch.has_mark):
+            together = list(run)
+            whole = "".join(stretch.text for stretch in together)
+            own_tokens = sum(stretch.is_token for stretch in together)
+            pieces.append(self._as_text(whole) if has_mark else self._as_rendered(whole, own_tokens))
         return pieces
 
     def _as_rendered(self, text: str, own_tokens: int) -> EncodedText:

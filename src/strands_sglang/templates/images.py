@@ -25,7 +25,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..exceptions import SGLangDecodingError, SGLangHTTPError
 from ..messages.content import Picture, UnsupportedContentError
@@ -33,6 +33,9 @@ from .encoder import EncodedText, Encoder, get_encoder, private_copy
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from ..client.client import SGLangClient
+    from .chat_template import ChatTemplate
 
 TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """What a processor returns per token; the rest is per image."""
@@ -43,28 +46,6 @@ _FIRST, _SECOND = "sentinelone", "sentineltwo"
 # By processor, for models share them: its tokenizer's encoder, a copy of it with a tokenizer of its own, and a lock.
 _copies: weakref.WeakKeyDictionary[Any, tuple[Encoder, Any, threading.Lock]] = weakref.WeakKeyDictionary()
 _copies_lock = threading.Lock()
-
-
-class Template(Protocol):
-    """What is needed of a `ChatTemplate`."""
-
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The template's text for a conversation."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of rendered text."""
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a token is a control token."""
-
-
-class ImageClient(Protocol):
-    """What is needed of a `SGLangClient`."""
-
-    base_url: str
-
-    async def model_info(self) -> dict[str, Any]:
-        """What the server tells about its model."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +71,7 @@ class ImageProcessor:
             how many came before.
     """
 
-    def __init__(self, processor: Any, template: Template) -> None:
+    def __init__(self, processor: Any, template: ChatTemplate) -> None:
         """Find out what the template writes for an image.
 
         Args:
@@ -289,7 +270,7 @@ def data_uri(picture: Picture) -> str:
 _understood: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-async def require_image_understanding(client: ImageClient, picture: Picture) -> None:
+async def require_image_understanding(client: SGLangClient, picture: Picture) -> None:
     """Refuse an image where the server says that its model takes none. What it says is kept per client.
 
     Raises:
