@@ -19,7 +19,13 @@ from .client.client import SGLangClient
 from .exceptions import SGLangClientError
 from .model.model import DEFAULT_TOOL_PARSER, SGLangModel
 from .model.server_check import check_server
-from .templates.chat_template import ChatTemplate, ChatTemplateError, UnprovenContinuationError, get_chat_template
+from .templates.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    SampledTurn,
+    UnprovenContinuationError,
+    get_chat_template,
+)
 from .tool_parsers import get_tool_parser
 
 if TYPE_CHECKING:
@@ -207,7 +213,7 @@ def _pieces(
     ends = [i for i, token_id in enumerate(sampled) if token_id in template.stop_ids]
     sampled = sampled[: ends[0] + 1] if ends else sampled
     stop = sampled[-1] if ends else None
-    follow = template.continuation(sampled, stop, calls, new, tools)
+    follow = template.continuation(SampledTurn(sampled, stop, calls), new, tools)
     return [
         Piece(kind, [template.decode([token_id]) for token_id in ids])
         for kind, ids in (

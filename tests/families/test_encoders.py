@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from strands_sglang.templates.behavior import PROBE_TOOL
-from strands_sglang.templates.chat_template import ChatTemplate
+from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.encoder import get_encoder
 from support.families import FAMILIES, load_tokenizer, require_families
 
@@ -68,7 +68,9 @@ def test_messages_write_no_control_tokens_where_they_are_escaped(family: str) ->
     stop = template.stop_ids[0]
     if template.self_check()["tool result"] is None:
         after, harmless = (
-            template.continuation([7, stop], stop, calls, [{**result, "content": text}], [PROBE_TOOL]).token_ids
+            template.continuation(
+                SampledTurn([7, stop], stop, calls), [{**result, "content": text}], [PROBE_TOOL]
+            ).token_ids
             for text in (injected, "page")
         )
         assert control(after) == control(harmless)

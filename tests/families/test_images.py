@@ -5,7 +5,7 @@ import torch
 
 from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
-from strands_sglang.templates.chat_template import ChatTemplate
+from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
 from support.families import load_template, load_tokenizer, require_families
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png
@@ -100,7 +100,7 @@ def test_a_continuation_whose_end_of_turn_was_sampled_lacks_only_that_token(fami
     messages = chat(user("see", image_block(BLUE)))
     end = template.stops[0]
     prompt = template.continuation(
-        template.encode(f"ok{end}"), template.stop_ids[0], (), messages, None, has_system=False
+        SampledTurn(template.encode(f"ok{end}"), template.stop_ids[0]), messages, None, has_system=False
     )
     text = end + template.decode(prompt.token_ids)
     with_end, _ = images.expand(template.encode(text), text, pictures_of(messages))

@@ -43,7 +43,7 @@ from ..messages import (
 )
 from ..protocol.generation import Generation, read_generation
 from ..protocol.resume import begun_stop_strings, join_parts, sampling_params_of_the_rest, stop_patterns, stop_strings
-from ..templates.chat_template import ChatTemplate, Prompt, UnprovenContinuationError
+from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
 from ..templates.images import ImageInputs, ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser
@@ -470,15 +470,13 @@ class ModelCall:
         # After an answer that is not among the messages that are counted, only what they add can be told.
         if self.config.history_policy == "template" and (known or not ahead):
             self._refuse_rewritten_history(turn, new)
+        stop = turn.generation.stop_token_id if turn.generation is not None else None
         return self.template.continuation(
-            turn.output_ids,
-            turn.generation.stop_token_id if turn.generation is not None else None,
-            turn.tool_calls,
+            SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),
             new,
             to_chat_tools(self.chat.tool_specs),
             has_system=has_system,
             had_tool_results=had_tool_results,
-            ends_in_reasoning=turn.ends_in_reasoning,
             ahead=ahead,
         )
 

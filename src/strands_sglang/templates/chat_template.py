@@ -74,6 +74,23 @@ class Prompt:
         return bool(mark.strip()) and self.text[-_TAIL_CHARACTERS:].rstrip().endswith(mark.rstrip())
 
 
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn that the model sampled, as far as what follows depends on it.
+
+    Attributes:
+        output_ids: The sampled ids, shape (T,).
+        stop_token_id: The stop token among them; None if the turn was cut off or ended at a stop string.
+        calls: The turn's tool calls: `{"id", "name"}` in order.
+        ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed.
+    """
+
+    output_ids: Sequence[int]
+    stop_token_id: int | None
+    calls: Sequence[Mapping[str, Any]] = ()
+    ends_in_reasoning: bool = False
+
+
 class ChatTemplate:
     """A tokenizer's chat template, as the source of prompt tokens. Safe to share between threads.
 
@@ -194,15 +211,12 @@ class ChatTemplate:
 
     def continuation(
         self,
-        output_ids: Sequence[int],
-        stop_token_id: int | None,
-        calls: Sequence[Mapping[str, Any]],
+        turn: SampledTurn,
         messages: Sequence[ChatMessage],
         tools: Tools,
         *,
         has_system: bool = True,
         had_tool_results: bool = False,
-        ends_in_reasoning: bool = False,
         ahead: bool = False,
     ) -> Prompt:
         """The prompt tokens that follow a sampled turn.
@@ -212,27 +226,24 @@ class ChatTemplate:
         writes there, all but that token stays in the sequence.
 
         Args:
-            output_ids: The turn's sampled ids, shape (T,).
-            stop_token_id: The stop token among them; None if the turn was cut off or ended at a stop string.
-            calls: The turn's tool calls: `{"id", "name"}` in order.
+            turn: The turn.
             messages: The chat messages that came since.
             tools: Tools in OpenAI form.
             has_system: Whether the conversation begins with a system message.
             had_tool_results: Whether the conversation before the turn holds tool results.
-            ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed.
             ahead: As for `opening`.
 
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be told.
             ChatTemplateError: The template would leave something out of the new messages.
         """
-        last = output_ids[-1] if len(output_ids) else None
+        last = turn.output_ids[-1] if len(turn.output_ids) else None
         results = sum(message["role"] == "tool" for message in messages)
         happens = {
             "tool result": results == 1,
             "several tool results": results > 1,
             "user turn": any(message["role"] == "user" for message in messages),
-            "cut turn": stop_token_id is None and not results,
+            "cut turn": turn.stop_token_id is None and not results,
         }
         needs_tool_step = False
         for case in CASES:
@@ -244,7 +255,7 @@ class ChatTemplate:
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
         # A template without a place for calls has none to write: what is new follows the turn's text.
-        shown = [{"id": call["id"], "name": call["name"]} for call in calls]
+        shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
         after = text_after_turn(
@@ -267,11 +278,11 @@ class ChatTemplate:
             return Prompt(token_ids[1:], text, pictures=pictures, encoded=encoded)
         stop = "" if last is None else str(self.tokenizer.convert_ids_to_tokens(last))
         # A control token of the turn's own text, at which a user's `stop_token_ids` stopped, stays.
-        is_odd = last == stop_token_id and self.is_special(last) and stop not in after.rest
+        is_odd = last == turn.stop_token_id and self.is_special(last) and stop not in after.rest
         if last is not None and (last in self.stop_ids or is_odd):
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
-            return Prompt(token_ids, text, len(output_ids) - 1, note, pictures, encoded)
-        missing = "" if results else self._missing(output_ids, after.rest, ends_in_reasoning)
+            return Prompt(token_ids, text, len(turn.output_ids) - 1, note, pictures, encoded)
+        missing = "" if results else self._missing(turn, after.rest)
         return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures, encoded=encoded)
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
@@ -320,15 +331,15 @@ class ChatTemplate:
                     "out of the message, or use a template that has a place for it, chat_template=<jinja text>"
                 )
 
-    def _missing(self, output_ids: Sequence[int], rest: str, ends_in_reasoning: bool) -> str:
+    def _missing(self, turn: SampledTurn, rest: str) -> str:
         """What the template still writes of a turn whose text ends here, without what the turn has of it already."""
-        if ends_in_reasoning:
+        if turn.ends_in_reasoning:
             if self.reasoning_close is None:
                 raise UnprovenContinuationError(
                     "the turn was cut off in its reasoning, and what closes that is unknown"
                 )
             rest = self.reasoning_close + rest
-        text = self.decode(output_ids[-_TAIL_TOKENS:]) if rest else ""
+        text = self.decode(turn.output_ids[-_TAIL_TOKENS:]) if rest else ""
         sampled = next(length for length in range(len(rest), -1, -1) if text.endswith(rest[:length]))
         return rest[sampled:]
 
@@ -454,4 +465,12 @@ def get_chat_template(
         return template
 
 
-__all__ = ["CASES", "ChatTemplate", "ChatTemplateError", "Prompt", "UnprovenContinuationError", "get_chat_template"]
+__all__ = [
+    "CASES",
+    "ChatTemplate",
+    "ChatTemplateError",
+    "Prompt",
+    "SampledTurn",
+    "UnprovenContinuationError",
+    "get_chat_template",
+]

@@ -18,7 +18,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from strands_sglang.messages import to_chat_messages, to_chat_tools
-from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError, Prompt, UnprovenContinuationError
+from strands_sglang.templates.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    Prompt,
+    SampledTurn,
+    UnprovenContinuationError,
+)
 from support.families import FAMILIES, load_tokenizer
 
 CASES = (
@@ -216,7 +222,11 @@ class _Check:
         def continuation(output_ids: list[int], stop: int | None, **options: Any) -> Prompt:
             had = self.earlier_steps > 0 and (self.calls > 0 or self.earlier_tools)
             return template.continuation(
-                output_ids, stop, known, chat, tools, has_system=not self.plain, had_tool_results=had, **options
+                SampledTurn(output_ids, stop, known, **options),
+                chat,
+                tools,
+                has_system=not self.plain,
+                had_tool_results=had,
             )
 
         try:

@@ -9,6 +9,7 @@ from strands_sglang.messages import to_chat_messages
 from strands_sglang.templates.chat_template import (
     ChatTemplate,
     ChatTemplateError,
+    SampledTurn,
     UnprovenContinuationError,
     get_chat_template,
 )
@@ -70,28 +71,28 @@ def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, k
     start = len(opening.token_ids)
     sampled = whole[start : whole.index(end, start) + 1]
 
-    continuation = template.continuation(sampled, end, calls, new, TOOLS)
+    continuation = template.continuation(SampledTurn(sampled, end, calls), new, TOOLS)
     assert opening.token_ids + sampled + continuation.token_ids == whole
 
 
 def test_a_cut_turn_gets_its_missing_end_as_a_prompt_token(template):
     new = [{"role": "user", "content": "go on"}]
-    ended = template.continuation([5, end_of(template)], end_of(template), [], new, None)
-    cut = template.continuation([5], None, [], new, None)
+    ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
+    cut = template.continuation(SampledTurn([5], None), new, None)
     assert cut.token_ids == [end_of(template), *ended.token_ids]
 
 
 def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
     new = [{"role": "user", "content": "go on"}]
-    cut = template.continuation([5, end_of(template)], None, [], new, None)
+    cut = template.continuation(SampledTurn([5, end_of(template)], None), new, None)
     assert cut.token_ids[0] != end_of(template)
 
 
 def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     new = [{"role": "user", "content": "x"}]
-    ended = template.continuation([5, end_of(template)], end_of(template), [], new, None)
-    odd = template.continuation([5, other], other, [], new, None)
+    ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
+    odd = template.continuation(SampledTurn([5, other], other), new, None)
     assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
     assert odd.note == "the model stopped with '<|endoftext|>' where the chat template puts '<|im_end|>'"
     assert ended.kept is None
@@ -99,18 +100,20 @@ def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template
 
 def test_another_stop_that_was_sampled_at_the_very_limit_is_replaced_too(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert template.continuation([5, other], None, [], [{"role": "user", "content": "x"}], None).kept == 1
+    assert template.continuation(SampledTurn([5, other], None), [{"role": "user", "content": "x"}], None).kept == 1
 
 
 def test_reasoning_that_was_cut_off_is_closed_as_the_template_closes_it(template):
     new = [{"role": "user", "content": "go on"}]
-    cut = template.continuation(template.encode("<think>\nI was"), None, [], new, None, ends_in_reasoning=True)
+    cut = template.continuation(SampledTurn(template.encode("<think>\nI was"), None, ends_in_reasoning=True), new, None)
     assert template.decode(cut.token_ids).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
 
 
 def test_what_a_cut_turn_already_has_of_its_end_is_not_written_twice(template):
     new = [{"role": "user", "content": "go on"}]
-    cut = template.continuation(template.encode("<think>\nI was\n"), None, [], new, None, ends_in_reasoning=True)
+    cut = template.continuation(
+        SampledTurn(template.encode("<think>\nI was\n"), None, ends_in_reasoning=True), new, None
+    )
     assert template.decode(cut.token_ids).startswith("</think>\n\n<|im_end|>")
 
 
@@ -118,7 +121,7 @@ def test_cut_reasoning_that_nothing_is_known_to_close_is_not_continued(chatml_to
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(UnprovenContinuationError, match="cut off in its reasoning"):
-        template.continuation([5], None, [], [{"role": "user", "content": "x"}], None, ends_in_reasoning=True)
+        template.continuation(SampledTurn([5], None, ends_in_reasoning=True), [{"role": "user", "content": "x"}], None)
 
 
 def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
@@ -127,7 +130,7 @@ def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     assert template.opening(opening_messages(), None).ends_with("<think>")
     new = [{"role": "user", "content": "x"}]
     end = end_of(template)
-    assert template.continuation([end], end, [], new, None).ends_with("<think>")
+    assert template.continuation(SampledTurn([end], end), new, None).ends_with("<think>")
 
 
 def test_a_closed_reasoning_block_in_the_prompt_is_not_open_reasoning(chatml_tokenizer):
@@ -169,7 +172,7 @@ REFUSES_SYSTEM = (
 def test_a_template_that_refuses_system_messages_continues_conversations_without_one(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
-    prompt = template.continuation([5, end], end, [], new, None, has_system=False)
+    prompt = template.continuation(SampledTurn([5, end], end), new, None, has_system=False)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -177,7 +180,7 @@ def test_what_the_template_refuses_of_the_stand_in_is_unproven_and_not_an_error(
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="System role not supported"):
-        template.continuation([5, end], end, [], new, None, has_system=True)
+        template.continuation(SampledTurn([5, end], end), new, None, has_system=True)
 
 
 def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
@@ -189,7 +192,7 @@ def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(3)]
     results = [{"role": "tool", "content": "4", "tool_call_id": f"t{i}"} for i in range(3)]
-    prompt = template.continuation([end_of(template)], end_of(template), calls, results, None)
+    prompt = template.continuation(SampledTurn([end_of(template)], end_of(template), calls), results, None)
     assert template.decode(prompt.token_ids).startswith("[3]4<|im_end|>")
 
 
@@ -200,13 +203,13 @@ def test_a_sentinel_that_the_template_repeats_is_followed_to_its_last_place(chat
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     end = end_of(template)
-    prompt = template.continuation([5, end], end, [], [{"role": "user", "content": "x"}], None)
+    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "x"}], None)
     assert template.decode(prompt.token_ids) == "x<|im_end|>"
 
 
 def test_a_stop_token_that_is_text_counts_as_a_cut_and_gets_its_end(template):
     mark = template.tokenizer.convert_tokens_to_ids("</tool_call>")
-    prompt = template.continuation([5, mark], mark, [], [{"role": "user", "content": "x"}], None)
+    prompt = template.continuation(SampledTurn([5, mark], mark), [{"role": "user", "content": "x"}], None)
     assert prompt.token_ids[0] == end_of(template)
 
 
@@ -245,7 +248,7 @@ def test_a_template_that_refuses_a_conversation_is_quoted(chatml_tokenizer):
 def test_a_template_without_an_end_of_turn_token_continues_nothing(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(UnprovenContinuationError, match="no special token"):
-        template.continuation([5], None, [], [{"role": "user", "content": "x"}], None)
+        template.continuation(SampledTurn([5], None), [{"role": "user", "content": "x"}], None)
 
 
 MOVING = (  # as Mistral's templates do: system prompt and tools stand in front of the latest user message
@@ -260,8 +263,8 @@ def test_a_template_that_moves_the_system_prompt_is_not_continued_with_a_user_tu
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
     new = [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="moves the system prompt"):
-        template.continuation([5, end_of(template)], end_of(template), [], new, None)
-    without = template.continuation([5, end_of(template)], end_of(template), [], new, None, has_system=False)
+        template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
+    without = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None, has_system=False)
     assert template.decode(without.token_ids) == "[TOOLS]x"
 
 
@@ -269,9 +272,9 @@ def test_a_template_that_moves_the_tools_is_not_continued_with_a_user_turn(chatm
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="moves the tools"):
-        template.continuation([5, end], end, [], new, TOOLS, has_system=False)
+        template.continuation(SampledTurn([5, end], end), new, TOOLS, has_system=False)
     result = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
-    assert template.continuation([5, end], end, CALLS, result, TOOLS).token_ids
+    assert template.continuation(SampledTurn([5, end], end, CALLS), result, TOOLS).token_ids
 
 
 ONLY_ROLES = (  # a place for results, and none for calls
@@ -289,7 +292,7 @@ def test_a_template_without_calls_goes_on_after_a_sampled_call(chatml_tokenizer,
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
     end = end_of(template)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(count)]
-    prompt = template.continuation([5, end], end, calls, results(count), TOOLS)
+    prompt = template.continuation(SampledTurn([5, end], end, calls), results(count), TOOLS)
     written = "".join(f"<|im_start|>tool\nresult {i}<|im_end|>\n" for i in range(count))
     assert template.decode(prompt.token_ids) == f"\n{written}<|im_start|>assistant\n"
     assert set(template.self_check().values()) == {None}
@@ -301,7 +304,7 @@ def test_a_template_without_calls_still_renders_none_from_history(chatml_tokeniz
     with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
         template.opening([*opening_messages(), called, *results(1)], TOOLS)
     with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
-        template.continuation([5, end], end, CALLS, [*results(1), called, *results(1)], TOOLS)
+        template.continuation(SampledTurn([5, end], end, CALLS), [*results(1), called, *results(1)], TOOLS)
 
 
 @pytest.mark.parametrize("calls", ["", "{{ m.tool_calls or '' }}"])
@@ -313,7 +316,7 @@ def test_a_template_that_leaves_results_out_is_not_continued_with_them(chatml_to
     )
     template, end = ChatTemplate(chatml_tokenizer, chat_template=text), chatml_tokenizer.eos_token_id
     with pytest.raises(ChatTemplateError, match=r"message 0: the chat template leaves the tool results out"):
-        template.continuation([5, end], end, CALLS, results(1), TOOLS)
+        template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
 
 
 def test_a_template_that_leaves_the_system_prompt_out_is_refused(chatml_tokenizer):  # A12
@@ -342,9 +345,9 @@ def test_a_stop_token_that_is_the_next_role_is_neither_doubled_nor_lost(glm_toke
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     observation = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
-    sampled = template.continuation([5, observation], observation, CALLS, new, None, has_system=False)
+    sampled = template.continuation(SampledTurn([5, observation], observation, CALLS), new, None, has_system=False)
     assert template.decode(sampled.token_ids) == "\n4<|user|>\nx<|assistant|>\n"
-    cut = template.continuation([5], None, CALLS, new, None, has_system=False)
+    cut = template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
     assert cut.token_ids == [observation, *sampled.token_ids]
 
 
@@ -352,7 +355,7 @@ def test_another_role_than_the_one_that_follows_is_replaced(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     user, observation = glm_tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
-    prompt = template.continuation([5, user], user, CALLS, new, None, has_system=False)
+    prompt = template.continuation(SampledTurn([5, user], user, CALLS), new, None, has_system=False)
     assert (prompt.kept, prompt.token_ids[0]) == (1, observation)
 
 
@@ -367,14 +370,14 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
     assert template.family is None
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="does not end the turn"):
-        template.continuation([5], None, CALLS, new, None, has_system=False)
+        template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
 
 
 def test_a_sentinel_that_the_template_changes_is_replaced_by_another(chatml_tokenizer):
     text = chatml_tokenizer.chat_template.replace("message.content", "message.content | upper")
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     end = end_of(template)
-    prompt = template.continuation([5, end], end, [], [{"role": "user", "content": "shout"}], None)
+    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "shout"}], None)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nSHOUT<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -404,7 +407,9 @@ def test_what_depends_on_everything_before_it_is_unproven_and_says_so(chatml_tok
     assert "depends on what came before it" in check["tool result"]
     end = end_of(template)
     with pytest.raises(UnprovenContinuationError, match="depends on what came before it"):
-        template.continuation([5, end], end, CALLS, [{"role": "tool", "content": "4", "tool_call_id": "t0"}], TOOLS)
+        template.continuation(
+            SampledTurn([5, end], end, CALLS), [{"role": "tool", "content": "4", "tool_call_id": "t0"}], TOOLS
+        )
 
 
 def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenizer):
@@ -422,7 +427,7 @@ def test_a_control_token_of_the_turns_own_text_stays_in_the_sequence(glm_tokeniz
     template = ChatTemplate(glm_tokenizer, chat_template=text, family="chatml")
     mark = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
     result = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
-    assert template.continuation([5, mark], mark, CALLS, result, None).kept is None
+    assert template.continuation(SampledTurn([5, mark], mark, CALLS), result, None).kept is None
 
 
 def test_the_family_can_be_named(glm_tokenizer):
@@ -517,4 +522,4 @@ def test_text_that_a_template_leaves_out_in_every_form_is_refused_with_its_path(
 def test_new_messages_with_text_that_the_template_leaves_out_are_refused_too(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]"):
-        template.continuation([7, end_of(template)], end_of(template), [], thoughtful_history(), TOOLS)
+        template.continuation(SampledTurn([7, end_of(template)], end_of(template)), thoughtful_history(), TOOLS)

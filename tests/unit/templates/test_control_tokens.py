@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.messages import pictures_of, to_chat_messages
-from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError
+from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError, SampledTurn
 from strands_sglang.testing import ScriptedSGLang
 from support.tokenizers import MARKS, SPECIAL_TOKENS
 from support.vision import picture
@@ -89,7 +89,9 @@ def test_a_conversation_without_control_tokens_has_the_same_ids_either_way(chatm
     prompts = []
     for escapes in (False, True):
         template = ChatTemplate(chatml_tokenizer, escape_control_tokens=escapes)
-        following = template.continuation([5, end], end, [{"id": "c1", "name": "fetch"}], messages[3:], specs)
+        following = template.continuation(
+            SampledTurn([5, end], end, [{"id": "c1", "name": "fetch"}]), messages[3:], specs
+        )
         prompts.append((template.opening(messages, specs).token_ids, following.token_ids))
     assert prompts[0] == prompts[1]
 
@@ -114,8 +116,8 @@ def test_a_prompt_holds_no_control_token_that_the_template_did_not_write(chatml_
     def prompts(text):
         messages = history(text or "x")  # an empty reasoning or content is written in another way
         yield template.opening(messages, tools(text)).token_ids
-        yield template.continuation([5, end], end, calls, messages[3:], tools(text)).token_ids
-        yield template.continuation([5], None, [], messages[4:], tools(text)).token_ids
+        yield template.continuation(SampledTurn([5, end], end, calls), messages[3:], tools(text)).token_ids
+        yield template.continuation(SampledTurn([5], None), messages[4:], tools(text)).token_ids
 
     for ids, expected in zip(prompts(text), prompts("x"), strict=True):
         assert control_ids(chatml_tokenizer, ids) == control_ids(chatml_tokenizer, expected)
