@@ -137,6 +137,20 @@ _BY_STOP_REASON: dict[str, TerminationReason] = {
     "limit_total_tokens": TerminationReason.TOKEN_BUDGET_REACHED,
 }
 
+_BY_ERROR: dict[type[BaseException], TerminationReason] = {
+    MaxTokensReachedException: TerminationReason.MAX_TOKENS_REACHED,
+    ContextWindowOverflowException: TerminationReason.CONTEXT_WINDOW_OVERFLOW,
+    SGLangAbortedError: TerminationReason.ABORTED,
+    SGLangCancelledError: TerminationReason.CANCELLED,
+    SGLangClientError: TerminationReason.INFRASTRUCTURE_ERROR,
+    ModelThrottledException: TerminationReason.INFRASTRUCTURE_ERROR,
+    asyncio.CancelledError: TerminationReason.CANCELLED,
+    KeyboardInterrupt: TerminationReason.CANCELLED,
+    asyncio.TimeoutError: TerminationReason.TIMEOUT,
+    TimeoutError: TerminationReason.TIMEOUT,
+}
+"""By kind of error; the first that fits, so the special kinds stand before the general ones."""
+
 _BY_LIMIT: dict[type[LoopLimitReachedError], TerminationReason] = {
     MaxToolIterationsReachedError: TerminationReason.MAX_TOOL_ITERATIONS_REACHED,
     MaxToolCallsReachedError: TerminationReason.MAX_TOOL_CALLS_REACHED,
@@ -192,22 +206,11 @@ def _reason_of_exception(error: BaseException) -> TerminationReason:
     for cause in causes(error):
         if isinstance(cause, LoopLimitReachedError):
             return _limit_reason(cause)
-        if isinstance(cause, MaxTokensReachedException):
-            return TerminationReason.MAX_TOKENS_REACHED
-        if isinstance(cause, ContextWindowOverflowException):
-            return TerminationReason.CONTEXT_WINDOW_OVERFLOW
-        if isinstance(cause, SGLangAbortedError):
-            return TerminationReason.ABORTED
-        if isinstance(cause, SGLangCancelledError):
-            return TerminationReason.CANCELLED
         if isinstance(cause, SGLangDeadlineError) and cause.response is not None:
             return TerminationReason.TIMEOUT  # the server had been working on it; else nobody answered
-        if isinstance(cause, SGLangClientError | ModelThrottledException):
-            return TerminationReason.INFRASTRUCTURE_ERROR
-        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt):
-            return TerminationReason.CANCELLED
-        if isinstance(cause, asyncio.TimeoutError | TimeoutError):
-            return TerminationReason.TIMEOUT
+        for kind, reason in _BY_ERROR.items():
+            if isinstance(cause, kind):
+                return reason
     return TerminationReason.AGENT_ERROR
 
 

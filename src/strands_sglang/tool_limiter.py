@@ -67,6 +67,7 @@ class ToolLimiter(HookProvider):
         tool_call_count: Single tool calls so far, those that were not run included.
         message_count: Messages so far.
         cancelled_tool_call_count: Tool calls so far that `max_parallel_tool_calls` kept from running.
+        limit_reached: The error of the limit that ended the latest invocation, None if none did.
 
     With `"stop"` a loop ends on tool results only: Strands cannot be kept from answering a prompt that is the last
     message allowed without putting words into the model's mouth, so `max_messages` takes effect one iteration later.
@@ -101,18 +102,13 @@ class ToolLimiter(HookProvider):
         self.tool_call_count = 0
         self.message_count = 0
         self.cancelled_tool_call_count = 0
-        self._limit_reached: LoopLimitReachedError | None = None
+        self.limit_reached: LoopLimitReachedError | None = None
         self._excess_ids: set[str] = set()
 
     @property
     def iteration_count(self) -> int:
         """Tool iterations so far; another name of `tool_iter_count`."""
         return self.tool_iter_count
-
-    @property
-    def limit_reached(self) -> LoopLimitReachedError | None:
-        """The error of the limit that ended the latest invocation, None if none did."""
-        return self._limit_reached
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register with an agent (Strands calls this for everything in `Agent(hooks=[...])`)."""
@@ -124,7 +120,7 @@ class ToolLimiter(HookProvider):
 
     def _begin(self, event: BeforeInvocationEvent) -> None:
         self._invoked.add(event.agent)
-        self._limit_reached = None
+        self.limit_reached = None
 
     def _end(self, event: AfterInvocationEvent) -> None:
         self._invoked.discard(event.agent)
@@ -140,7 +136,7 @@ class ToolLimiter(HookProvider):
         error = self._error(event.message)
         if error is None:
             return
-        self._limit_reached = error
+        self.limit_reached = error
         logger.debug("limit=<%s>, on_limit=<%s> | loop limit reached", error, self.on_limit)
         if self.on_limit == "raise":
             raise error

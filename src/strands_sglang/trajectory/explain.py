@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from strands.types.content import Messages
 
@@ -81,8 +81,7 @@ def _leaves(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in recent if turn.answer_digest and id(turn) not in inner and not turn.is_auxiliary]
 
 
-@dataclass(frozen=True)
-class _Difference:
+class _Difference(NamedTuple):
     """What differs first between a conversation and a recorded one.
 
     Attributes:

@@ -67,22 +67,22 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
     positions = {id(turn): position for position, turn in enumerate(turns)}
     answers = [answer for turn in turns if (answer := turn.generation) is not None]
 
-    def joined(arrays: Sequence[Any], kind: str) -> Any:
-        return np.concatenate([np.zeros(0, kind), *(np.asarray(values, dtype=kind) for values in arrays)])
-
-    tensors = {
-        "prompt_ids": joined([turn.prompt_ids for turn in turns], "<i4"),
-        "output_ids": joined([answer.output_ids for answer in answers], "<i4"),
-        "logprobs": joined([answer.logprobs for answer in answers if answer.logprobs is not None], "<f8"),
-        "prompt_logprobs": joined([turn.prompt_logprobs for turn in turns if turn.prompt_logprobs is not None], "<f8"),
-    }
     masks = [answer.sampling_mask for answer in answers if answer.sampling_mask is not None]
-    if masks:
-        tensors["sampling_mask.ids"] = joined([mask.token_ids for mask in masks], "<i4")
-        tensors["sampling_mask.lengths"] = joined([mask.lengths for mask in masks], "<i4")
-    sampling_logprobs = [answer.sampling_logprobs for answer in answers if answer.sampling_logprobs is not None]
-    if sampling_logprobs:
-        tensors["sampling_logprobs"] = joined(sampling_logprobs, "<f8")
+    columns: dict[str, Sequence[Any]] = {
+        "prompt_ids": [turn.prompt_ids for turn in turns],
+        "output_ids": [answer.output_ids for answer in answers],
+        "logprobs": [answer.logprobs for answer in answers],
+        "prompt_logprobs": [turn.prompt_logprobs for turn in turns],
+        "sampling_mask.ids": [mask.token_ids for mask in masks],
+        "sampling_mask.lengths": [mask.lengths for mask in masks],
+        "sampling_logprobs": [answer.sampling_logprobs for answer in answers],
+    }
+    tensors: dict[str, Any] = {}
+    for name, column in columns.items():
+        kind = "<f8" if name.endswith("logprobs") else "<i4"
+        values = [np.asarray(part, dtype=kind) for part in column if part is not None]
+        if values or not name.startswith("sampling"):
+            tensors[name] = np.concatenate([np.zeros(0, kind), *values])
     for position, turn in enumerate(turns):
         answer = turn.generation
         experts = answer.expert_ids() if answer is not None else None
@@ -135,17 +135,15 @@ def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
     for i, picture in enumerate(images.pictures):
         yield f"file.{i}", np.frombuffer(picture.data, dtype="uint8")
     for name, values in images.train_inputs.items():
-        yield f"train.{name}", np.asarray(values.view(_int16()) if _is_bfloat16(values) else values)
+        if _is_bfloat16(values):
+            import torch
+
+            values = values.view(torch.int16)
+        yield f"train.{name}", np.asarray(values)
 
 
 def _is_bfloat16(values: Any) -> bool:
     return str(getattr(values, "dtype", "")) == "torch.bfloat16"
-
-
-def _int16() -> Any:
-    import torch
-
-    return torch.int16
 
 
 def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
@@ -190,39 +188,52 @@ class _Reader:
         self._tensors = tensors
         self._read = dict.fromkeys(tensors, 0)
 
-    def _next(self, name: str, kind: str, count: int) -> array[Any]:
+    def _next(self, name: str, count: int, *, is_there: bool = True) -> Any:
+        if not is_there:
+            return None
         start = self._read[name]
         self._read[name] = start + count
+        kind = "d" if name.endswith("logprobs") else "i"
         return array(kind, self._tensors[name][start : start + count].tobytes())
 
-    def _sampling_mask(self, answer: Mapping[str, Any]) -> SamplingMask | None:
-        if not answer.get("has_sampling_mask"):
-            return None
-        lengths = self._next("sampling_mask.lengths", "i", answer["sampled_tokens"])
-        return SamplingMask(self._next("sampling_mask.ids", "i", sum(lengths)), lengths)
+    def _images(self, prefix: str, described: Mapping[str, Any]) -> ImageInputs:
+        train_inputs: dict[str, Any] = {}
+        for name, values in self._tensors.items():
+            if name.startswith(f"{prefix}train."):
+                name = name.removeprefix(f"{prefix}train.")
+                if name in described.get("bfloat16", ()):
+                    import torch
 
-    def _train_input(self, values: Any, is_bfloat16: bool) -> Any:
-        if not is_bfloat16:
-            return values
-        import torch
+                    values = torch.from_numpy(values).view(torch.bfloat16)
+                train_inputs[name] = values
+        pictures = tuple(
+            Picture(self._tensors[f"{prefix}file.{i}"].tobytes(), **picture)
+            for i, picture in enumerate(described["images"])
+        )
+        return ImageInputs(pictures, array("i", self._tensors[f"{prefix}sent_ids"].tobytes()), train_inputs)
 
-        return torch.from_numpy(values).view(torch.bfloat16)
-
-    def _images(self, prefix: str, described: Sequence[Mapping[str, str]], bfloat16: Sequence[str]) -> ImageInputs:
-        train = prefix + "train."
-        files = [self._tensors[f"{prefix}file.{i}"].tobytes() for i in range(len(described))]
-        return ImageInputs(
-            tuple(Picture(data, **picture) for data, picture in zip(files, described, strict=True)),
-            array("i", self._tensors[prefix + "sent_ids"].tobytes()),
-            {
-                name.removeprefix(train): self._train_input(values, name.removeprefix(train) in bfloat16)
-                for name, values in self._tensors.items()
-                if name.startswith(train)
-            },
+    def _generation(self, answer: Mapping[str, Any], experts: Any) -> Generation:
+        count = answer["sampled_tokens"]
+        mask = None
+        if answer.get("has_sampling_mask"):
+            lengths = self._next("sampling_mask.lengths", count)
+            mask = SamplingMask(self._next("sampling_mask.ids", sum(lengths)), lengths)
+        return Generation(
+            **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
+            weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
+            resumed_ids=tuple(answer["resumed_ids"]),
+            output_ids=self._next("output_ids", count),
+            logprobs=self._next("logprobs", count, is_there=answer["has_logprobs"]),
+            sampling_mask=mask,
+            sampling_logprobs=self._next(
+                "sampling_logprobs", count, is_there=answer.get("has_sampling_logprobs", False)
+            ),
+            routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
         )
 
     def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
-        parent = None if described["parent"] is None else turns[described["parent"]]
+        count = described["prompt_tokens"]
+        answer = described["answer"]
         turn = Turn(
             **{
                 name: described[name]
@@ -231,39 +242,23 @@ class _Reader:
             },
             roles=tuple(described["roles"]),
             tool_calls=tuple(described["tool_calls"]),
-            parent=parent,
+            parent=None if described["parent"] is None else turns[described["parent"]],
             key=bytes.fromhex(described["key"]),
             parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
             digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),
-            prompt_ids=self._next("prompt_ids", "i", described["prompt_tokens"]),
+            prompt_ids=self._next("prompt_ids", count),
+            prompt_logprobs=self._next("prompt_logprobs", count, is_there=described["has_prompt_logprobs"]),
             status=TurnStatus(described["status"]),
             cause=None if described["cause"] is None else RecordedError(described["cause"]),
             answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
             answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
             answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
+            images=None if described["images"] is None else self._images(f"images.{position}.", described),
         )
-        if described["images"] is not None:
-            turn.images = self._images(f"images.{position}.", described["images"], described.get("bfloat16", ()))
-        if described["has_prompt_logprobs"]:
-            turn.prompt_logprobs = self._next("prompt_logprobs", "d", described["prompt_tokens"])
-        answer = described["answer"]
         if answer is not None:
-            experts = self._tensors.get(f"routed_experts.{position}")
-            generation = Generation(
-                **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
-                weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
-                resumed_ids=tuple(answer["resumed_ids"]),
-                output_ids=self._next("output_ids", "i", answer["sampled_tokens"]),
-                logprobs=self._next("logprobs", "d", answer["sampled_tokens"]) if answer["has_logprobs"] else None,
-                sampling_mask=self._sampling_mask(answer),
-                sampling_logprobs=self._next("sampling_logprobs", "d", answer["sampled_tokens"])
-                if answer.get("has_sampling_logprobs")
-                else None,
-                routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
-            )
-            turn.generation = generation
+            turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
             if answer.get("is_resumed"):
-                turn.resumes, turn.status = generation, TurnStatus.CUT  # earlier files call it failed
+                turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files call it failed
         return turn
 
 
