@@ -73,22 +73,24 @@ def generation(
         "weight_version": weight_version,
         "num_retractions": 0,
     }
-    if request.return_logprob:
-        meta["input_token_logprobs"] = prompt_logprobs
-        meta["output_token_logprobs"] = [
-            [logprob, token_id, None] for logprob, token_id in zip(sampled.logprobs, sampled.output_ids, strict=True)
-        ]
-        meta["output_token_logprobs_length"] = length
+    if request.asks_for("return_logprob"):
+        logprobs = zip(sampled.logprobs, sampled.output_ids, strict=True)
+        meta |= {
+            "input_token_logprobs": prompt_logprobs,
+            "output_token_logprobs": [[logprob, token_id, None] for logprob, token_id in logprobs],
+            "output_token_logprobs_length": length,
+        }
     if sampling_masks is not None:
         # Every id as likely as the others.
-        logprobs = [array("f", [-math.log(len(mask))])[0] for mask in sampling_masks]
-        meta["output_token_sampling_mask"] = sampling_masks
-        meta["output_token_sampling_logprobs"] = (
-            [[logprob] * len(mask) for logprob, mask in zip(logprobs, sampling_masks, strict=True)]
-            if request.support_logprobs
-            else logprobs
-        )
-        meta["output_token_sampling_mask_length"] = length
+        selected = [array("f", [-math.log(len(mask))])[0] for mask in sampling_masks]
+        support = [[logprob] * len(mask) for logprob, mask in zip(selected, sampling_masks, strict=True)]
+        meta |= {
+            "output_token_sampling_mask": sampling_masks,
+            "output_token_sampling_logprobs": (
+                support if request.body.get("sampling_logprobs_mode") == "support" else selected
+            ),
+            "output_token_sampling_mask_length": length,
+        }
     meta |= {
         "reasoning_tokens": 0,
         "completion_tokens": length,
@@ -102,7 +104,7 @@ def generation(
     if routed_experts is not None:
         meta["routed_experts"] = routed_experts
     body: dict[str, Any] = {"text": sampled.text, "output_ids": sampled.output_ids, "meta_info": meta}
-    if request.return_prompt_token_ids:
+    if request.asks_for("return_prompt_token_ids"):
         body["prompt_token_ids"] = request.input_ids
     return body
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
@@ -110,7 +111,9 @@ class Sampler:
         output_ids = ids[:end]
         return Sampled(
             output_ids=output_ids,
-            logprobs=self._logprobs(answer, ids, len(request.input_ids))[:end] if request.return_logprob else [],
+            logprobs=self._logprobs(answer, ids, len(request.input_ids))[:end]
+            if request.asks_for("return_logprob")
+            else [],
             text=self._text(output_ids, finish_reason, request.sampling_params),
             finish_reason=finish_reason,
         )
@@ -180,14 +183,8 @@ class Sampler:
         return min(found, key=lambda item: item[0], default=None)
 
     def _tokens_until(self, expression: re.Pattern[str], ids: list[int]) -> int:
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if expression.search(self.decode(ids[:middle])):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        counts = range(1, len(ids))  # if none of these, all
+        return 1 + bisect_left(counts, True, key=lambda count: expression.search(self.decode(ids[:count])) is not None)
 
     def _logprobs(self, answer: ScriptedAnswer, ids: list[int], prompt_length: int) -> list[float]:
         values = [] if answer.logprobs is None else list(answer.logprobs)

@@ -7,7 +7,7 @@ thousands of long requests can be kept whole.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -158,32 +158,3 @@ AnswerFunction = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
 
 class ScriptExhaustedError(Exception):
     """More requests came than answers were scripted."""
-
-
-class Script:
-    """Hands out answers: one function for every request, or the next entry of a list (which may be a function too)."""
-
-    def __init__(self, answers: AnswerFunction | Iterable[Answer | AnswerFunction]) -> None:
-        """Take a function, or the entries one by one (an iterable is read lazily)."""
-        if isinstance(answers, (str, ScriptedAnswer, ScriptedFault)):
-            raise TypeError("answers is one answer; give a list of answers or a function")
-        self._function: AnswerFunction | None = answers if callable(answers) else None
-        self._entries: Iterator[Answer | AnswerFunction] = iter(()) if callable(answers) else iter(answers)
-        self._given = 0
-
-    def next(self, request_index: int) -> Answer | AnswerFunction:
-        """The answer, or the function that computes it, for the request that came next.
-
-        Raises:
-            ScriptExhaustedError: The list has run out.
-        """
-        if self._function is not None:
-            return self._function
-        try:
-            entry = next(self._entries)
-        except StopIteration:
-            raise ScriptExhaustedError(
-                f"the script has no answer for request {request_index} (counted from 0): all {self._given} are used up"
-            ) from None
-        self._given += 1
-        return entry

@@ -14,28 +14,27 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from . import bodies
-from .flights import Flight
 from .prefix_cache import PrefixCache
 from .routing import ScriptedExperts
 from .sampling import LogprobFunction, Sampler, scripted_logprob
 from .script import (
     Answer,
     AnswerFunction,
-    Script,
+    ScriptedAnswer,
     ScriptedFault,
     ScriptedRefusal,
     ScriptedRequest,
     ScriptedResponse,
     ScriptExhaustedError,
 )
-from .serving import ServedOnPort
-from .transport import ScriptedTransport
+from .serving import ScriptedTransport, ServedOnPort
 from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
 
 if TYPE_CHECKING:
@@ -60,6 +59,62 @@ class HTTPAnswer:
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     broken_after: int | None = None
+
+
+class Flight:
+    """One request in flight.
+
+    One whose client went away counts as running until it is aborted: a real server goes on sampling for a client that
+    has gone, so a test sees a client that forgets to abort.
+    """
+
+    def __init__(self, rid: str, weight_version: str) -> None:
+        """Start it with the weights that the server has."""
+        self.rid = rid
+        self.weight_version = weight_version
+        self.aborted = False
+        self._lock = threading.Lock()
+        self._task: asyncio.Future[Answer] | None = None
+
+    async def wait(self, answer: Awaitable[Answer]) -> Answer:
+        """Wait for an answer that is being computed.
+
+        Returns:
+            The answer; for an aborted request what the computation returned on being cancelled, else an empty answer.
+
+        Raises:
+            Exception: What the computation raised.
+            asyncio.CancelledError: The caller was cancelled; the computation is cancelled too.
+        """
+        task = asyncio.ensure_future(answer)
+        with self._lock:
+            self._task = task
+            if self.aborted:
+                task.cancel()
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            task.add_done_callback(_consume)
+            raise
+        if not task.cancelled():
+            return task.result()
+        if not self.aborted:
+            raise RuntimeError("the answer function cancelled itself")
+        return ""
+
+    def abort(self) -> None:
+        """End it; to be called from any thread."""
+        with self._lock:
+            self.aborted = True
+            if self._task is not None and not self._task.get_loop().is_closed():
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+def _consume(task: asyncio.Future[Answer]) -> None:
+    """Nobody waits for it any more; asyncio would log an exception that was never looked at."""
+    if not task.cancelled():
+        task.exception()
 
 
 _Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]
@@ -106,8 +161,11 @@ class ScriptedSGLang:
                 which tells nothing, as does a server that was not started to tell.
 
         Raises:
+            TypeError: `answers` is a single one.
             ValueError: There is no stop token.
         """
+        if isinstance(answers, (str, ScriptedAnswer, ScriptedFault)):
+            raise TypeError("answers is one answer; give a list of answers or a function")
         if stop_token_ids is None:
             eos = tokenizer.eos_token_id
             stop_token_ids = () if eos is None else (eos,)
@@ -121,7 +179,8 @@ class ScriptedSGLang:
         self.refusals: list[ScriptedRefusal] = []
         self.aborted: list[str] = []
         self._experts = experts
-        self._script = Script(answers)
+        self._entries = repeat(answers) if callable(answers) else iter(answers)
+        self._given = 0
         self._sampler = Sampler(tokenizer, stop_token_ids, logprob, self.vocab_size)
         self._cache = PrefixCache()
         self._flights: dict[str, Flight] = {}
@@ -216,7 +275,7 @@ class ScriptedSGLang:
             checked = check_generate(
                 body, context_length=self.context_length, vocab_size=self.vocab_size, encode=self._sampler.encode
             )
-            request, flight, entry = self._accept(checked, body, headers)
+            request, flight, entry = self._accept(checked, headers)
         except RefusedError as refused:
             self.refusals.append(ScriptedRefusal(refused.status, refused.message, content))
             raise
@@ -230,17 +289,18 @@ class ScriptedSGLang:
             if not isinstance(answer, str) and answer.latency_s:
                 answer = await flight.wait(_late(answer))
             if isinstance(answer, ScriptedFault):
-                if answer.kind != "half":
-                    return self._close(request, flight, _fault(answer))
-                return self._close(request, flight, self._half_an_answer(checked, request))
+                return self._close(request, flight, _fault(answer, request))
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
         except Exception as error:
             message = f"scripted server, request {request.index}: {type(error).__name__}: {error}"
             # 501, which clients do not retry: a mistake in a test must show at once.
             return self._close(request, flight, _json({"error": {"message": message}}, 501))
-        self._remember(checked, request.packed_ids, sampled.output_ids)
+        # All but the last sampled token, which no forward pass has seen yet, is in the cache from now on.
+        computed = request.packed_ids + array("i", sampled.output_ids[:-1]).tobytes()
+        with self._lock:
+            self._cache.insert(computed, checked.cache_key)
         routed_experts = None
-        if self._experts is not None and checked.return_routed_experts:
+        if self._experts is not None and checked.asks_for("return_routed_experts"):
             routed_experts = self._experts.encoded(
                 checked.input_ids + sampled.output_ids, checked.routed_experts_start_len
             )
@@ -254,13 +314,11 @@ class ScriptedSGLang:
             weight_version=flight.weight_version if flight.aborted else self.weight_version,
             latency_s=time.perf_counter() - started,
             routed_experts=routed_experts,
-            sampling_masks=self._sampler.sampling_masks(sampled, checked) if checked.return_sampling_mask else None,
+            sampling_masks=self._sampler.sampling_masks(sampled, checked)
+            if checked.asks_for("return_sampling_mask")
+            else None,
         )
         return self._close(request, flight, _json(response))
-
-    def _half_an_answer(self, checked: CheckedRequest, request: ScriptedRequest) -> HTTPAnswer:
-        body = _json({"output_ids": checked.input_ids, "meta_info": {"id": request.rid}})
-        return HTTPAnswer(body.status, body.content, body.headers, broken_after=max(len(body.content) // 2, 1))
 
     def update_weights(self, version: str) -> list[str]:
         """Do what a weight update does to requests: abort those in flight, and name the new version from then on.
@@ -271,20 +329,25 @@ class ScriptedSGLang:
         Returns:
             The ids of the requests that were aborted.
         """
+        return self._abort(None, version)
+
+    def _abort(self, rids: Collection[str | None] | None, version: str | None = None) -> list[str]:
+        """Abort requests, all of them if none are named, and go on with a version of the weights."""
         with self._lock:
-            flights = list(self._flights.values())
-            self._flights.clear()
+            flights = [flight for rid, flight in self._flights.items() if rids is None or rid in rids]
+            for flight in flights:
+                del self._flights[flight.rid]
             self.aborted += [flight.rid for flight in flights]
-            self.weight_version = version
+            self.weight_version = self.weight_version if version is None else version
         for flight in flights:
             flight.abort()
         return [flight.rid for flight in flights]
 
     def _accept(
-        self, checked: CheckedRequest, body: dict[str, Any], headers: Mapping[str, str]
+        self, checked: CheckedRequest, headers: Mapping[str, str]
     ) -> tuple[ScriptedRequest, Flight, Answer | AnswerFunction | ScriptExhaustedError]:
         packed = array("i", checked.input_ids).tobytes()
-        rid = uuid.uuid4().hex if checked.rid is None else checked.rid
+        rid = uuid.uuid4().hex if checked.body.get("rid") is None else checked.body["rid"]
         with self._lock:
             if rid in self._flights:
                 raise refusal(f"Duplicate request ID detected: {rid}")
@@ -297,26 +360,21 @@ class ScriptedSGLang:
                 index=index,
                 rid=rid,
                 sampling_params=checked.sampling_params,
-                body={key: value for key, value in body.items() if key != "input_ids"},
+                body={key: value for key, value in checked.body.items() if key != "input_ids"},
                 headers=dict(headers),
                 cached_tokens=min(self._cache.insert(packed, checked.cache_key), reusable),
                 packed_ids=packed,
                 decode=self._sampler.decode,
             )
-            entry: Answer | AnswerFunction | ScriptExhaustedError
-            try:
-                entry = self._script.next(index)
-            except ScriptExhaustedError as error:
-                entry = error
+            exhausted = ScriptExhaustedError(
+                f"the script has no answer for request {index} (counted from 0): all {self._given} are used up"
+            )
+            entry = next(self._entries, exhausted)
+            self._given += entry is not exhausted
             self.requests.append(request)
             self.responses.append(None)
             flight = self._flights[rid] = Flight(rid, self.weight_version)
         return request, flight, entry
-
-    def _remember(self, checked: CheckedRequest, packed_prompt: bytes, output_ids: list[int]) -> None:
-        """Cache what was computed: all but the last sampled token, which no forward pass has seen yet."""
-        with self._lock:
-            self._cache.insert(packed_prompt + array("i", output_ids[:-1]).tobytes(), checked.cache_key)
 
     def _close(self, request: ScriptedRequest, flight: Flight, answer: HTTPAnswer) -> HTTPAnswer:
         self.responses[request.index] = ScriptedResponse(answer.status, answer.content)
@@ -330,12 +388,7 @@ class ScriptedSGLang:
         rid = body.get("rid")
         if rid is not None and not isinstance(rid, str):
             raise validation_error(("body", "rid"), "string_type", "Input should be a valid string", rid)
-        with self._lock:
-            named = list(self._flights) if body.get("abort_all") else [rid]
-            flights = [self._flights.pop(name) for name in named if name in self._flights]
-            self.aborted += [flight.rid for flight in flights]
-        for flight in flights:
-            flight.abort()
+        self._abort(None if body.get("abort_all") else (rid,))
         return HTTPAnswer()
 
     async def _flush_cache(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
@@ -379,10 +432,13 @@ async def _late(answer: Answer) -> Answer:
     return answer
 
 
-def _fault(fault: ScriptedFault) -> HTTPAnswer:
+def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
     if fault.kind == "drop":
         return HTTPAnswer(broken_after=0)
+    if fault.kind == "half":
+        body = _json({"output_ids": request.input_ids, "meta_info": {"id": request.rid}})
+        return replace(body, broken_after=max(len(body.content) // 2, 1))
     if fault.kind == "garbage":
         return HTTPAnswer(200, fault.message.encode(), {"content-type": "application/json"})
     body = _json({"error": {"message": fault.message}}, fault.status)
-    return HTTPAnswer(body.status, body.content, {**body.headers, **fault.headers})
+    return replace(body, headers={**body.headers, **fault.headers})

@@ -1,12 +1,15 @@
-"""A scripted server on a port of 127.0.0.1, for agents and environments that run in another process."""
+"""How a scripted server is reached: in process by a transport of httpx, or on a port for other processes."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import threading
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import httpx
+from anyio.from_thread import start_blocking_portal
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -15,6 +18,36 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 0.2  # how long open requests may still end by themselves
+
+
+class ScriptedTransport(httpx.AsyncBaseTransport):
+    """Calls the server's handler in the task that sends the request.
+
+    Cancelling that task cancels the handler, as closing the connection would; the request's read timeout counts until
+    the whole response is there. One transport may be used from several event loops, and closing it does nothing.
+    """
+
+    def __init__(self, server: ScriptedSGLang) -> None:
+        """Reach this server."""
+        self._server = server
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request.
+
+        Raises:
+            httpx.ReadTimeout: The request has a read timeout and it has passed.
+            httpx.ReadError: The script breaks the connection.
+        """
+        content = await request.aread()
+        handler = self._server.handle(request.method, request.url.path, dict(request.headers), content)
+        timeout = request.extensions.get("timeout", {}).get("read")
+        try:
+            answer = await (handler if timeout is None else asyncio.wait_for(handler, timeout))
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise httpx.ReadTimeout(f"no response after {timeout} s", request=request) from error
+        if answer.broken_after is not None:
+            raise httpx.ReadError(f"connection broken after {answer.broken_after} bytes", request=request)
+        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
 
 
 class ServedOnPort:
@@ -28,9 +61,7 @@ class ServedOnPort:
         """Prepare; nothing is opened yet."""
         self._server = server
         self._port = port
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> str:
         """Open the port.
@@ -41,22 +72,17 @@ class ServedOnPort:
         Raises:
             OSError: The port is taken.
         """
-        started: concurrent.futures.Future[int] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="scripted-sglang", daemon=True)
-        self._thread.start()
-        try:
-            return f"http://127.0.0.1:{started.result()}"
-        except BaseException:
-            self._thread.join()
-            raise
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            base_url = stack.enter_context(portal.wrap_async_context_manager(self._serving()))
+            self._stack = stack.pop_all()
+        return base_url
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close the port and end the thread."""
-        if self._loop is not None and self._stop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._stack.close()
 
     async def __aenter__(self) -> str:
         """As `__enter__`, without blocking the event loop."""
@@ -68,18 +94,10 @@ class ServedOnPort:
         """As `__exit__`, without blocking the event loop."""
         await asyncio.to_thread(self.__exit__, kind, error, traceback)
 
-    def _run(self, started: concurrent.futures.Future[int]) -> None:
-        try:
-            asyncio.run(self._serve(started))
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    async def _serve(self, started: concurrent.futures.Future[int]) -> None:
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[str]:
         from aiohttp import web
 
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._answer)
         # Cancelling the handler when its client disconnects makes a port behave like the in-process transport.
@@ -87,8 +105,7 @@ class ServedOnPort:
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", self._port).start()
-            started.set_result(runner.addresses[0][1])
-            await self._stop.wait()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
 

@@ -9,6 +9,8 @@ server's process dies (such a request is a bug of the client, and a test must se
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,6 @@ from typing import Any
 import orjson
 
 from ..exceptions import PortableError
-from .further_fields import feature_not_launched, field_violation, impossible_mask, mistyped_field, unusable_field
-from .sampling_params import check_sampling_types, check_sampling_values, wrong_type
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # A server keeps the last token of the context free, 5 more at the input and 1 more at the output: the longest prompt is
@@ -36,6 +36,77 @@ _NOT_IMITATED = (
     "token_ids_logprob",
     "return_text_in_logprobs",
 )
+
+# In the order in which the server's error text lists them.
+SAMPLING_KEY_TYPES = {
+    "max_new_tokens": "i64",
+    "stop": "a value or an array of values for StringOrList",
+    "stop_token_ids": "a sequence",
+    "stop_regex": "a value or an array of values for StringOrList",
+    "temperature": "f64",
+    "top_p": "f64",
+    "top_k": "i64",
+    "min_p": "f64",
+    "frequency_penalty": "f64",
+    "presence_penalty": "f64",
+    "repetition_penalty": "f64",
+    "min_new_tokens": "i64",
+    "n": "i64",
+    "json_schema": "a string",
+    "regex": "a string",
+    "ebnf": "a string",
+    "structural_tag": "a string",
+    "ignore_eos": "a boolean",
+    "skip_special_tokens": "a boolean",
+    "spaces_between_special_tokens": "a boolean",
+    "no_stop_trim": "a boolean",
+    "stream_interval": "i64",
+    "logit_bias": "a map",
+    "sampling_seed": "i64",
+    "custom_params": "anything",
+    "beam_width": "i64",
+    "watermark": "anything",
+    "choice": "anything",
+}
+
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "i64": (int,),
+    "f64": (int, float),
+    "a string": (str,),
+    "a boolean": (bool,),
+    "a sequence": (list,),
+    "a map": (dict,),
+    "a value or an array of values for StringOrList": (str, list),
+}
+_ELEMENT_TYPES = {"stop": "a string", "stop_regex": "a string", "stop_token_ids": "i64", "logit_bias": "f64"}
+
+_RANGES: tuple[tuple[str, float, Callable[[float], bool], str], ...] = (
+    ("temperature", 1.0, lambda v: math.isfinite(v) and v >= 0, "temperature must be a non-negative finite number"),
+    ("top_p", 1.0, lambda v: 0 < v <= 1, "top_p must be in (0, 1]"),
+    ("min_p", 0.0, lambda v: 0 <= v <= 1, "min_p must be in [0, 1]"),
+    ("top_k", -1, lambda v: v == -1 or v >= 1, "top_k must be -1 (disable) or at least 1"),
+    ("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "frequency_penalty must be in [-2, 2]"),
+    ("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "presence_penalty must be in [-2, 2]"),
+    ("repetition_penalty", 1.0, lambda v: 0 < v <= 2, "repetition_penalty must be in (0, 2] (1.0 = no penalty)"),
+    ("min_new_tokens", 0, lambda v: v >= 0, "min_new_tokens must be in [0, max_new_tokens]"),
+    ("max_new_tokens", 0, lambda v: v >= 0, "max_new_tokens must be at least 0"),
+)
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+MAX_SAMPLING_MASK = 4096
+_NO_TOP_K = 1 << 30
+
+_TEXT, _NUMBER, _FLAG, _OBJECT = "string", "integer", "boolean", "dictionary"
+_KINDS = {
+    **dict.fromkeys(("lora_path", "custom_logit_processor", "extra_key", "cache_salt"), _TEXT),
+    **dict.fromkeys(("session_id", "conversation_id", "routing_key", "sampling_logprobs_mode"), _TEXT),
+    **dict.fromkeys(("priority", "max_thinking_tokens", "routed_dp_rank", "data_parallel_rank"), _NUMBER),
+    **dict.fromkeys(("require_reasoning", "return_entropy", "no_logs", "log_metrics", "return_sampling_mask"), _FLAG),
+    **dict.fromkeys(("custom_labels", "external_trace_header", "kv_hints"), _OBJECT),
+}
+# A JSON true is a number to the HTTP layer, and 1 a flag.
+_TYPES: dict[str, tuple[type, ...]] = {_TEXT: (str,), _NUMBER: (int, float), _FLAG: (int,), _OBJECT: (dict,)}
+_NOT_NULL = ("require_reasoning", "return_entropy", "no_logs", "log_metrics")
 
 
 class RefusedError(PortableError):
@@ -83,32 +154,29 @@ class CheckedRequest:
     """A `/generate` request that passed every check.
 
     Attributes:
+        body: As sent.
         input_ids: The prompt, shape (T,).
-        rid: The client's request id, None if it gave none.
         sampling_params: As sent.
         max_new_tokens: Most tokens that may be sampled: as asked for, and no more than the context leaves.
-        return_logprob: Whether logprobs were asked for.
         logprob_start_len: First prompt position with a logprob, -1 for none.
-        return_prompt_token_ids: Whether the response repeats the prompt.
-        return_routed_experts: Whether the response tells the experts of each token.
-        routed_experts_start_len: First token whose experts it tells.
-        return_sampling_mask: Whether the response tells the ids that each token was sampled from.
-        support_logprobs: Whether it tells the logprobs of all those ids, and not only of the sampled one.
-        cache_key: Requests with different keys share no cached prefix.
+        routed_experts_start_len: First token whose experts the response tells.
     """
 
+    body: dict[str, Any]
     input_ids: list[int]
-    rid: str | None
     sampling_params: dict[str, Any]
     max_new_tokens: int
-    return_logprob: bool
     logprob_start_len: int
-    return_prompt_token_ids: bool
-    return_routed_experts: bool
     routed_experts_start_len: int
-    return_sampling_mask: bool
-    support_logprobs: bool
-    cache_key: tuple[object, object]
+
+    @property
+    def cache_key(self) -> tuple[object, object]:
+        """Requests with different keys share no cached prefix."""
+        return self.body.get("extra_key"), self.body.get("cache_salt")
+
+    def asks_for(self, field: str) -> bool:
+        """Whether a flag of the body is set."""
+        return bool(self.body.get(field))
 
 
 def read_json_object(headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
@@ -146,28 +214,16 @@ def check_generate(
     """
     id_kinds = _check_body_types(body)
     params = body.get("sampling_params") or {}
-    wrong = check_sampling_types(params)
-    if wrong is not None:
+    if (wrong := _sampling_type_violation(params)) is not None:
         raise contract_violation(wrong)
     _check_imitated(body, params, is_batch=list in id_kinds)
-    wrong = feature_not_launched(body)
-    if wrong is not None:
-        raise refusal(wrong)
+    _check_features(body)
     input_ids = _read_input(body, vocab_size, encode)
     max_new_tokens = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     _check_context(len(input_ids), params.get("max_new_tokens"), context_length)
-    if body.get("return_hidden_states"):
-        raise refusal(
-            "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
-            "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
-        )
-    wrong = unusable_field(body)
-    if wrong is None:
-        wrong = check_sampling_values(params, vocab_size)
-    if wrong is None:
-        wrong = impossible_mask(body, params)
-    if wrong is not None:
-        raise refusal(wrong)
+    _check_usable(body)
+    _check_sampling_values(params, vocab_size)
+    _check_sampling_mask(body, params)
     if len(input_ids) > context_length - INPUT_RESERVE:
         raise refusal(
             f"Input length ({len(input_ids)} tokens) exceeds the maximum allowed length "
@@ -175,18 +231,12 @@ def check_generate(
         )
     room = context_length - OUTPUT_RESERVE - len(input_ids)
     return CheckedRequest(
+        body=body,
         input_ids=input_ids,
-        rid=body.get("rid"),
         sampling_params=params,
         max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
-        return_logprob=bool(body.get("return_logprob")),
         logprob_start_len=_read_logprob_start(body, len(input_ids)),
-        return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
-        return_routed_experts=bool(body.get("return_routed_experts")),
         routed_experts_start_len=_read_routed_experts_start(body, len(input_ids)),
-        return_sampling_mask=bool(body.get("return_sampling_mask")),
-        support_logprobs=body.get("sampling_logprobs_mode") == "support",
-        cache_key=(body.get("extra_key"), body.get("cache_salt")),
     )
 
 
@@ -213,7 +263,12 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
     for key, kind, name in (("return_routed_experts", bool, "boolean"), ("routed_experts_start_len", int, "integer")):
         if key in body and not isinstance(body[key], kind):
             raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", body[key])
-    _check_field_types(body)
+    for key, value in body.items():
+        if (wrong := _mistyped_field(key, value)) is not None:
+            raise validation_error(("body", key), *wrong, value)
+    for key, value in body.items():
+        if (violation := _field_violation(key, value)) is not None:
+            raise contract_violation(violation)
     flag = body.get("return_logprob")
     if isinstance(flag, str) and flag.lower() not in ("true", "false"):
         raise validation_error(("body", "return_logprob"), "bool_parsing", "Input should be a valid boolean", flag)
@@ -222,15 +277,6 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
     if bool in id_kinds:
         raise contract_violation(wrong_type(next(item for item in ids or () if isinstance(item, bool)), "a sequence"))
     return id_kinds
-
-
-def _check_field_types(body: dict[str, Any]) -> None:
-    for key, value in body.items():
-        if (wrong := mistyped_field(key, value)) is not None:
-            raise validation_error(("body", key), *wrong, value)
-    for key, value in body.items():
-        if (violation := field_violation(key, value)) is not None:
-            raise contract_violation(violation)
 
 
 def _check_imitated(body: dict[str, Any], params: dict[str, Any], *, is_batch: bool) -> None:
@@ -302,3 +348,137 @@ def _read_routed_experts_start(body: dict[str, Any], input_tokens: int) -> int:
             f"len(req.origin_input_ids)={input_tokens}. Please use a smaller routed_experts_start_len."
         )
     return start
+
+
+def _check_features(body: dict[str, Any]) -> None:
+    """Refuse a feature that the server has only if it is launched for it, as this one is not."""
+    if body.get("max_thinking_tokens") is not None:
+        raise refusal("max_thinking_tokens requires the server to be launched with --enable-strict-thinking")
+    rank = body.get("routed_dp_rank")
+    rank = body.get("data_parallel_rank") if rank is None else rank
+    if rank not in (None, 0):
+        raise refusal(f"routed_dp_rank={rank} out of range [0, 1)")
+    if body.get("lora_path"):
+        raise refusal(
+            f"LoRA adapter '{body['lora_path']}' was requested, but LoRA is not enabled. Please launch the server with "
+            "--enable-lora flag and preload adapters using --lora-paths or /load_lora_adapter endpoint."
+        )
+
+
+def _check_usable(body: dict[str, Any]) -> None:
+    """Refuse fields that need a launch option, or another field."""
+    if body.get("return_hidden_states"):
+        raise refusal(
+            "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
+            "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
+        )
+    if body.get("custom_logit_processor"):
+        raise refusal(
+            "The server is not configured to enable custom logit processor. Please set "
+            "`--enable-custom-logit-processor` to enable this feature."
+        )
+    if body.get("sampling_logprobs_mode") is not None and not body.get("return_sampling_mask"):
+        raise refusal("sampling_logprobs_mode can only be set when return_sampling_mask=true.")
+
+
+def _check_sampling_mask(body: dict[str, Any], params: dict[str, Any]) -> None:
+    """Refuse sampling parameters under which the server cannot tell sampling masks."""
+    top_k = params.get("top_k")
+    is_finite = top_k is not None and 1 <= top_k <= MAX_SAMPLING_MASK
+    if body.get("return_sampling_mask") and params.get("temperature") != 0 and not is_finite:
+        raise refusal(
+            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_SAMPLING_MASK}; "
+            f"got top_k={_NO_TOP_K if top_k in (None, -1) else top_k}. Lower top_k or increase "
+            "--sampling-mask-max-tokens."
+        )
+
+
+def _mistyped_field(key: str, value: Any) -> tuple[str, str] | None:
+    """Kind and text of the HTTP layer's error for a value of the wrong type; None if it passes."""
+    kind = _KINDS.get(key)
+    if kind is None or (value is None and key not in _NOT_NULL):
+        return None
+    if not isinstance(value, _TYPES[kind]):
+        return f"{kind}_type", f"Input should be a valid {kind}"
+    if kind == _NUMBER and isinstance(value, float) and not value.is_integer():
+        return "int_from_float", "Input should be a valid integer, got a number with a fractional part"
+    if (
+        isinstance(value, dict)
+        and key == "custom_labels"
+        and not all(isinstance(label, str) for label in value.values())
+    ):
+        return "string_type", "Input should be a valid string"
+    if key == "sampling_logprobs_mode" and value not in ("selected", "support"):
+        return "literal_error", "Input should be 'selected' or 'support'"
+    return None
+
+
+def _field_violation(key: str, value: Any) -> str | None:
+    """The text of the contract's error for a value that the HTTP layer has let pass; None if it fits."""
+    if value is None:
+        return None
+    if _KINDS.get(key) == _NUMBER:
+        expected = "u64" if key == "max_thinking_tokens" else "i64"
+        if isinstance(value, bool):
+            return wrong_type(value, expected)
+        if expected == "u64" and value < 0:
+            return f"invalid value: integer `{value}`, expected u64"
+    if key == "require_reasoning" and not isinstance(value, bool):
+        return wrong_type(value, "a boolean")
+    if key == "return_sampling_mask" and not isinstance(value, bool):
+        return wrong_type(value, "a value or an array of values for BoolOrList")
+    return None
+
+
+def _sampling_type_violation(params: Any) -> str | None:
+    """The server's error text for the first unknown or mistyped parameter, None if there is none."""
+    if not isinstance(params, dict):
+        return None
+    for key, value in params.items():
+        expected = SAMPLING_KEY_TYPES.get(key)
+        if expected is None:
+            return f"unknown field `{key}`, expected one of " + ", ".join(f"`{name}`" for name in SAMPLING_KEY_TYPES)
+        if value is None or expected == "anything":
+            continue
+        if type(value) not in _PYTHON_TYPES[expected]:
+            return wrong_type(value, expected)
+        if key in _ELEMENT_TYPES and not isinstance(value, str):
+            for item in value.values() if isinstance(value, dict) else value:
+                if type(item) not in _PYTHON_TYPES[_ELEMENT_TYPES[key]]:
+                    return wrong_type(item, _ELEMENT_TYPES[key])
+    return None
+
+
+def _check_sampling_values(params: dict[str, Any], vocab_size: int) -> None:
+    for key, default, is_valid, message in _RANGES:
+        value = params.get(key)
+        if not is_valid(default if value is None else value):
+            raise refusal(f"{message}, got {value}.")
+    least, most = params.get("min_new_tokens") or 0, params.get("max_new_tokens", 128)
+    if most is not None and least > most:
+        raise refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
+    for token_id in params.get("logit_bias") or ():
+        if not 0 <= int(token_id) < vocab_size:
+            raise refusal(f"logit_bias must has keys in [0, {vocab_size - 1}], got {token_id}.")
+    if sum(bool(params.get(grammar)) for grammar in _GRAMMARS) > 1:
+        raise refusal("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+    if params.get("json_schema"):
+        try:
+            json.loads(params["json_schema"])
+        except ValueError as error:
+            raise refusal(f"Failed to compile json grammar: {error}") from None
+
+
+def wrong_type(value: Any, expected: str) -> str:
+    """The server's error text for a JSON value of a type that it does not expect."""
+    if isinstance(value, bool):
+        found = f"boolean `{str(value).lower()}`"
+    elif isinstance(value, int):
+        found = f"integer `{value}`"
+    elif isinstance(value, float):
+        found = f"floating point `{value}`"
+    elif isinstance(value, str):
+        found = f"string {json.dumps(value, ensure_ascii=False)}"
+    else:
+        found = "map" if isinstance(value, dict) else "sequence" if isinstance(value, list) else "null"
+    return f"invalid type: {found}, expected {expected}"
