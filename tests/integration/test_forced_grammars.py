@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
-import support
 from strands_sglang.tool_choice import forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, get_tool_parser
+from support.forced_calls import run_grammars, wrong_with
 from support.tricky_schemas import SCHEMAS, random_schema
 
-ATTACKS = Path(support.__path__[0]) / "grammar_attacks.py"
+STOP = 256  # of a vocabulary of bytes
 FORMATS = sorted(TOOL_PARSER_REGISTRY)
 SEED = int(os.environ.get("FORCED_CALLS_SEED", "0"))
 WALKS = int(os.environ.get("FORCED_CALLS_WALKS", "5"))  # of one grammar; there are about 4,500 grammars
@@ -162,64 +162,21 @@ ENDS = [
 REASONING: tuple[dict[str, bool], ...] = ({}, {}, {}, {"may_reason": True}, {"reasoning_open": True})
 
 
-def grammars() -> list[dict[str, Any]]:
-    """A grammar for every format and schema that has one."""
-    found = []
-    schemas = [*SCHEMAS, *(random_schema(SEED * RANDOM_SCHEMAS + number) for number in range(RANDOM_SCHEMAS))]
-    for number, schema in enumerate(schemas):
-        tools = [{"name": "fx", "inputSchema": {"json": schema}}, OTHER]
-        for index, name in enumerate(FORMATS):
-            flags = REASONING[(number + index) % len(REASONING)]
-            try:
-                params = forced_call(get_tool_parser(name), tools, {"tool": {"name": "fx"}}, **flags)
-            except NotImplementedError:
-                continue
-            assert params is not None
-            found.append({"format": name, "tools": tools, "flags": flags, "tag": params["structural_tag"]})
-    return found
-
-
-def wrong_with(text: str, asked: dict[str, Any]) -> str | None:
-    """What keeps a text from being exactly one call of the forced tool that fits the schema."""
-    try:
-        turn = get_tool_parser(asked["format"]).parse_turn(
-            text, tools=asked["tools"], reasoning_open=asked["flags"].get("reasoning_open", False)
-        )
-    except Exception as error:
-        return f"the parser raises {error!r}"
-    if [(call.name, call.error) for call in turn.tool_calls] != [("fx", None)]:
-        return f"it is read as {[(call.attempted_name or call.name, call.error) for call in turn.tool_calls]}"
-    if turn.text:
-        return f"there is text beside the call: {turn.text!r}"
-    schema = asked["tools"][0]["inputSchema"]["json"] or {}
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(turn.tool_calls[0].input)
-    undeclared = turn.tool_calls[0].input.keys() - set(declared_names(schema))
-    wrong = next((error.message for error in errors), None)
-    return wrong or (f"nobody declared {undeclared}" if undeclared else None)
-
-
-def declared_names(schema: Any) -> list[str]:
-    """The names of the properties that any part of a schema declares."""
-    if isinstance(schema, dict):
-        own = list(schema["properties"]) if isinstance(schema.get("properties"), dict) else []
-        return own + [name for inner in schema.values() for name in declared_names(inner)]
-    return [name for inner in schema for name in declared_names(inner)] if isinstance(schema, list) else []
-
-
 @pytest.fixture(scope="module")
 def walked(sglang_python: Path) -> list[dict[str, Any]]:
-    """Every grammar with what the engine made of it."""
-    asked = grammars()
-    job = {"seed": SEED, "walks": WALKS, "pieces": PIECES, "ends": ENDS, "grammars": [each["tag"] for each in asked]}
-    done = subprocess.run(
-        [sglang_python, "-P", ATTACKS],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [{**each, **answer} for each, answer in zip(asked, json.loads(done.stdout), strict=True)]
+    """A grammar for every format and schema that has one, with what the engine made of it."""
+    asked = {"tokenizer": None, "stop_ids": [STOP], "seed": SEED, "jobs": []}
+    asked |= {key: [[*text.encode()] for text in texts] for key, texts in (("pieces", PIECES), ("ends", ENDS))}
+    schemas = [*SCHEMAS, *(random_schema(SEED * RANDOM_SCHEMAS + number) for number in range(RANDOM_SCHEMAS))]
+    for (number, schema), (index, name) in product(enumerate(schemas), enumerate(FORMATS)):
+        tools = [{"name": "fx", "inputSchema": {"json": schema}}, OTHER]
+        flags = REASONING[(number + index) % len(REASONING)]
+        with suppress(NotImplementedError):
+            forced = forced_call(get_tool_parser(name), tools, {"tool": {"name": "fx"}}, **flags) or {}
+            job = {"texts": [], "walks": WALKS, "format": name, "tools": tools, "flags": flags}
+            asked["jobs"].append({**forced, **job})
+    (answers,) = run_grammars(sglang_python, [asked])
+    return answers
 
 
 def test_the_server_compiles_every_grammar_at_once(walked) -> None:
@@ -231,12 +188,14 @@ def test_the_server_compiles_every_grammar_at_once(walked) -> None:
 
 def test_whatever_a_grammar_lets_through_is_one_call_of_the_forced_tool_that_fits_its_schema(walked) -> None:
     """D1, D2, D4, D5, D7: 20,000 texts, sampled with choices that a hostile model would make."""
-    sampled = [(text, each) for each in walked for text in each.get("texts", ())]
-    assert len(sampled) >= 20_000 * min(1, WALKS / 5)
-    wrong = [
-        (each["format"], json.dumps(each["tools"][0]["inputSchema"]["json"])[:300], text, problem)
-        for text, each in sampled
-        if (problem := wrong_with(text, each)) is not None
-    ]
-    assert not wrong, f"{len(wrong)} of {len(sampled)}, e.g. {wrong[:3]}"
+    ended = [(ids, each) for each in walked for ids in each.get("walks", ()) if ids[-1] == STOP]
+    assert len(ended) >= 20_000 * min(1, WALKS / 5)  # random reasoning may go on and on
+    wrong = []
+    for ids, each in ended:
+        text = bytes(ids[:-1]).decode(errors="replace")
+        reasoning_open = each["flags"].get("reasoning_open", False)
+        turn = get_tool_parser(each["format"]).parse_turn(text, tools=each["tools"], reasoning_open=reasoning_open)
+        if problem := wrong_with(turn, ("fx",), each["tools"]):
+            wrong.append((each["format"], json.dumps(each["tools"][0]["inputSchema"]["json"])[:300], text, problem))
+    assert not wrong, f"{len(wrong)} of {len(ended)}, e.g. {wrong[:3]}"
     assert {each["format"] for each in walked} == set(FORMATS)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import support
 from strands_sglang import SGLangClient, get_tokenizer
 from strands_sglang.messages import to_chat_messages, to_chat_tools
-from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError
+from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, get_tool_parser
 from support.families import FAMILIES, Family, load_tokenizer, require_families
-from support.tool_choice_cases import ARGUMENTS, TOOLS, assert_one_call
-
-WALKS = Path(support.__path__[0]) / "grammar_walks.py"
+from support.forced_calls import ARGUMENTS, TOOLS, run_grammars, wrong_with
 
 # A family for every format.
 NAMES = (
@@ -30,7 +25,7 @@ NAMES = (
     *("granite_3", "seed_oss", "phi_4_mini", "smollm3"),
 )
 _JSON = json.dumps(ARGUMENTS)
-_NAMED = '{"name": "look_up", "arguments": ' + _JSON + "}"
+_NAMED = f'{{"name": "look_up", "arguments": {_JSON}}}'
 _XML = (
     '<parameter=key>a "b"\nc</parameter>\n<parameter=n>3</parameter>\n'
     '<parameter=deep>{"l": [1, 2], "s": "x"}</parameter>\n<parameter=flag>True</parameter>\n'
@@ -43,6 +38,12 @@ WRITTEN = {
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
     f"{_JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "seed_oss": f"<seed:tool_call>\n<function=look_up>\n{_XML}</function>\n</seed:tool_call>",
+}
+# Where a call does not begin with the parser's mark.
+BEGINNINGS = {
+    "gpt_oss": " to=functions.look_up",
+    "llama_3_1": '{"name": "look_up", "parameters"',
+    "granite_3": "<|tool_call|>",
 }
 THOUGHT = "Hmm. <b>So</b>.\n"
 
@@ -65,79 +66,46 @@ def written_call(family: Family) -> str:
     question = {"role": "user", "content": [{"text": "Q?"}]}
     use = {"toolUse": {"toolUseId": "call00001", "name": "look_up", "input": ARGUMENTS}}
     chat = to_chat_messages([question, {"role": "assistant", "content": [use]}])
-    try:
-        text = template.render(chat, to_chat_tools(TOOLS), add_generation_prompt=False)
-    except ChatTemplateError as error:
-        pytest.fail(f"{family.name} writes no call: {error}")
-    if family.tool_format == "harmony":
-        begin = text.rindex(" to=functions.look_up")
-    elif family.tool_format == "llama3_json":
-        begin = text.rindex('{"name": "look_up", "parameters"')
-    else:
-        start = "<|tool_call|>" if family.name == "granite_3" else parser_of(family).tool_start_token
-        begin = text.rindex(start)
-    behind = text[begin:]
+    text = template.render(chat, to_chat_tools(TOOLS), add_generation_prompt=False)
+    behind = text[text.rindex(BEGINNINGS.get(family.name, parser_of(family).tool_start_token)) :]
     stops = (behind.index(stop) for stop in family.end_of_turn if stop in behind)
     return behind[: min(stops, default=len(behind))]  # GLM's template ends a turn by the next one's token
 
 
-def jobs_of(family: Family) -> list[dict[str, Any]]:
+def asked_of(family: Family, folder: Path) -> dict[str, Any]:
     """What is forced: any tool, perhaps behind reasoning; one behind the prompt's reasoning; one without parameters."""
-    parser, call = parser_of(family), written_call(family)
-    between = "<|start|>assistant" if family.tool_format == "harmony" else ""
-    thought = f"{THOUGHT}{parser.think_end_token}{between}{call}"
-    opening = parser.think_start_token + ("thought\n" if family.tool_format == "gemma4" else "")
-    jobs: list[tuple[dict[str, Any], list[str], dict[str, bool], tuple[str, ...]]] = [
+    parser, tokenizer, call = parser_of(family), load_tokenizer(family.name), written_call(family)
+    tokenizer.save_pretrained(folder)
+    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(family)]
+    thought = f"{THOUGHT}{parser.think_end_token}{'<|start|>assistant' if family.name == 'gpt_oss' else ''}{call}"
+    opening = parser.think_start_token + ("thought\n" if family.name == "gemma_4" else "")
+    jobs: list[dict[str, Any]] = []
+    pieces: list[list[int]] = []
+    for choice, calls, flags, names in (
         ({"any": {}}, [call, opening + thought], {"may_reason": True}, ("look_up", "now")),
         ({"tool": {"name": "look_up"}}, [thought], {"reasoning_open": True}, ("look_up",)),
         ({"tool": {"name": "now"}}, [], {}, ("now",)),
-    ]
-    return [
-        {**(forced_call(parser, TOOLS, choice, **flags) or {}), "texts": texts, "flags": flags, "names": names}
-        for choice, texts, flags, names in jobs
-    ]
+    ):
+        texts = [[*tokenizer.encode(text, add_special_tokens=False), stop_ids[0]] for text in calls]
+        pieces += [ids[begin : begin + 3] for ids in texts for begin in range(len(ids))]
+        job = {"texts": texts, "walks": 1, "flags": flags, "names": names}
+        jobs.append({**(forced_call(parser, TOOLS, choice, **flags) or {}), **job})
+    return {"tokenizer": str(folder), "stop_ids": stop_ids, "seed": 0, "pieces": pieces, "ends": pieces, "jobs": jobs}
 
 
 @pytest.fixture(scope="module")
 def walked(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By family, the jobs with what the grammar engine made of them; one process for all of them."""
     require_families()
-    jobs = {name: jobs_of(FAMILIES[name]) for name in NAMES}
-    asked = []
-    for name in NAMES:
-        tokenizer, folder = load_tokenizer(name), tmp_path_factory.mktemp(name)
-        tokenizer.save_pretrained(folder)
-        stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(FAMILIES[name])]
-        encoded = [
-            {
-                "structural_tag": job["structural_tag"],
-                "texts": [[*tokenizer.encode(text, add_special_tokens=False), stop_ids[0]] for text in job["texts"]],
-                "walks": 1,
-            }
-            for job in jobs[name]
-        ]
-        asked.append({"tokenizer": str(folder), "stop_ids": stop_ids, "jobs": encoded})
-    done = subprocess.run(
-        [sglang_python, "-P", WALKS],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(done.stdout)
-    return {
-        name: [{**job, **answer} for job, answer in zip(jobs[name], found, strict=True)]
-        for name, found in zip(NAMES, answers, strict=True)
-    }
+    asked = [asked_of(FAMILIES[name], tmp_path_factory.mktemp(name)) for name in NAMES]
+    return dict(zip(NAMES, run_grammars(sglang_python, asked), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, walked) -> None:
     tokenizer = load_tokenizer(name)
     for job in walked[name]:
-        for text, refused in zip(job["texts"], job["refused"], strict=True):
-            ids = tokenizer.encode(text, add_special_tokens=False)
+        for ids, refused in zip(job["texts"], job["refused"], strict=True):
             assert refused is None, f"{refused}: {tokenizer.decode(ids[: refused[0] + 1])}"
 
 
@@ -151,7 +119,7 @@ def test_whatever_is_sampled_under_the_grammar_is_one_call_that_fits_the_schema(
         for ids in ended:
             text = tokenizer.decode(ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             reasoning_open = job["flags"].get("reasoning_open", False)
-            assert_one_call(parser.parse_turn(text, tools=TOOLS, reasoning_open=reasoning_open), job["names"])
+            assert not wrong_with(parser.parse_turn(text, tools=TOOLS, reasoning_open=reasoning_open), job["names"])
 
 
 def test_every_registered_format_can_be_forced() -> None:
@@ -198,32 +166,29 @@ async def sample(
         params["logit_bias"] = {str(end_id): bias}
     async with SGLangClient(server.base_url) as client:
         answers = await asyncio.gather(*(client.generate(prompt, params, return_logprob=True) for _ in range(count)))
-    turns = []
-    for answer in answers:
-        assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer["text"][-200:]
-        ids = answer["output_ids"][:-1]
-        turns.append(parser.parse_turn(template.decode(ids), tools=SHORT_TOOLS, **flags))
-    return turns
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"stop"}, answers[0]["text"][-200:]
+    texts = [template.decode(answer["output_ids"][:-1]) for answer in answers]
+    return [parser.parse_turn(text, tools=SHORT_TOOLS, **flags) for text in texts]
 
 
 @pytest.mark.parametrize("format_name", sorted(TOOL_PARSER_REGISTRY))
 async def test_a_model_of_noise_calls_a_tool_in_any_format_when_it_has_to(tiny_server, own_server, format_name) -> None:
     for turn in await sample(tiny_server, {"any": {}}, format_name):
-        assert_one_call(turn, ("convert", "now"), SHORT_TOOLS)
+        assert not wrong_with(turn, ("convert", "now"), SHORT_TOOLS)
 
 
 @pytest.mark.parametrize("choice", [{"any": {}}, {"tool": {"name": "now"}}, {"tool": {"name": "convert"}}])
 async def test_a_language_model_calls_the_tool_that_it_has_to(smollm_server, own_server, choice) -> None:
     names = (choice["tool"]["name"],) if "tool" in choice else ("convert", "now")
     for turn in await sample(smollm_server, choice, "hermes"):
-        assert_one_call(turn, names, SHORT_TOOLS)
+        assert not wrong_with(turn, names, SHORT_TOOLS)
 
 
 async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny_server, own_server) -> None:
     choice = {"tool": {"name": "convert"}}
     turns = await sample(tiny_server, choice, "hermes", count=10, bias=4, reasoning_open=True)
     for turn in turns:
-        assert_one_call(turn, ("convert",), SHORT_TOOLS)
+        assert not wrong_with(turn, ("convert",), SHORT_TOOLS)
     assert any(turn.reasoning for turn in turns)  # with this bias, one in ten ends its reasoning with the first token
 
 
@@ -231,5 +196,5 @@ async def test_grammars_of_different_shapes_do_not_disturb_each_other_on_one_ser
     for format_name in ("hermes", "qwen_xml", "glm", "hermes", "gemma4", "qwen_xml"):
         begin = time.perf_counter()
         for turn in await sample(tiny_server, {"tool": {"name": "convert"}}, format_name, count=2):
-            assert_one_call(turn, ("convert",), SHORT_TOOLS)
+            assert not wrong_with(turn, ("convert",), SHORT_TOOLS)
         assert time.perf_counter() - begin < 60

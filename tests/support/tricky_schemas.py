@@ -284,43 +284,38 @@ def random_schema(seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
 
     def some(level: int) -> Any:
-        roll = chance.random()
-        if level and roll < 0.15:
-            return {"type": "array", "items": some(level - 1), **sizes("minItems", "maxItems", 3)}
-        if level and roll < 0.3:
-            return some_object(level - 1)
-        if level and roll < 0.4:
-            return {chance.choice(["anyOf", "anyOf", "oneOf"]): [some(level - 1) for _ in range(chance.randint(1, 3))]}
-        if level and roll < 0.45:
-            return {"allOf": [some(level - 1), chance.choice([{}, {"title": "x"}, True])]}
-        if level and roll < 0.5:
-            return {"type": "array", "prefixItems": [some(level - 1) for _ in range(chance.randint(1, 2))]}
-        if roll < 0.6:
-            return {"enum": chance.choices(CONSTANTS, k=chance.randint(1, 4))}
-        if roll < 0.65:
-            return {"$ref": f"#/$defs/{chance.choice('DE')}"}
-        if roll < 0.7:
-            return {"type": "string", "pattern": chance.choice(PATTERNS)}
-        kind = chance.choice(["string", "string", "integer", "number", "boolean", "null", None])
-        if kind is None:
-            return chance.choice([{}, True, {"type": chance.sample(["string", "integer", "null", "boolean"], 2)}])
-        if kind == "string":
-            return {"type": kind, **sizes("minLength", "maxLength", 6)}
-        if kind in ("integer", "number") and chance.random() < 0.5:
-            low = round(chance.uniform(-99, 99), chance.randint(0, 3))
-            keys = chance.choice(
-                [("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum")]
-            )
-            return dict(zip(keys, (low, low + chance.choice([0, 1, 2.5, 1000])), strict=True), type=kind)
-        return {"type": kind}
+        texts = [
+            lambda: {"type": "string", **sizes("minLength", "maxLength", 6)},
+            lambda: {"type": "string", "pattern": chance.choice(PATTERNS)},
+        ]
+        values = [
+            lambda: {"enum": chance.choices(CONSTANTS, k=chance.randint(1, 4))},
+            lambda: {"$ref": f"#/$defs/{chance.choice('DE')}"},
+            lambda: {"type": chance.choice(["integer", "number"]), **chance.choice([{}, bounds()])},
+            lambda: chance.choice([{}, True, {"type": "boolean"}, {"type": "null"}]),
+            lambda: {"type": chance.sample(["string", "integer", "null", "boolean"], 2)},
+        ]
+        nested = [
+            lambda: {"type": "array", "items": some(level - 1), **sizes("minItems", "maxItems", 3)},
+            lambda: some_object(level - 1),
+            lambda: {chance.choice(["anyOf", "oneOf"]): [some(level - 1) for _ in range(chance.randint(1, 3))]},
+            lambda: {"allOf": [some(level - 1), chance.choice([{}, {"title": "x"}, True])]},
+            lambda: {"type": "array", "prefixItems": [some(level - 1) for _ in range(chance.randint(1, 2))]},
+        ]
+        return chance.choice([*texts, *values, *(nested if level else ())])()
 
     def some_object(level: int) -> dict[str, Any]:
         names = chance.sample(["a", "b", "c", "item", *NAMES[:12]], chance.randint(0, 4))
         found = {"type": "object", "properties": {name: some(level) for name in names}}
         return {**found, "required": [name for name in names if chance.random() < 0.5]}
 
+    def bounds() -> dict[str, float]:
+        low = round(chance.uniform(-99, 99), chance.randint(0, 3))
+        least, most = chance.choice(["minimum", "exclusiveMinimum"]), chance.choice(["maximum", "exclusiveMaximum"])
+        return {least: low, most: low + chance.choice([0, 1, 2.5, 1000])}
+
     def sizes(least: str, most: str, largest: int) -> dict[str, int]:
-        low, high = sorted([chance.randint(0, largest), chance.randint(0, largest)])
-        return {key: size for key, size in ((least, low), (most, high)) if chance.random() < 0.4}
+        low, high = sorted(chance.choices(range(largest + 1), k=2))
+        return chance.choice([{}, {least: low}, {most: high}, {least: low, most: high}])
 
     return {**some_object(3), "$defs": {"D": some(1), "E": some(0)}}

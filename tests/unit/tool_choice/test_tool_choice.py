@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, HermesToolParser, ToolParser, get_tool_parser
-from support.grammar_samples import texts_of
-from support.tool_choice_cases import ARGUMENTS, TOOLS, assert_one_call
+from support.forced_calls import ARGUMENTS, TOOLS, texts_of, wrong_with
 
 FORMATS = sorted(TOOL_PARSER_REGISTRY)
 ANY = {"any": {}}
@@ -19,12 +18,9 @@ ANY = {"any": {}}
 
 def element(parser: ToolParser | str, tools: list[dict[str, Any]], choice: Any = ANY, **flags: Any) -> dict[str, Any]:
     """The grammar of a forced call."""
-    parser = get_tool_parser(parser) if isinstance(parser, str) else parser
-    params = forced_call(parser, tools, choice, **flags)
+    params = forced_call(get_tool_parser(parser) if isinstance(parser, str) else parser, tools, choice, **flags)
     assert params is not None and list(params) == ["structural_tag"]
-    tag = json.loads(params["structural_tag"])
-    assert tag["type"] == "structural_tag"
-    return tag["format"]
+    return json.loads(params["structural_tag"])["format"]
 
 
 def tool(schema: Any, name: str = "f") -> dict[str, Any]:
@@ -38,11 +34,9 @@ def parameter(schema: Any, required: bool = True, **others: Any) -> dict[str, An
 
 def drawn_call(data: st.DataObject, format_name: str, tools: list[dict[str, Any]], choice: Any = ANY) -> Any:
     """The one call of a text that the grammar lets through."""
-    parser = get_tool_parser(format_name)
-    text = data.draw(texts_of(element(parser, tools, choice)))
-    turn = parser.parse_turn(text, tools=tools)
-    names = tuple(found["name"] for found in tools)
-    assert_one_call(turn, names, tools)
+    text = data.draw(texts_of(element(format_name, tools, choice)))
+    turn = get_tool_parser(format_name).parse_turn(text, tools=tools)
+    assert not wrong_with(turn, tuple(found["name"] for found in tools), tools)
     return turn.tool_calls[0]
 
 
@@ -60,7 +54,7 @@ def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data) -> N
     parser = get_tool_parser(format_name)
     grammar = element(parser, TOOLS, {"tool": {"name": "now"}})
     assert "look_up" not in json.dumps(grammar)
-    assert_one_call(parser.parse_turn(data.draw(texts_of(grammar)), tools=TOOLS), ("now",))
+    assert not wrong_with(parser.parse_turn(data.draw(texts_of(grammar)), tools=TOOLS), ("now",))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -70,7 +64,7 @@ def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data
     parser = get_tool_parser(format_name)
     text = data.draw(texts_of(element(parser, TOOLS, reasoning_open=True)))
     assert parser.think_end_token in text
-    assert_one_call(parser.parse_turn(text, tools=TOOLS, reasoning_open=True), ("look_up", "now"))
+    assert not wrong_with(parser.parse_turn(text, tools=TOOLS, reasoning_open=True), ("look_up", "now"))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -79,7 +73,7 @@ def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data
 def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, data) -> None:
     parser = get_tool_parser(format_name)
     text = data.draw(texts_of(element(parser, TOOLS, may_reason=True)))
-    assert_one_call(parser.parse_turn(text, tools=TOOLS), ("look_up", "now"))
+    assert not wrong_with(parser.parse_turn(text, tools=TOOLS), ("look_up", "now"))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
