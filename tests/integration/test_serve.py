@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from strands_sglang import SGLangClient, local
-from support.fake_sglang import exits
+from support.processes import has_ended
 
 
 def descendants(pid: int) -> set[int]:
@@ -34,4 +34,4 @@ async def test_serve_starts_a_real_server_that_answers_and_leaves_no_process_aft
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-    assert all(exits(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)

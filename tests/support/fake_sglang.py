@@ -8,7 +8,6 @@ with code 3) or "never" (always 503).
 from __future__ import annotations
 
 import os
-import select
 import signal
 import stat
 import subprocess
@@ -40,18 +39,6 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-def exits(pid: int, within: float = 20.0) -> bool:
-    """Wait for a process that need not be a child to end; True if it did within so many seconds."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], within)[0])
-    finally:
-        os.close(descriptor)
 
 
 def main() -> None:

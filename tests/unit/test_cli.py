@@ -14,7 +14,8 @@ import pytest
 from strands_sglang import cli
 from strands_sglang.local.cache import COMPLETE_MARKER
 from strands_sglang.local.install import environment_directory
-from support.fake_sglang import exits, write_interpreter, write_model
+from support.fake_sglang import write_interpreter, write_model
+from support.processes import has_ended
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_serve_prints_the_address_once_healthy_and_sigterm_stops_everything_with
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert "stopped" in process.stderr.read()
-    assert all(exits(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert all(has_ended(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
@@ -69,7 +70,7 @@ def test_serve_ends_with_code_1_when_the_server_dies_under_it(installed, tmp_pat
         os.kill(server, signal.SIGKILL)
         assert process.wait(30) == 1
         assert "ended by itself with exit code 137" in process.stderr.read()
-    assert exits(child)
+    assert has_ended(child)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")

@@ -9,8 +9,7 @@ Example:
 """
 
 from .cache import home
-from .errors import LocalServerError, UnsupportedPlatformError
-from .install import ensure_sglang, require_platform
+from .install import UnsupportedPlatformError, ensure_sglang, require_platform
 from .models import (
     CHATML_TOOLS_TEMPLATE,
     ensure_smollm2,
@@ -18,6 +17,7 @@ from .models import (
     ensure_tiny_qwen3,
     ensure_tiny_qwen3_moe,
 )
+from .process import LocalServerError
 from .server import LocalServer, ServerSettings, launch_server, start_server
 
 __all__ = [

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import sys
 
-from .errors import LocalServerError, UnsupportedPlatformError
-from .install import ensure_sglang
-from .models import ensure_smollm2, ensure_tiny_qwen2_5_vl, ensure_tiny_qwen3, ensure_tiny_qwen3_moe
+from . import (
+    LocalServerError,
+    UnsupportedPlatformError,
+    ensure_sglang,
+    ensure_smollm2,
+    ensure_tiny_qwen2_5_vl,
+    ensure_tiny_qwen3,
+    ensure_tiny_qwen3_moe,
+)
 
 
 def main() -> int:
     """Install SGLang and make the models; return the exit code."""
     try:
         python = ensure_sglang()
-        ensure_tiny_qwen3(python)
-        ensure_tiny_qwen3_moe(python)
-        ensure_tiny_qwen2_5_vl(python)
-        ensure_smollm2(python)
+        for ensure_model in (ensure_tiny_qwen3, ensure_tiny_qwen3_moe, ensure_tiny_qwen2_5_vl, ensure_smollm2):
+            ensure_model(python)
     except LocalServerError as error:
         print(error, file=sys.stderr)
         return 3 if isinstance(error, UnsupportedPlatformError) else 1

@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 HOME_VARIABLE = "STRANDS_SGLANG_HOME"
 COMPLETE_MARKER = ".complete"
 
-Progress = Callable[[str], None]
-"""Takes one line for a person who waits; called from the thread that does the work."""
+Progress = Callable[[str], None]  # takes one line for a person who waits; called from the thread that does the work
 
 
 def say(line: str) -> None:
@@ -71,11 +70,11 @@ def build_once(
     directory.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory.parent / f"{directory.name}.lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         progress(f"waiting for another process that is building {directory}")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         if complete():
             return directory
         if directory.exists():
@@ -88,5 +87,3 @@ def build_once(
             raise
         (directory / COMPLETE_MARKER).touch()
         return directory
-    finally:
-        lock.release()

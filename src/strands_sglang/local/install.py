@@ -16,19 +16,20 @@ import time
 from pathlib import Path
 
 from .cache import Progress, build_once, home, say
-from .errors import LocalServerError, UnsupportedPlatformError
-from .process import clean_environment, run_quietly
+from .process import LocalServerError, clean_environment, run_quietly
 
 HERE = Path(__file__).parent
 SHIM_DIRECTORY = HERE / "shim"
 REQUIREMENTS = HERE / "requirements-sglang.txt"
 REQUIREMENTS_WITHOUT_DEPENDENCIES = HERE / "requirements-sglang-nodeps.txt"
 
-SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
-"""Versions that the pinned SGLang is published for."""
+PIP_OPTIONS = ("--quiet", "--disable-pip-version-check")
+SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # that the pinned SGLang is published for
+MINIMUM_GLIBC = (2, 34)  # from the platform tag of its wheels, manylinux_2_34
 
-MINIMUM_GLIBC = (2, 34)
-"""From the platform tag of its wheels, manylinux_2_34."""
+
+class UnsupportedPlatformError(LocalServerError):
+    """SGLang's CPU mode cannot run on this machine; a running server elsewhere still can be used."""
 
 
 def require_platform() -> None:
@@ -87,10 +88,8 @@ def python_version(python: Path) -> tuple[int, int] | None:
 
 def environment_directory(version: tuple[int, int]) -> Path:
     """Return where the environment of the current pins for a Python version lives."""
-    pins = hashlib.sha256()
-    for file in (REQUIREMENTS, REQUIREMENTS_WITHOUT_DEPENDENCIES):
-        pins.update(file.read_bytes())
-    return home() / "envs" / "sglang-{}-py{}{}".format(pins.hexdigest()[:12], *version)
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes() + REQUIREMENTS_WITHOUT_DEPENDENCIES.read_bytes()).hexdigest()
+    return home() / "envs" / "sglang-{}-py{}{}".format(pins[:12], *version)
 
 
 def environment_python(directory: Path) -> Path:
@@ -120,21 +119,14 @@ def ensure_sglang(progress: Progress = say) -> Path:
     def install(directory: Path) -> None:
         progress(f"installing SGLang for the CPU into {directory} (once; two to three minutes, 2.5 GB)")
         started = time.monotonic()
-        run_quietly([base, "-m", "venv", directory], "[1/3] creating the environment", progress=progress)
-        pip: list[str | Path] = [
-            environment_python(directory),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
+        pip: list[str | Path] = [environment_python(directory), "-m", "pip", "install", *PIP_OPTIONS]
+        steps: list[tuple[str, list[str | Path]]] = [
+            ("[1/3] creating the environment", [base, "-m", "venv", directory]),
+            ("[2/3] installing PyTorch and the server's dependencies", [*pip, "-r", REQUIREMENTS]),
+            ("[3/3] installing SGLang", [*pip, "--no-deps", "-r", REQUIREMENTS_WITHOUT_DEPENDENCIES]),
         ]
-        run_quietly(
-            [*pip, "-r", REQUIREMENTS], "[2/3] installing PyTorch and the server's dependencies", progress=progress
-        )
-        run_quietly(
-            [*pip, "--no-deps", "-r", REQUIREMENTS_WITHOUT_DEPENDENCIES], "[3/3] installing SGLang", progress=progress
-        )
+        for what, command in steps:
+            run_quietly(command, what, progress=progress)
         progress(f"installed SGLang in {time.monotonic() - started:.0f} s")
 
     # The interpreter is a link to the one that made the environment, which may have been removed since.

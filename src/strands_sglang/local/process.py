@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .cache import Progress, say
-from .errors import LocalServerError
 
 GUARD_SCRIPT = Path(__file__).parent / "scripts" / "guard.py"
-STOP_DEADLINE = 10.0
-"""Seconds that the guard may take to end its group; it needs less than two."""
+STOP_DEADLINE = 10.0  # seconds that the guard may take to end its group; it needs less than two
+HEARTBEAT = 20.0  # seconds between two signs of life of a long command
 
-HEARTBEAT = 20.0
-"""Seconds between two signs of life of a long command."""
+
+class LocalServerError(RuntimeError):
+    """The local SGLang server could not be installed, started or kept running; the message is enough to act on."""
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -67,32 +67,28 @@ def run_quietly(
     """
     progress(what)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="strands-sglang-") as folder:
-        output = Path(folder) / "output.log"
-        with output.open("wb") as sink:
-            try:
-                process = subprocess.Popen(
-                    [str(part) for part in command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    env=dict(env) if env is not None else clean_environment(),
-                )
-            except OSError as error:
-                raise LocalServerError(f"{what} failed: {error}") from error
+    with tempfile.NamedTemporaryFile(prefix="strands-sglang-") as output:
         try:
-            while True:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env) if env is not None else clean_environment(),
+            )
+        except OSError as error:
+            raise LocalServerError(f"{what} failed: {error}") from error
+        try:
+            while process.returncode is None:
                 try:
-                    code = process.wait(timeout=HEARTBEAT)
-                    break
+                    process.wait(timeout=HEARTBEAT)
                 except subprocess.TimeoutExpired:
                     progress(f"  ... {time.monotonic() - started:.0f} s")
-        except BaseException:
+        finally:
             process.kill()
             process.wait()
-            raise
-        if code != 0:
-            raise LocalServerError(f"{what} failed with exit code {code}:\n{tail(output)}")
+        if process.returncode != 0:
+            raise LocalServerError(f"{what} failed with exit code {process.returncode}:\n{tail(Path(output.name))}")
 
 
 class GuardedProcess:

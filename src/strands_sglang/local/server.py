@@ -18,13 +18,10 @@ from types import TracebackType
 import httpx
 
 from .cache import Progress, say
-from .errors import LocalServerError
 from .install import sglang_environment
-from .process import GuardedProcess, tail
+from .process import GuardedProcess, LocalServerError, tail
 
-START_DEADLINE = 300.0
-"""Seconds a server may take until it answers. It takes 15 to 35 on two idle cores, and up to 110 on busy ones."""
-
+START_DEADLINE = 300.0  # seconds until a server answers; it takes 15 to 35 on two idle cores, up to 110 on busy ones
 POLL_INTERVAL = 0.25
 
 
@@ -51,7 +48,7 @@ class ServerSettings:
         return self.threads or min(4, len(os.sched_getaffinity(0)))
 
 
-class LocalServer:
+class LocalServer(GuardedProcess):
     """A running server process and its address. Use it as a context manager, or call `stop`.
 
     Attributes:
@@ -88,20 +85,9 @@ class LocalServer:
             log_path = Path(name)
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self.model_path = model_path
-        self.log_path = log_path
         self.start_seconds = 0.0
         self._started = time.monotonic()
-        self._process = GuardedProcess(command, env=env, log_path=log_path)
-
-    @property
-    def pid(self) -> int:
-        """Id of the process group that holds the server's processes."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """The server's exit code, or None while it runs."""
-        return self._process.exit_code
+        super().__init__(command, env=env, log_path=log_path)
 
     def wait_until_healthy(self, deadline: float = START_DEADLINE) -> None:
         """Return once the server has generated a token; stop it if it does not.
@@ -128,15 +114,11 @@ class LocalServer:
             raise
         self.start_seconds = time.monotonic() - self._started
 
-    def wait(self) -> int:
-        """Wait until the server ends by itself and return its exit code."""
-        return self._process.wait()
-
     def stop(self) -> None:
         """Stop the server with all its processes. Safe to call more than once."""
         # A log that nobody named and that ends with a healthy server has nothing to tell.
         remove_log = self._remove_log and self.start_seconds > 0 and self.exit_code is None
-        self._process.stop()
+        super().stop()
         if remove_log:
             self.log_path.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ import pytest
 
 from strands_sglang.local import LocalServerError
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly
-from support.fake_sglang import exits
+from support.processes import has_ended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups are watched through /proc")
 
@@ -58,7 +58,7 @@ def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(t
     assert len(pids) == 2
     assert process.exit_code is None
     process.stop()
-    assert all(exits(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
     process.stop()  # a second time does no harm
 
 
@@ -69,7 +69,7 @@ def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
     server, child = read_pids(pids_pipe)
     os.kill(server, signal.SIGKILL)
     assert process.wait(30) == 128 + signal.SIGKILL
-    assert exits(child)
+    assert has_ended(child)
     process.stop()
 
 
@@ -81,7 +81,7 @@ def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
     process.stop()
-    assert all(exits(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
 
 
 def test_nothing_outlives_a_starter_that_is_killed_without_warning(tmp_path, pids_pipe):
@@ -97,7 +97,7 @@ sys.stdin.read()
     with subprocess.Popen([sys.executable, "-c", starter], stdin=subprocess.PIPE) as process:
         pids = read_pids(pids_pipe)
         process.kill()
-        assert all(exits(pid) for pid in pids)
+        assert all(has_ended(pid) for pid in pids)
 
 
 def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):

@@ -9,7 +9,8 @@ import pytest
 
 from strands_sglang import local
 from strands_sglang.local.server import sglang_command
-from support.fake_sglang import exits, write_interpreter, write_model
+from support.fake_sglang import write_interpreter, write_model
+from support.processes import has_ended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
 
@@ -37,7 +38,7 @@ def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children
         assert "loading weights" in server.log_path.read_text()
         assert server.exit_code is None
     assert server.base_url in lines[-1]
-    assert all(exits(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
     assert not server.log_path.exists()
 
 
@@ -53,7 +54,7 @@ def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(pyth
     with pytest.raises(local.LocalServerError, match=r"exit code 3(.|\n)*out of memory$") as caught:
         server.wait_until_healthy()
     assert str(server.log_path) in str(caught.value)
-    assert all(exits(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
     server.log_path.unlink()
 
 
@@ -63,7 +64,7 @@ def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(p
         local.start_server(python, model, log_path=tmp_path / "log", deadline=1.0, progress=lambda line: None)
     # A machine so slow that the fake did not even get to write its ids has nothing to check.
     if (tmp_path / "pids").exists():
-        assert all(exits(pid) for pid in pids(tmp_path))
+        assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path):

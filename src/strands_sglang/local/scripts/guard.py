@@ -7,6 +7,7 @@ end. Needs the standard library only. Looking at the parent's id works however t
 unlike a parent-death signal it covers grandchildren and does not depend on a thread.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,8 +16,7 @@ import sys
 import time
 
 POLL_INTERVAL = 0.2
-LEAVE_WITHIN = 1.0
-"""Seconds that the rest of the group has to leave by itself once the command is dead."""
+LEAVE_WITHIN = 1.0  # seconds that the rest of the group has to leave by itself once the command is dead
 
 
 def main() -> int:
@@ -44,10 +44,8 @@ def run(command: list[str], watched: int) -> int:
         print(f"could not start {command[0]}: {error}", file=sys.stderr, flush=True)
         return 127
     while server.poll() is None and not told_to_stop and os.getppid() == watched:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(POLL_INTERVAL)
-        except subprocess.TimeoutExpired:
-            pass
     # At once and without asking: a server that is told to end has nothing to keep, and SGLang takes five seconds
     # to notice a SIGTERM. Its helpers then see it gone and leave by themselves, taking their shared memory along.
     server.kill()
@@ -60,10 +58,8 @@ def end_group() -> None:
     while others := group_members(os.getpgrp()) - {os.getpid()}:
         if time.monotonic() > give_up:
             for pid in others:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
         time.sleep(0.02)
 
 

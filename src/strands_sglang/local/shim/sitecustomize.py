@@ -20,35 +20,37 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-KEPT_ALIVE: list[object] = []
-"""Operator declarations last as long as the library object that made them."""
+KEPT_ALIVE: list[object] = []  # operator declarations last as long as the library object that made them
+
+
+def declare(namespace: str, operators: Sequence[str]) -> None:
+    """Declare operators that nothing calls, by their signatures."""
+    import torch
+
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for operator in operators:
+        library.define(operator)
+    KEPT_ALIVE.append(library)
 
 
 def declare_torchvision_operators() -> None:
     """Declare what torchvision's Python part describes, if its compiled part cannot do so."""
     import torch
 
-    if torch.version.cuda is not None:
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    KEPT_ALIVE.append(library)
+    if torch.version.cuda is None:
+        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        declare("torchvision", [f"nms{boxes}", f"qnms{boxes}"])
 
 
 def declare_qwen_operators() -> None:
     """Declare the compiled operators that Qwen3.5's models look up when they are imported."""
-    import torch
-
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    for operator in (
+    operators = (
         "fused_sigmoid_mul_cpu",
         "fused_qk_gemma_rmsnorm_cpu",
         "fused_qk_gemma_rmsnorm_with_gate_cpu",
         "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    ):
-        library.define(f"{operator}(Tensor x) -> Tensor")
-    KEPT_ALIVE.append(library)
+    )
+    declare("sgl_kernel", [f"{operator}(Tensor x) -> Tensor" for operator in operators])
 
 
 def use_plain_host_memory(pools: ModuleType) -> None:
