@@ -9,7 +9,6 @@ less than a schema allows: declared properties in their order, lists of `prefixI
 where no type is declared, numbers of at most 18 digits. `format` is an annotation and not enforced.
 """
 
-from .choice import CALL_FORMATS, GRAMMAR_PARAMETERS, forced_call
-from .forcing import UNCONSTRAINED, can_force, force_call
+from .choice import CALL_FORMATS, GRAMMAR_PARAMETERS, UNCONSTRAINED, can_force, force_call, forced_call
 
 __all__ = ["CALL_FORMATS", "GRAMMAR_PARAMETERS", "UNCONSTRAINED", "can_force", "force_call", "forced_call"]
