@@ -19,30 +19,6 @@ EPISODES = 150
 CONCURRENCY = 12
 
 
-def sampled(paths):
-    """What the servers say they sampled, by request id."""
-    log = {}
-    for path in paths:
-        for entry in logged(path, "request.finished"):
-            out = entry["out"]
-            meta = out["meta_info"]
-            ids, logprobs = out["output_ids"], [item[0] for item in meta.get("output_token_logprobs") or ()]
-            log[entry["rid"]] = Sampled(entry["rid"], entry["obj"]["input_ids"], ids, logprobs, meta["weight_version"])
-    return log
-
-
-async def some_requests(base_url, count):
-    """Until the server has finished that many of the requests that it knows of, or is gone."""
-    async with httpx.AsyncClient(base_url=base_url, timeout=5, trust_env=False) as http:
-        while count > 0:
-            try:
-                loads = (await http.get("/v1/loads")).json()["loads"]
-            except httpx.HTTPError:
-                return
-            count -= loads[0]["num_running_reqs"] > 0
-            await asyncio.sleep(0)
-
-
 @pytest.mark.timeout(1500, func_only=True)  # the server starts three times
 async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
     model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
@@ -50,6 +26,30 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
     end = tokenizer.eos_token_id
     settings = local.ServerSettings(threads=1, extra_arguments=LOG_EVERYTHING)
     paths = []
+
+    def sampled(paths):
+        """What the servers say they sampled, by request id."""
+        log = {}
+        for path in paths:
+            for entry in logged(path, "request.finished"):
+                out = entry["out"]
+                meta = out["meta_info"]
+                ids, logprobs = out["output_ids"], [item[0] for item in meta.get("output_token_logprobs") or ()]
+                log[entry["rid"]] = Sampled(
+                    entry["rid"], entry["obj"]["input_ids"], ids, logprobs, meta["weight_version"]
+                )
+        return log
+
+    async def some_requests(base_url, count):
+        """Until the server has finished that many of the requests that it knows of, or is gone."""
+        async with httpx.AsyncClient(base_url=base_url, timeout=5, trust_env=False) as http:
+            while count > 0:
+                try:
+                    loads = (await http.get("/v1/loads")).json()["loads"]
+                except httpx.HTTPError:
+                    return
+                count -= loads[0]["num_running_reqs"] > 0
+                await asyncio.sleep(0)
 
     def start():
         paths.append(tmp_path / f"server-{len(paths)}.log")

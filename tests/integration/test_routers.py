@@ -141,40 +141,44 @@ ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadlin
 async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(
     workers: list[Worker], fronts: dict[str, list[str]], front: str, way: str
 ) -> None:
-    assert await at_best(lambda: seconds_until_idle(workers, fronts, front, way), goal=1.0) < 1.0
-
-
-async def seconds_until_idle(workers: list[Worker], fronts: dict[str, list[str]], front: str, way: str) -> float:
-    """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
-    partial: list[dict[str, Any]] = []
-    cancel_signal, clock = threading.Event(), asyncio.get_running_loop().time
-    client = client_of(fronts, front, deadline=2.0 if way == "deadline" else None)
-    call = client.generate(
-        PROMPT, ENDLESS, return_logprob=True, cancel_signal=cancel_signal, on_partial=partial.append, routing_key="k"
-    )
-    task = asyncio.create_task(call)
-    sent_at = clock()
-    await until(lambda: is_busy(workers), "a worker has the request")
-    ended_at = sent_at + 2.0 if way == "deadline" else clock()
-    if way == "close":
+    async def seconds_until_idle() -> float:
+        """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
+        partial: list[dict[str, Any]] = []
+        cancel_signal, clock = threading.Event(), asyncio.get_running_loop().time
+        client = client_of(fronts, front, deadline=2.0 if way == "deadline" else None)
+        call = client.generate(
+            PROMPT,
+            ENDLESS,
+            return_logprob=True,
+            cancel_signal=cancel_signal,
+            on_partial=partial.append,
+            routing_key="k",
+        )
+        task = asyncio.create_task(call)
+        sent_at = clock()
+        await until(lambda: is_busy(workers), "a worker has the request")
+        ended_at = sent_at + 2.0 if way == "deadline" else clock()
+        if way == "close":
+            await client.close()
+            partial.append(await task)
+        else:
+            if way == "task":
+                task.cancel()
+            elif way == "signal":
+                cancel_signal.set()
+            with pytest.raises((asyncio.CancelledError, SGLangCancelledError, SGLangDeadlineError)) as caught:
+                await task
+            assert type(caught.value) is ENDS[way]
+        await until(lambda: is_idle(workers), "the workers are idle")
+        seconds = clock() - ended_at
+        [answer] = partial
+        meta_info = answer["meta_info"]
+        assert meta_info["finish_reason"]["type"] == "abort"
+        assert 0 < len(answer["output_ids"]) == len(meta_info["output_token_logprobs"]) < 3500
         await client.close()
-        partial.append(await task)
-    else:
-        if way == "task":
-            task.cancel()
-        elif way == "signal":
-            cancel_signal.set()
-        with pytest.raises((asyncio.CancelledError, SGLangCancelledError, SGLangDeadlineError)) as caught:
-            await task
-        assert type(caught.value) is ENDS[way]
-    await until(lambda: is_idle(workers), "the workers are idle")
-    seconds = clock() - ended_at
-    [answer] = partial
-    meta_info = answer["meta_info"]
-    assert meta_info["finish_reason"]["type"] == "abort"
-    assert 0 < len(answer["output_ids"]) == len(meta_info["output_token_logprobs"]) < 3500
-    await client.close()
-    return seconds
+        return seconds
+
+    assert await at_best(seconds_until_idle, goal=1.0) < 1.0
 
 
 @FRONTS
@@ -227,67 +231,66 @@ async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(
 
 # --- which keys survive ---
 
-FIELDS = {
-    "return_logprob": True,
-    "logprob_start_len": 0,
-    "top_logprobs_num": 0,
-    "return_routed_experts": True,
-    "routed_experts_start_len": 0,
-    "return_prompt_token_ids": True,
-    "session_id": "s",
-    "conversation_id": "c",
-    "cache_salt": "x",
-    "extra_key": "e",
-    "priority": 1,
-    "custom_labels": {"a": "b"},
-}
-SAMPLING = {
-    "max_new_tokens": 5,
-    "min_new_tokens": 0,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "frequency_penalty": 0.1,
-    "presence_penalty": 0.1,
-    "repetition_penalty": 1.1,
-    "stop_token_ids": [2],
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": False,
-    "no_stop_trim": True,
-    "logit_bias": {"5": 1.0},
-    "sampling_seed": 3,
-    "custom_params": {"a": 1},
-    "json_schema": '{"type": "object"}',
-}
-
-
-def documented_losses(row: str, router: str) -> set[str]:
-    text = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
-    names, cells = ["sglang-router", "smg"], {}
-    for line in text.splitlines():
-        first, *rest = [cell.strip() for cell in line.strip("| ").split("|")]
-        cells[first] = rest
-    return set(re.findall(r"`(\w+)`", cells[row][names.index(router)]))
-
 
 @pytest.mark.parametrize("router", POLICIES)
 async def test_what_a_router_loses_is_what_is_documented(
     router: str, routers_python: Path, chatml_tokenizer: Any, tmp_path: Path
 ) -> None:
+    fields = {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 0,
+        "return_routed_experts": True,
+        "routed_experts_start_len": 0,
+        "return_prompt_token_ids": True,
+        "session_id": "s",
+        "conversation_id": "c",
+        "cache_salt": "x",
+        "extra_key": "e",
+        "priority": 1,
+        "custom_labels": {"a": "b"},
+    }
+    sampling = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 0,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [2],
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+        "logit_bias": {"5": 1.0},
+        "sampling_seed": 3,
+        "custom_params": {"a": 1},
+        "json_schema": '{"type": "object"}',
+    }
+
+    def documented_losses(row: str, router: str) -> set[str]:
+        text = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
+        names, cells = ["sglang-router", "smg"], {}
+        for line in text.splitlines():
+            first, *rest = [cell.strip() for cell in line.strip("| ").split("|")]
+            cells[first] = rest
+        return set(re.findall(r"`(\w+)`", cells[row][names.index(router)]))
+
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
     with (
         server.serve() as url,
         Router(routers_python, router, [url], tmp_path / "log", "--policy", POLICIES[router]) as front,
     ):
         async with SGLangClient(front.base_url, max_retries=0) as client:
-            await client.generate([1, 2, 3], SAMPLING, rid="mine", routing_key="a-key", **FIELDS)
+            await client.generate([1, 2, 3], sampling, rid="mine", routing_key="a-key", **fields)
     [request] = server.requests
-    sent = {**FIELDS, "routing_key": "a-key"}
+    sent = {**fields, "routing_key": "a-key"}
     assert set(sent) - set(request.body) == documented_losses("fields of the request", router)
-    assert set(SAMPLING) - set(request.sampling_params) == documented_losses("sampling parameters", router)
-    kept = {**sent, **SAMPLING}
+    assert set(sampling) - set(request.sampling_params) == documented_losses("sampling parameters", router)
+    kept = {**sent, **sampling}
     for name, value in {**request.body, **request.sampling_params}.items():
         if name in kept:
             assert value == pytest.approx(kept[name])
@@ -298,27 +301,25 @@ async def test_what_a_router_loses_is_what_is_documented(
 
 # --- workers that die: these two tests come last ---
 
-TOKENS = 300
-
-
-async def key_on(client: SGLangClient, worker: Worker, name: str) -> str:
-    """A routing key whose requests go to this worker."""
-    while True:
-        key = f"{name}-{uuid.uuid4().hex}"
-        answer = await client.generate(PROMPT, {"max_new_tokens": 1}, routing_key=key)
-        rid = answer["meta_info"]["id"]
-        if rid in worker.logged("Receive"):
-            return key
-
 
 async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_recorded_twice(
     workers: list[Worker], fronts: dict[str, list[str]]
 ) -> None:
     staying, dying = workers
     tokenizer = get_tokenizer(staying.server.model_path)
-    params = {"max_new_tokens": TOKENS, "ignore_eos": True}
+    tokens = 300
+    params = {"max_new_tokens": tokens, "ignore_eos": True}
     clients = {front: client_of(fronts, front, max_retries=10) for front in fronts}
     models, calls = {}, {}
+
+    async def key_on(client: SGLangClient, worker: Worker, name: str) -> str:
+        """A routing key whose requests go to this worker."""
+        while True:
+            key = f"{name}-{uuid.uuid4().hex}"
+            answer = await client.generate(PROMPT, {"max_new_tokens": 1}, routing_key=key)
+            rid = answer["meta_info"]["id"]
+            if rid in worker.logged("Receive"):
+                return key
 
     async def ask(model: SGLangModel, text: str) -> None:
         async for _ in model.stream([{"role": "user", "content": [{"text": text}]}]):
@@ -346,7 +347,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
     for (front, _), model in models.items():
         [turn] = model.trajectory.turns
         assert turn.status is TurnStatus.ANSWERED and turn.generation is not None
-        assert len(turn.output_ids) == TOKENS
+        assert len(turn.output_ids) == tokens
         rid = turn.generation.request_id
         assert finished.count(rid) == received[0].count(rid) == 1
         # smg sends the same request again; the others' second attempts are the client's own, with ids of their own

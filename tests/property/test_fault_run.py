@@ -28,52 +28,54 @@ FAULTS = {
 }
 
 
-class Chaos:
-    """Answers at random, and remembers what it did to which request."""
-
-    def __init__(self):
-        self.server = None
-        self.kinds = Counter()
-        self.broken = set()
-        self.versions = 0
-
-    async def answer(self, request):
-        rng = random.Random(f"{SEED}:{request.index}")
-        if request.index % UPDATE_EVERY == UPDATE_EVERY - 1:
-            self.versions += 1
-            self.server.update_weights(str(self.versions))
-        draw = rng.random()
-        for kind, (share, fault) in FAULTS.items():
-            if draw < share:
-                self.kinds[kind] += 1
-                if kind in ("drop", "half", "garbage"):
-                    self.broken.add(request.rid)
-                return fault
-            draw -= share
-        text = call(expression=f"{request.index} + 1") if rng.random() < 0.9 else "It is done."
-        if draw < 0.01:
-            self.kinds["hang"] += 1
-            return await self.until_aborted(None, text)
-        if draw < 0.03:
-            self.kinds["abort"] += 1
-            return ScriptedAnswer(text[: len(text) // 2], finish_reason="abort")
-        if draw < 0.40:
-            return await self.until_aborted(rng.random() * 0.02, text)
-        return text
-
-    async def until_aborted(self, seconds, text):
-        try:
-            await asyncio.wait_for(asyncio.Event().wait(), seconds)
-        except asyncio.TimeoutError:
-            return text
-        except asyncio.CancelledError:
-            return ScriptedAnswer(text[: len(text) // 2], finish_reason="length")
-
-
 @pytest.mark.timeout(900)
 async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_was_sampled(
     chatml_tokenizer, monkeypatch
 ):
+    class Chaos:
+        """Answers at random, and remembers what it did to which request."""
+
+        def __init__(self):
+            self.server = None
+            self.kinds = Counter()
+            self.broken = set()
+            self.versions = 0
+
+        async def answer(self, request):
+            rng = random.Random(f"{SEED}:{request.index}")
+            if request.index % UPDATE_EVERY == UPDATE_EVERY - 1:
+                self.versions += 1
+                self.server.update_weights(str(self.versions))
+            draw = rng.random()
+            for kind, (share, fault) in FAULTS.items():
+                if draw < share:
+                    self.kinds[kind] += 1
+                    if kind in ("drop", "half", "garbage"):
+                        self.broken.add(request.rid)
+                    return fault
+                draw -= share
+            text = call(expression=f"{request.index} + 1") if rng.random() < 0.9 else "It is done."
+            if draw < 0.01:
+                self.kinds["hang"] += 1
+                return await self.until_aborted(None, text)
+            if draw < 0.03:
+                self.kinds["abort"] += 1
+                return ScriptedAnswer(text[: len(text) // 2], finish_reason="abort")
+            if draw < 0.40:
+                return await self.until_aborted(rng.random() * 0.02, text)
+            return text
+
+        async def until_aborted(self, seconds, text):
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), seconds)
+            except asyncio.TimeoutError:
+                return text
+            except asyncio.CancelledError:
+                return ScriptedAnswer(text[: len(text) // 2], finish_reason="length")
+
+    def key_of(request):
+        return request.headers["x-smg-routing-key"]
+
     # The scripted server answers aborts at once; collecting garbage can hold the loop for longer than a short grace.
     monkeypatch.setattr("strands_sglang.client.aborts.ABORT_TIMEOUT_S", 60.0)
     chaos = Chaos()
@@ -108,7 +110,3 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
     lost = [r for r in server.requests if r.rid in log and r.rid not in recorded and log[r.rid].output_ids]
     assert [r.rid for r in lost if r.rid not in server.aborted] == []
     assert [r.rid for r in lost if (key_of(r), *r.input_ids) not in questions] == []
-
-
-def key_of(request):
-    return request.headers["x-smg-routing-key"]

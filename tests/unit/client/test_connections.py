@@ -8,9 +8,10 @@ import logging
 import socket
 import threading
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangDecodingError
@@ -24,20 +25,6 @@ def client_of(server: RawServer, **settings: float) -> SGLangClient:
 
 async def answer(request: RawRequest) -> None:
     request.writer.write(http_bytes(generation() if request.path == "/generate" else {}))
-
-
-def first_then_answer(first: Callable[[RawRequest], Awaitable[None]]) -> Callable[[RawRequest], Awaitable[None]]:
-    """Treat the first `/generate` by `first`, and everything else well."""
-    seen = []
-
-    async def respond(request: RawRequest) -> None:
-        if request.path == "/generate" and not seen:
-            seen.append(request)
-            await first(request)
-        else:
-            await answer(request)
-
-    return respond
 
 
 async def hang_up(request: RawRequest) -> None:
@@ -57,7 +44,17 @@ async def reset(request: RawRequest) -> None:
 async def test_a_connection_that_breaks_is_aborted_and_tried_again(
     fault: Callable[[RawRequest], Awaitable[None]],
 ) -> None:
-    async with RawServer(first_then_answer(fault)) as server, client_of(server) as client:
+    seen = []
+
+    async def first_then_answer(request: RawRequest) -> None:
+        """Break the first `/generate`, and treat everything else well."""
+        if request.path == "/generate" and not seen:
+            seen.append(request)
+            await fault(request)
+        else:
+            await answer(request)
+
+    async with RawServer(first_then_answer) as server, client_of(server) as client:
         assert await client.generate([1]) == generation()
     first, second = server.bodies("/generate")
     assert [request.path for request in server.requests] == ["/generate", "/abort_request", "/generate"]
@@ -170,23 +167,10 @@ async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_time
 
 
 @pytest.fixture
-def threaded_server() -> object:
+def threaded_server() -> Iterator[str]:
     """A server in a thread of its own, for tests that run event loops of theirs."""
-    started, url, stop = threading.Event(), [], []
-
-    async def main() -> None:
-        async with RawServer(answer) as server:
-            url.append(server.base_url)
-            stop.extend([asyncio.get_running_loop(), asyncio.Event()])
-            started.set()
-            await stop[1].wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    started.wait()
-    yield url[0]
-    stop[0].call_soon_threadsafe(stop[1].set)
-    thread.join()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(RawServer(answer)) as server:
+        yield server.base_url
 
 
 def test_one_client_works_in_one_event_loop_after_the_other(threaded_server: str) -> None:
