@@ -1,9 +1,8 @@
 """Ready-made environments."""
 
 from .agentcore import AgentCoreCodeEnvironment
-from .arithmetic import ArithmeticExpressionError, evaluate
 from .backends import BackendError
-from .calculator import CalculatorEnvironment, calculator
+from .calculator import ArithmeticExpressionError, CalculatorEnvironment, calculator, evaluate
 from .mcp import MCPEnvironment
 from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strands_env.environments import ArithmeticExpressionError, calculator, evaluate
-from strands_env.environments.arithmetic import as_text
+from strands_env.environments.calculator import as_text
 
 NUMBERS = st.one_of(
     st.integers(0, 200).map(str),
