@@ -43,6 +43,7 @@ class Server:
         in_flight: Generations on their way, over all event loops.
         keys: Routing keys that lead to it.
         is_out: Whether it takes no connections and gets no requests while others do.
+        context_length: As it has told; None if it has not.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -50,6 +51,7 @@ class Server:
         self.base_url = base_url
         self.answered = self.usable = self.is_out = False
         self.in_flight = self.keys = self.drops = 0
+        self.context_length: int | None = None
         self.probe_at = 0.0
         self.probe_interval = FIRST_PROBE_S
         self._lock = threading.Lock()

@@ -125,7 +125,6 @@ class SGLangClient:
         self._sessions = SessionPool(open_session, abort_grace)
         self.retry_policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
         self._servers = Servers(self.base_urls)
-        self._context_lengths: dict[str, int] = {}
         self.closings = 0
 
     async def generate(
@@ -266,14 +265,11 @@ class SGLangClient:
         Raises:
             SGLangClientError: No answer, as for `generate`.
         """
-        base_url = self._servers.up()[0].base_url if base_url is None else self._servers[base_url].base_url
-        if base_url not in self._context_lengths:
-            session = await self._sessions.current()
-            length = await session.shared(("context_length", base_url), lambda: self._ask_context_length(base_url))
-            if length is None:
-                return None
-            self._context_lengths[base_url] = length
-        return self._context_lengths[base_url]
+        server = self._servers.up()[0] if base_url is None else self._servers[base_url]
+        if server.context_length is None:
+            session, ask = await self._sessions.current(), partial(self._ask_context_length, server.base_url)
+            server.context_length = await session.shared(("context_length", server.base_url), ask)
+        return server.context_length
 
     async def tokenize(self, text: str, base_url: str | None = None) -> list[int] | None:
         """The server's own tokens of `text`, no special ones added.

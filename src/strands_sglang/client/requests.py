@@ -278,18 +278,13 @@ async def _outcome(
 
 async def _probe(session: LoopSession, servers: Servers, server: Server) -> None:
     """Ask a server that is out for its health; if it answers, it gets requests again."""
-    url = f"{server.base_url}/health"
-    try:
-        response = await session.request("GET", url, None, timeout=PROBE_TIMEOUT_S)
-    except Exception as error:
-        server.log_failure(_network_failure("GET", url, error))
-        return
-    if response.status_code < 500:
-        server.answered = True
-        servers.note_answer(server)
+    request = Request(session, servers, Cancellation(), "GET", "/health", server)
+    sent = session.request("GET", f"{server.base_url}/health", None, timeout=PROBE_TIMEOUT_S)
+    outcome = await _outcome(request, sent, lambda body, url: {})
+    if isinstance(outcome, Failure) and getattr(outcome.error, "status", 500) >= 500:
+        server.log_failure(outcome)
     else:
-        failed = http_error("GET", url, response.status_code, response.content)
-        server.log_failure(Failure(FailureKind.REFUSED, failed))
+        servers.note_answer(server)
 
 
 _NETWORK_ERRORS: dict[FailureKind, tuple[type[SGLangClientError], str]] = {

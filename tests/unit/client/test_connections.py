@@ -15,8 +15,9 @@ from anyio.from_thread import start_blocking_portal
 
 from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangDecodingError
+from strands_sglang.local.server import free_port
+from support.fake_server import RawRequest, RawServer, http_bytes
 from support.generations import generation
-from support.raw_http import RawRequest, RawServer, free_port, http_bytes
 
 
 def client_of(server: RawServer, **settings: float) -> SGLangClient:
@@ -73,7 +74,7 @@ async def test_an_answer_that_is_not_http_is_named_as_such() -> None:
 
 
 async def test_a_port_where_nobody_listens_is_told_as_such() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     async with SGLangClient(url, retry_delay=0.0, unreachable_after=0.0) as client:
         with pytest.raises(SGLangConnectionError, match="could not connect.*start one .*, or correct") as caught:
             await client.generate([1])
@@ -96,7 +97,7 @@ async def test_https_to_a_plain_http_port_fails_at_once() -> None:
 
 
 async def test_a_server_that_comes_up_late_is_waited_for() -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     tries = asyncio.Event()
 
     class Watch(logging.Handler):
