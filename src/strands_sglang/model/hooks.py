@@ -23,7 +23,7 @@ from strands.hooks import (
 )
 
 from ..messages import is_unknown_tool, message_digest
-from ..trajectory.episodes import Episodes, ModelCall, begin_call, end_call, known_agent
+from ..trajectory.episodes import Episodes, begin_call, end_call, known_agent
 
 
 class RecordingHooks(HookProvider):
@@ -59,7 +59,7 @@ class RecordingHooks(HookProvider):
         for call in list(agent.calls):
             is_of_this = call.invocation_state is event.invocation_state
             if call.is_over and (is_of_this or call.message is not None):
-                _settle(call, "the agent asked again without it")
+                call.close("the agent asked again without it")
         begin_call(agent, event.invocation_state)
 
     def _answered(self, event: AfterModelCallEvent) -> None:
@@ -67,9 +67,9 @@ class RecordingHooks(HookProvider):
         if call is None:
             return
         if event.exception is not None:
-            _settle(call, f"the call failed behind it: {type(event.exception).__name__}")
+            call.close(f"the call failed behind it: {type(event.exception).__name__}")
         elif event.retry:
-            _settle(call, "a hook had the call repeated")
+            call.close("a hook had the call repeated")
 
     def _added(self, event: MessageAddedEvent) -> None:
         agent, message = known_agent(event.agent), event.message
@@ -78,7 +78,7 @@ class RecordingHooks(HookProvider):
         waiting = [call for call in agent.calls if call.is_over and call.message is None]
         if waiting:
             digest = message_digest(message)
-            fitting = [call for call in waiting if any(turn.answer_digest == digest for _, turn in call.answers)]
+            fitting = [call for call in waiting if any(turn.answer_digest == digest for turn in call.answers)]
             call = (fitting or waiting)[0]
             call.message, call.position = message, len(event.agent.messages) - 1
 
@@ -93,19 +93,4 @@ class RecordingHooks(HookProvider):
     def _ended(self, event: AfterInvocationEvent) -> None:
         for call in list(known_agent(event.agent).calls):
             if call.invocation_state is event.invocation_state:
-                _settle(call, "the agent's invocation ended without it")
-
-
-def _settle(call: ModelCall, why_not: str) -> None:
-    """Record what became of a call's answers, after the hooks that may have edited the message.
-
-    Args:
-        call: The call.
-        why_not: Why none of them came into the history, where none did.
-    """
-    message = call.message
-    for trajectory, turns in call.close().values():
-        if message is None:
-            trajectory.throw_away(turns, why_not)
-        else:
-            trajectory.put_in_history(turns, message, position=call.position)
+                call.close("the agent's invocation ended without it")

@@ -32,21 +32,8 @@ _STATE_KEY = "strands_sglang"
 _NAMES_KEY = "strands_sglang_names"
 
 
-@dataclass(frozen=True)
-class _Name:
-    """An episode by name.
-
-    Attributes:
-        model: The model that it is an episode of.
-        episode: It.
-    """
-
-    model: str
-    episode: str
-
-
-_entered: ContextVar[tuple[_Name, ...]] = ContextVar("strands_sglang_episodes", default=())
-"""The episodes that the running code is inside of, the innermost one last; some may have ended."""
+_entered: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("strands_sglang_episodes", default=())
+"""The episodes that the running code is inside of, as (model, episode), the innermost one last; some may have ended."""
 
 
 def written_names(model_state: Any) -> dict[str, str]:
@@ -82,11 +69,11 @@ class KnownAgent:
     id: str | None = None
     episode: str | None = None
     trajectory: ref[Trajectory] | None = None
-    calls: list[ModelCall] = field(default_factory=list)
+    calls: list[AgentCall] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class ModelCall:
+class AgentCall:
     """A model call of an agent's loop, for which middleware may ask the model several times, or not at all.
 
     Attributes:
@@ -94,28 +81,34 @@ class ModelCall:
         invocation_state: What tells its requests from those of others that are made meanwhile.
         outer: The call during which it is made; None if it is made during none.
         is_over: Whether Strands has the answer.
-        answers: What was sampled for it, with the trajectories that record it.
+        answers: What was sampled for it.
         message: What came into the agent's history for it; None if nothing has yet.
         position: Of that message.
     """
 
     agent: KnownAgent
     invocation_state: Any
-    outer: ModelCall | None
+    outer: AgentCall | None
     is_over: bool = False
-    answers: list[tuple[Trajectory, Turn]] = field(default_factory=list)
+    answers: list[Turn] = field(default_factory=list)
     message: Message | None = None
     position: int = 0
 
-    def close(self) -> dict[int, tuple[Trajectory, list[Turn]]]:
-        """Forget the call, of which contexts may be left, and return its answers by trajectory."""
+    def close(self, why_not: str) -> None:
+        """Record what became of its answers, and forget the call, of which contexts may be left.
+
+        Args:
+            why_not: Why none of them came into the history, where none did.
+        """
         self.agent.calls.remove(self)
-        turns: dict[int, tuple[Trajectory, list[Turn]]] = {}
-        for trajectory, turn in self.answers:
-            turns.setdefault(id(trajectory), (trajectory, []))[1].append(turn)
+        for trajectory in dict.fromkeys(turn.trajectory for turn in self.answers):
+            turns = [turn for turn in self.answers if turn.trajectory is trajectory]
+            if trajectory is not None and self.message is None:
+                trajectory.throw_away(turns, why_not)
+            elif trajectory is not None and self.message is not None:
+                trajectory.put_in_history(turns, self.message, position=self.position)
         self.is_over, self.answers = True, []
         self.outer = self.invocation_state = self.message = None
-        return turns
 
 
 @dataclass(frozen=True)
@@ -130,16 +123,16 @@ class Origin:
 
     trajectory: Trajectory
     agent: str | None
-    call: ModelCall | None
+    call: AgentCall | None
 
     def note(self, turn: Turn) -> None:
         """Note an answer that the agent is about to get."""
         if self.call is not None:
             turn.was_added = False
-            self.call.answers.append((self.trajectory, turn))
+            self.call.answers.append(turn)
 
 
-_asking: ContextVar[ModelCall | None] = ContextVar("strands_sglang_asking", default=None)
+_asking: ContextVar[AgentCall | None] = ContextVar("strands_sglang_asking", default=None)
 """The model call that the running code is inside of; it may be over."""
 
 _known: WeakKeyDictionary[Any, KnownAgent] = WeakKeyDictionary()
@@ -158,12 +151,12 @@ def known_agent(agent: Any) -> KnownAgent:
 
 def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
     """Note that an agent's model call begins: what is asked inside is the agent's."""
-    call = ModelCall(agent, invocation_state, _asking.get())
+    call = AgentCall(agent, invocation_state, _asking.get())
     agent.calls.append(call)
     _asking.set(call)
 
 
-def end_call(agent: KnownAgent, invocation_state: Any) -> ModelCall | None:
+def end_call(agent: KnownAgent, invocation_state: Any) -> AgentCall | None:
     """Note that the latest one of an agent's model calls is over, and return it."""
     under_way = [call for call in agent.calls if not call.is_over and call.invocation_state is invocation_state]
     if not under_way:
@@ -218,17 +211,17 @@ class Episodes:
     def episode(self) -> Iterator[Trajectory]:
         """Give the code inside a trajectory of its own."""
         trajectory = Trajectory()
-        name = _Name(self._id, uuid.uuid4().hex)
+        name = uuid.uuid4().hex
         with self._lock:
-            self._running[name.episode] = trajectory
-        _entered.set((*_entered.get(), name))
+            self._running[name] = trajectory
+        _entered.set((*_entered.get(), (self._id, name)))
         try:
             yield trajectory
         finally:
             with self._lock:
-                del self._running[name.episode]
+                del self._running[name]
             # Perhaps in another task than the one that entered it, where nothing has to be undone.
-            _entered.set(tuple(other for other in _entered.get() if other != name))
+            _entered.set(tuple(other for other in _entered.get() if other != (self._id, name)))
 
     def of_call(self, model_state: Any, invocation_state: Any = None) -> Origin:
         """Where a call comes from.
@@ -288,12 +281,11 @@ class Episodes:
 
     def _of_context(self) -> str | None:
         """The innermost running episode that the running code is inside of."""
-        names = (name.episode for name in reversed(_entered.get()) if name.model == self._id)
-        return next((name for name in names if name in self._running), None)
+        return next((episode for _, episode in reversed(_entered.get()) if episode in self._running), None)
 
     def _was_inside(self) -> bool:
         """Whether the running code was started inside an episode that has ended, and outlived it."""
-        return any(name.model == self._id for name in _entered.get())
+        return any(model == self._id for model, _ in _entered.get())
 
     def _warn_of_outside(self) -> None:
         """Say once that a call is in no episode: it outlived its own, or came from a thread without the context."""

@@ -24,7 +24,7 @@ def why_here(turns: Sequence[Turn], turn: Turn, known: int, conversation: Conver
         messages: The same as messages.
     """
     if turn.status is TurnStatus.COMMITTED:
-        later = [(leaf, leaf.path_after(turn)) for leaf in _leaves(turns)]
+        later = [(leaf, leaf.path(turn)) for leaf in _leaves(turns)]
         differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
             return f"forks after call {turn.index}: {_deepest(differences, messages)}"

@@ -181,23 +181,14 @@ class Turn:
         """The turn that opened the sequence."""
         return self if self._root is None else self._root
 
-    def path(self) -> list[Turn]:
-        """The turns from the root to this one."""
+    def path(self, after: Turn | None = None) -> list[Turn]:
+        """The turns from the root to this one, or those after one of them; none if that is not on the way."""
         turns: list[Turn] = []
         turn: Turn | None = self
-        while turn is not None:
+        while turn is not None and (after is None or turn.index > after.index):  # a turn is younger than its parent
             turns.append(turn)
             turn = turn.parent
-        return turns[::-1]
-
-    def path_after(self, earlier: Turn) -> list[Turn]:
-        """The turns behind an earlier one up to this one; empty if that one is not on the way from the root."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None and turn.index > earlier.index:  # a turn is younger than what it extends
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1] if turn is earlier else []
+        return turns[::-1] if turn is after else []
 
     @property
     def calls_before(self) -> int:
