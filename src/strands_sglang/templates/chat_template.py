@@ -347,7 +347,9 @@ class ChatTemplate:
 
     def is_special(self, token_id: int | None) -> bool:
         """Whether a token is a control token, which never belongs to the text of an answer."""
-        return self._renderer.is_special(token_id) or token_id in self.stop_ids
+        token = self.tokenizer.added_tokens_decoder.get(token_id)
+        is_marked = token is not None and token.special
+        return is_marked or token_id in self.tokenizer.all_special_ids or token_id in self.stop_ids
 
     def mentions(self, mark: str) -> bool:
         """Whether the template's text holds a mark."""

@@ -23,7 +23,7 @@ import threading
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,19 +167,22 @@ class ImageProcessor:
         return outputs
 
     def _check_marks(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
-        for mark, count in self._marks.items():
-            found, expected = token_ids.count(mark), count * len(pictures)
-            where = ", ".join(picture.where for picture in pictures)
+        where = ", ".join(picture.where for picture in pictures)
+        for found, expected in self._miscounts(token_ids, pictures):
             if found < expected:
                 raise UnsupportedContentError(
                     f"{where}: the chat template leaves images of such a message out ({found} placeholders for "
                     f"{expected}); many have a place for images in user messages only"
                 )
-            if found > expected:
-                raise UnsupportedContentError(
-                    f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
-                    f"{expected}); take it out of the text"
-                )
+            raise UnsupportedContentError(
+                f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
+                f"{expected}); take it out of the text"
+            )
+
+    def _miscounts(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Iterator[tuple[int, int]]:
+        """How often ids hold a control token of images, and how often the images need it, where that differs."""
+        counts = ((token_ids.count(mark), count * len(pictures)) for mark, count in self._marks.items())
+        return (pair for pair in counts if pair[0] != pair[1])
 
     def request_fields(self, sent_ids: Sequence[int], inputs: Iterable[ImageInputs]) -> dict[str, Any]:
         """What a request has beside the ids: the images of the whole conversation, once each. New at every call.
@@ -195,13 +198,11 @@ class ImageProcessor:
         pictures = [picture for turn in inputs for picture in turn.pictures]
         if not pictures:
             return {}
-        for mark, count in self._marks.items():
-            found, expected = sent_ids.count(mark), count * len(pictures)
-            if found != expected:
-                raise UnsupportedContentError(
-                    f"the sequence holds {found} placeholders for {expected} images, for the model sampled one or a "
-                    "message holds it as text: no server could tell which are images"
-                )
+        for found, expected in self._miscounts(sent_ids, pictures):
+            raise UnsupportedContentError(
+                f"the sequence holds {found} placeholders for {expected} images, for the model sampled one or a "
+                "message holds it as text: no server could tell which are images"
+            )
         return {"image_data": [data_uri(picture) for picture in pictures], "return_prompt_token_ids": True}
 
 

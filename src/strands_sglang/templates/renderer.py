@@ -206,11 +206,6 @@ class TemplateRenderer:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
-    def is_special(self, token_id: int | None) -> bool:
-        """Whether a token is a control token, which never belongs to the text of an answer."""
-        token = self.tokenizer.added_tokens_decoder.get(token_id)
-        return token_id in self.tokenizer.all_special_ids or (token is not None and token.special)
-
     def added_tokens(self, *, special_only: bool) -> set[str]:
         """The tokens that were added to the vocabulary, or those among them that are control tokens."""
         added = self.tokenizer.added_tokens_decoder.values()

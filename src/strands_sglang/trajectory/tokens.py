@@ -122,16 +122,17 @@ class Segment(Sequence[Token]):
     @property
     def logprobs(self) -> list[float | None]:
         """Logprobs, shape (T,); None where unknown."""
-        if self._logprobs is None:
-            return [None] * len(self._token_ids)
-        return [None if math.isnan(logprob) else logprob for logprob in self._logprobs]
+        return self._known(self._logprobs)
 
     @property
     def sampling_logprobs(self) -> list[float | None]:
         """The logprobs of the tokens among the ids of their sampling masks, shape (T,); None where unknown."""
-        if self._sampling_logprobs is None:
+        return self._known(self._sampling_logprobs)
+
+    def _known(self, logprobs: array[float] | None) -> list[float | None]:
+        if logprobs is None:
             return [None] * len(self._token_ids)
-        return [None if math.isnan(logprob) else logprob for logprob in self._sampling_logprobs]
+        return [None if math.isnan(logprob) else logprob for logprob in logprobs]
 
     @property
     def policy_versions(self) -> list[str | None]:

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strands.types.content import Message, Messages
@@ -577,8 +578,7 @@ class Trajectory:
             OSError: The file cannot be read.
             TrajectoryFileError: It is no trajectory, or one of another version.
         """
-        with open(path, "rb") as file:
-            return cls.from_bytes(file.read(), name=str(path))
+        return cls.from_bytes(Path(path).read_bytes(), name=str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str = "the bytes") -> Trajectory:
