@@ -13,8 +13,7 @@ _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(
     r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
 )
-LONGEST_JOINT = 40
-"""Characters between boxes that give one answer together."""
+LONGEST_JOINT = 40  # characters between boxes that give one answer together
 
 
 def answer_of(step_result: StepResult) -> str | None:

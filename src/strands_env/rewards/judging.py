@@ -49,8 +49,9 @@ Say briefly why, and give a score from {low} to {high}."""
 FIELDS = ("mark", "question", "ground_truth", "answer", "rubric", "low", "high")
 LONGEST_RETRY_DELAY_S = 30.0
 
+# Statuses of servers that answer nobody just now. A 500 may be the doing of the text that is graded.
 _BUSY = frozenset({429, 502, 503, 504, 529})
-"""Statuses of servers that answer nobody just now. A 500 may be the doing of the text that is graded."""
+# Classes of errors, of many providers, that come from the network or the load of a server.
 _UNREACHABLE = frozenset(
     {
         "ConnectionError",
@@ -62,9 +63,8 @@ _UNREACHABLE = frozenset(
     }
     | {"APIConnectionError", "SGLangConnectionError", "ModelThrottledException"}
 )
-"""Classes of errors, of many providers, that come from the network or the load of a server."""
+# Those of answers that take too long: a text can make a judge write for ever.
 _SLOW = frozenset({"ReadTimeout", "APITimeoutError", "SocketTimeoutError", "ReadTimeoutError"})
-"""Those of answers that take too long: a text can make a judge write for ever."""
 
 
 class JudgeReward(RewardFunction):

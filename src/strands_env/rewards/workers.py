@@ -133,18 +133,19 @@ class WorkerPool:
             begun()
             try:
                 answer = worker.ask(request)
-                break
             except (OverLimitsError, WorkerError) as error:
                 worker.stop()
                 worker = None
                 if is_last or (isinstance(error, OverLimitsError) and (is_new or error.is_time)):
                     raise
-        if worker is not None and worker.requests < self.limits.requests:
-            with self._lock:
-                self._idle.append(worker)
-        elif worker is not None:
-            worker.stop()
-        return answer
+            else:
+                if worker.requests >= self.limits.requests:
+                    worker.stop()
+                    return answer
+                with self._lock:
+                    self._idle.append(worker)
+                return answer
+        raise AssertionError("unreachable")
 
 
 class _Worker:
@@ -153,9 +154,7 @@ class _Worker:
     def __init__(self, job: str, limits: WorkerLimits) -> None:
         self.requests = 0
         self._limits = limits
-        self._stage: str | None = None
-        ours, theirs = multiprocessing.Pipe()
-        self._connection = ours
+        self._connection, theirs = multiprocessing.Pipe()
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -173,51 +172,41 @@ class _Worker:
                 start_new_session=True,  # an interrupt from the keyboard is this process's matter
             )
         except OSError as error:
-            ours.close()
+            self._connection.close()
             raise WorkerError(f"no worker for {job} could be started: {error}", is_infrastructure=True) from error
         finally:
             theirs.close()
-        reason = "it ended"
-        try:
-            ready = receive(ours) if ours.poll(START_S) else None
-        except OSError as error:
-            ready, reason = None, str(error)
-        if ready is None:
+        if not self._connection.poll(START_S) or receive(self._connection) is None:
             self.stop()
             raise WorkerError(
-                f"a worker for {job} did not start: {reason}, exit code {self._process.returncode}",
+                f"a worker for {job} did not start: it ended, exit code {self._process.returncode}",
                 is_infrastructure=True,
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._stage = None
         self.requests += 1
-        try:
+        stage = None
+        with contextlib.suppress(OSError):  # it has died; the exit code tells how
             send(self._connection, request)
             while self._connection.poll(self._limits.wall_s):
                 answer = receive(self._connection)
                 if answer is None:
                     break
+                if "over" in answer:
+                    raise OverLimitsError(answer["over"], stage)
                 if "stage" not in answer:
-                    return self._checked(answer)
-                self._stage = answer["stage"]
+                    return answer
+                stage = answer["stage"]
             else:
                 raise WorkerError(f"a worker did not answer within {self._limits.wall_s:g} seconds")
-        except OSError:
-            pass  # it has died; the exit code tells how
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         code = self._process.returncode
         if code is not None and -code in FAULTS_OF_REQUESTS:
             is_time = -code == signal.SIGPROF
             what = f"{self._limits.cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name
-            raise OverLimitsError(what, self._stage, is_time)
+            raise OverLimitsError(what, stage, is_time)
         raise WorkerError(f"a worker died with exit code {code}")
-
-    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if "over" in answer:
-            raise OverLimitsError(answer["over"], self._stage)
-        return {**answer, "stage": self._stage}
 
     def stop(self) -> None:
         self._connection.close()

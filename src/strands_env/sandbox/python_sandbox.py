@@ -42,18 +42,16 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from .inside.file_system import remove
-from .limits import DEFAULT_LIMITS, SandboxLimits
 
 Mode = Literal["namespaces", "uid", "unsafe"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+# Why a program ended: by itself, or for the limit on what.
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
-"""Why a program ended: by itself, or for the limit on what."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 15.0
-"""How long beyond its limit a run may take to start and to be cleaned up, before it is an error."""
+GRACE_S = 15.0  # how long beyond its limit a run may take to start and to be cleaned up, before it is an error
 PROBE_S = 20.0
 CONCURRENT_RUNS = max(2, os.cpu_count() or 2)
 
@@ -63,6 +61,37 @@ _BOOTSTRAP = (
     "import sys, types; package = types.ModuleType('inside'); package.__path__ = [sys.argv.pop(1)]; "
     "sys.modules['inside'] = package; from inside.launcher import main; main()"
 )
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one run.
+
+    Attributes:
+        wall_s: Seconds, from the program's start to its end.
+        cpu_s: Seconds of CPU time, per process.
+        memory_bytes: What all processes together may hold in memory, looked at 20 times a second: their own pages, page
+            tables, pipes and sockets (each as if it were full).
+        address_space_bytes: What one process may ask for; beyond it Python raises `MemoryError`.
+        disk_bytes: What all files together may take.
+        processes: Processes and threads at a time.
+        open_files: Open files, per process.
+        output_bytes: Output that is kept; a program that writes more is ended.
+        source_bytes: The longest program.
+    """
+
+    wall_s: float = 30.0
+    cpu_s: int = 30
+    memory_bytes: int = 2 << 30
+    address_space_bytes: int = 4 << 30
+    disk_bytes: int = 64 << 20
+    processes: int = 64
+    open_files: int = 256
+    output_bytes: int = 32_000
+    source_bytes: int = 1 << 20
+
+
+DEFAULT_LIMITS = SandboxLimits()
 
 
 class SandboxError(RuntimeError):
@@ -164,7 +193,7 @@ class PythonSandbox:
         output_reads, output_writes = os.pipe()
         with contextlib.ExitStack() as opened:
             for reads in (status_reads, output_reads):
-                opened.callback(_close, reads)
+                opened.callback(os.close, reads)
             try:
                 with _in_memory(source) as given:
                     command = _command(self._python, self.mode, self.limits, status_writes, folder, self._visible)
@@ -216,13 +245,11 @@ class PythonSandbox:
         told = _told(status)
         began = bool(told) and "refused" not in told[0]
         safe = self.mode != "unsafe"
-        if not began or safe:
-            for words in told:
-                if "refused" in words:
-                    raise SandboxError(f"a program could not be started: {words['refused']}")
+        refused = [words["refused"] for words in told if "refused" in words]
+        if refused and (safe or not began):
+            raise SandboxError(f"a program could not be started: {refused[0]}")
         last = told[-1] if told else {}
-        ended: Any = last.get("ended")
-        code = last.get("code")
+        ended, code = last.get("ended"), last.get("code")
         if not began or (safe and ended not in ENDED):  # out of the program's reach: stopped or killed by others
             raise SandboxError(f"a program was ended from outside; its output ends in {text[-200:]!r}")
         if ended not in ENDED or (ended == "exited") != isinstance(code, int):
@@ -323,7 +350,7 @@ def _told(status: bytes) -> list[dict[str, Any]]:
 def _command(
     python: str, mode: Mode, limits: SandboxLimits, status_fd: int, folder: str | None, visible: tuple[str, ...]
 ) -> list[str]:
-    interpreter = _interpreter(python)
+    executable, *paths = _interpreter(python)
     config = {
         **asdict(limits),
         "mode": mode,
@@ -331,8 +358,8 @@ def _command(
         "status_fd": status_fd,
         "parent": os.getpid(),
         "folder": folder and _in_utf8(folder),
-        "python": _in_utf8(interpreter.executable),
-        "visible": [_in_utf8(path) for path in (*interpreter.paths, *visible)],
+        "python": _in_utf8(executable),
+        "visible": [_in_utf8(path) for path in (*paths, *visible)],
     }
     started = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOTSTRAP]
     return [*started, _INSIDE, json.dumps(config)]
@@ -343,17 +370,9 @@ def _in_utf8(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
-@dataclass(frozen=True)
-class _Interpreter:
-    """A Python: the file to run, and all that it needs to see. Never a whole prefix, which may be a project's root."""
-
-    executable: str
-    paths: tuple[str, ...]
-
-
 @functools.lru_cache(maxsize=8)
-def _interpreter(python: str) -> _Interpreter:
-    """Ask an interpreter where it and its packages are.
+def _interpreter(python: str) -> tuple[str, ...]:
+    """Ask an interpreter for its file and all that it needs to see: no whole prefix, which may be a project's root.
 
     Raises:
         OSError: It does not say.
@@ -368,10 +387,10 @@ def _interpreter(python: str) -> _Interpreter:
     )
     try:
         executable, *paths = (os.fsdecode(bytes.fromhex(path)) for path in json.loads(asked.stdout.splitlines()[-1]))
+        return executable, *paths
     except (ValueError, IndexError):
         said = (asked.stderr or asked.stdout)[-200:].decode(errors="replace").strip()
         raise OSError(f"{python} does not run as a Python (exit code {asked.returncode}): {said}") from None
-    return _Interpreter(executable, tuple(paths))
 
 
 @contextlib.contextmanager
@@ -434,8 +453,3 @@ async def _end(process: asyncio.subprocess.Process, waiting: asyncio.Future[int]
             await asyncio.wait({waiting}, timeout=GRACE_S)
         if cancelled:
             raise asyncio.CancelledError
-
-
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)

@@ -47,6 +47,10 @@ _OPERATIONS = {
     "logarithm": r"\\(?:log|ln|lg)",
     "dots": r"\\ldots",
     "plus or minus": r"\\[pm]{2}",
+    "addition": r"(?<=[^\s({\[,+*/-])\s*[+-]|[)}]\s*[+-]",
+    "arithmetic": r"\d\s*\*\s*\d+(?![\d\s]*\^)",
+    "multiplication": r"(?<![_\d])\d+\s*\(\s*-?\d|\)\s*\(",
+    "power": r"\^|\\sqrt(?![a-zA-Z])",
 }
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
@@ -68,17 +72,7 @@ class UnknownFormulaError(ValueError):
 
 def operations(latex: str) -> set[str]:
     """What a formula would have computed."""
-    found = {name for name, pattern in _OPERATIONS.items() if re.search(pattern, latex)}
-    bare = re.sub(r"\\[a-zA-Z]+", lambda m: " " if m[0] != "\\sqrt" else m[0], latex)
-    if re.search(r"(?<=[^\s({\[,+*/-])\s*[+-]|[)}]\s*[+-]", re.sub(r"\^\s*\{\s*[+-]", "^{", latex)):
-        found.add("addition")
-    if re.search(r"\d\s*\*\s*\d+(?![\d\s]*\^)", re.sub(r"\*\s*10\s*\^", " ", latex)):
-        found.add("arithmetic")
-    if re.search(r"(?<![_\d])\d+\s*\(\s*-?\d|\)\s*\(", latex):
-        found.add("multiplication")
-    if "^" in latex or "\\sqrt" in bare:
-        found.add("power")
-    return found
+    return {name for name, pattern in _OPERATIONS.items() if re.search(pattern, latex)}
 
 
 def symbols(latex: str) -> set[str]:

@@ -208,12 +208,11 @@ def _key(value: Value) -> object:
         return _key(value.value)
     if isinstance(value, Measured):
         return _key(value.value), value.unit
-    parts = [getattr(value, name) for name in value.__dataclass_fields__]
     return type(value).__name__, [
         [_key(item) if not isinstance(item, str | tuple) else repr(item) for item in part]
         if isinstance(part, tuple)
         else part
-        for part in parts
+        for part in vars(value).values()
     ]
 
 

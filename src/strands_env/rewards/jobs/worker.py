@@ -51,6 +51,6 @@ def receive(connection: Connection) -> dict[str, Any] | None:
     """The next message; None if the other side is gone."""
     try:
         message: dict[str, Any] = json.loads(connection.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         return None
     return message

@@ -15,15 +15,15 @@ from typing import Any
 
 from . import kernel
 
+# Where the new root may be put together; nothing of that is seen outside of the namespace.
 PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
-"""Where the new root may be put together; nothing of that is seen outside of the namespace."""
+# Not all of /usr: programs of the owner live in /usr/src and the like.
 SYSTEM = (
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")),
     *(f"/usr/local/{name}" for name in ("bin", "lib", "lib64")),
     *(f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")),
     *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "nsswitch.conf")),
 )
-"""Not all of /usr: programs of the owner live in /usr/src and the like."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SHARED_MEMORY = "/dev/shm"
 BYTES_PER_FILE = 4096
@@ -106,16 +106,12 @@ def _bind(opened: int, target: str) -> None:
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
-def _character(octal: re.Match[bytes]) -> bytes:
-    return bytes([int(octal[1], 8)])
-
-
 def _make_read_only(root: str) -> None:
     """Make all that is mounted under the new root read-only, mounts inside of mounts too."""
     with open("/proc/self/mountinfo", "rb") as table:
         # What would end a field is written as its octal number.
-        points = [os.fsdecode(re.sub(rb"\\(\d{3})", _character, line.split()[4])) for line in table]
-    for point in points:
+        fields = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in table]
+    for point in map(os.fsdecode, fields):
         if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
             # What a mount has from its owner (no device files, ...) may not be taken off it by others.
             flags = os.statvfs(point).f_flag

@@ -85,8 +85,8 @@ CHANGE_FILES = READ_FILE | WRITE_FILE | READ_DIR | REMOVE_FILE | MAKE_REG | TRUN
 EVERYTHING = (1 << 64) - 1
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+# The rights that each version of Landlock adds.
 _KNOWN = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
-"""The rights that each version of Landlock adds."""
 
 
 def can_limit_files() -> bool:
@@ -210,30 +210,30 @@ def filter_system_calls(only_pairs: bool) -> None:
     """
     machine = _MACHINES[platform.machine()]
     namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+    refused = (*machine.denied, *_COMMON, *(machine.send_with_files if only_pairs else ()))
+    is_unix = (_argument(0), (_EQUAL, 1, 0, _UNIX), _NO_ACCESS)
+    is_connected = (_argument(1), (_AND, 0, 0, _KIND), (_EQUAL, 2, 0, _STREAM), (_EQUAL, 1, 0, _SEQPACKET), _NO_ACCESS)
+    sockets = _call(machine.socket, *is_unix)
+    if only_pairs:
+        sockets = _call(machine.socket, _NO_ACCESS) + _call(machine.socketpair, *is_unix, *is_connected)
     code: list[_Line] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, machine.audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
+        # The x32 numbers of x86_64 would be a way around.
+        *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
+        *(line for number in refused for line in ((_EQUAL, 0, 1, number), _REFUSE)),
+        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be seen; C falls back
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
+        *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
+        *_call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
+        # One hides a process from the watcher, the other takes memory.
+        *_call(machine.prctl, _argument(0), (_EQUAL, 1, 0, PR_SET_DUMPABLE), (_EQUAL, 0, 1, PR_SET_SECCOMP), _REFUSE),
+        *sockets,
+        _LET,
     ]
-    if machine.audit == 0xC000003E:
-        code += [(_AT_LEAST, 0, 1, 0x40000000), _REFUSE]  # the x32 numbers would be a way around
-    for number in (*machine.denied, *_COMMON, *(machine.send_with_files if only_pairs else ())):
-        code += [(_EQUAL, 0, 1, number), _REFUSE]
-    code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # its flags cannot be seen; C falls back
-    code += _call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE)
-    code += _call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE)
-    code += _call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE)
-    options = ((_EQUAL, 1, 0, PR_SET_DUMPABLE), (_EQUAL, 0, 1, PR_SET_SECCOMP))  # hides from the watcher; takes memory
-    code += _call(machine.prctl, _argument(0), *options, _REFUSE)
-    unix = (_argument(0), (_EQUAL, 1, 0, _UNIX), _NO_ACCESS)
-    if only_pairs:
-        code += _call(machine.socket, _NO_ACCESS)
-        connected = ((_AND, 0, 0, _KIND), (_EQUAL, 2, 0, _STREAM), (_EQUAL, 1, 0, _SEQPACKET), _NO_ACCESS)
-        code += _call(machine.socketpair, *unix, _argument(1), *connected)
-    else:
-        code += _call(machine.socket, *unix)
-    code.append(_LET)
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     # struct sock_fprog: a length, padding, a pointer
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters)))

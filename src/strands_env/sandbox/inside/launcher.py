@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import resource
@@ -30,10 +31,8 @@ from typing import Any, NoReturn
 from . import file_system, kernel
 from .members import Members, OfNamespace, OfParent, OfUser, reap
 
-INNER = 1000
-"""The program's uid in a user namespace of our own."""
-FIRST_SPARE = 2_000_000_000
-"""The uids from here on belong to nobody; each run takes one of its own."""
+INNER = 1000  # the program's uid in a user namespace of our own
+FIRST_SPARE = 2_000_000_000  # the uids from here on belong to nobody; each run takes one of its own
 POLL_S = 0.05
 _NUMBER = struct.Struct("=i")
 
@@ -256,10 +255,11 @@ def _become_program(config: dict[str, Any], user: int | None) -> None:
         file_system.limit(config, home)
     if config["mode"] != "unsafe" and kernel.can_filter():
         kernel.filter_system_calls(only_pairs=config["mode"] == "uid")
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
-    if "LD_LIBRARY_PATH" in os.environ:
-        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg",
+        **{name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
+    }  # fmt: skip
     # Nothing but the standard streams is left of what is open once the program has begun.
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
@@ -375,30 +375,21 @@ def _are_full(paths: list[str], most: int) -> bool:
     """Whether files and folders, with all that is in them, take more than they may, or cannot be counted."""
     used = files = 0
     most_files = file_system.most_files(most)
-    folders = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            state = os.lstat(path)
-            used += state.st_blocks * 512
-            if stat.S_ISDIR(state.st_mode):
-                folders.append(path)
-    if used > most or len(paths) > most_files:
-        return True
-    while folders:
+    left = list(paths)
+    while left and used <= most and files + len(left) <= most_files:
+        path = left.pop()
         try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    else:
-                        used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if used > most or files > most_files:
-                        return True
+            state = os.lstat(path)
+            if stat.S_ISDIR(state.st_mode):
+                with os.scandir(path) as entries:
+                    left += [entry.path for entry in itertools.islice(entries, most_files + 1)]
+            else:
+                used += state.st_blocks * 512
+            files += 1
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return True
-    return False
+    return used > most or files + len(left) > most_files
 
 
 def _write(path: str, text: str) -> None:

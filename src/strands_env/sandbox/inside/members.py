@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import stat
@@ -13,10 +14,8 @@ from dataclasses import dataclass
 
 from . import kernel
 
-ROUNDS = 200
-"""How often is looked again for processes that are not gone yet, 10 ms apart."""
-PIPE_BYTES = 64 << 10
-"""What a pipe may hold; a program may not make it larger."""
+ROUNDS = 200  # how often is looked again for processes that are not gone yet, 10 ms apart
+PIPE_BYTES = 64 << 10  # what a pipe may hold; a program may not make it larger
 SOCKET_BUFFER = "/proc/sys/net/core/wmem_default"
 
 
@@ -75,20 +74,13 @@ class Members(ABC):
     def usage(self) -> Usage:
         """What they use now."""
         pids = self.pids()
-        memory = sum(_memory(pid) for pid in pids)
-        pipes: set[int] = set()
-        sockets: set[int] = set()
-        unnamed: dict[tuple[int, int], int] = {}
-        for pid in pids:
-            for state in self._open_files(pid):
-                if stat.S_ISFIFO(state.st_mode):
-                    pipes.add(state.st_ino)
-                elif stat.S_ISSOCK(state.st_mode):
-                    sockets.add(state.st_ino)
-                elif stat.S_ISREG(state.st_mode) and state.st_nlink == 0:
-                    unnamed[state.st_dev, state.st_ino] = state.st_blocks * 512
-        memory += len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
-        return Usage(len(pids), memory, sum(unnamed.values()))
+        opened = [state for pid in pids for state in self._open_files(pid)]
+        pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
+        sockets = {state.st_ino for state in opened if stat.S_ISSOCK(state.st_mode)}
+        nameless = [state for state in opened if stat.S_ISREG(state.st_mode) and state.st_nlink == 0]
+        unnamed = {(state.st_dev, state.st_ino): state.st_blocks * 512 for state in nameless}
+        buffers = len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
+        return Usage(len(pids), sum(map(_memory, pids)) + buffers, sum(unnamed.values()))
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         folder = f"/proc/{pid}/fd"
@@ -128,7 +120,9 @@ class OfUser(Members):
         """Those that live."""
         with kernel.files_as(self.uid):
             # Not by the owner of /proc/PID: a process can hand that to root.
-            return [pid for pid in _all() if _status(pid, "Uid") == str(self.uid) and _status(pid, "State") != "Z"]
+            found = {pid: _status(pid) for pid in _all()}
+        mine = str(self.uid)
+        return [pid for pid, status in found.items() if status.get("Uid") == mine and status.get("State") != "Z"]
 
     def usage(self) -> Usage:
         """What they use now."""
@@ -170,19 +164,12 @@ class OfParent(Members):
 
     def pids(self) -> list[int]:
         """Those that live."""
-        parents = {}
-        for pid in _all():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{pid}/stat") as line:
-                    fields = line.read().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    parents[pid] = int(fields[1])
+        found = {pid: _status(pid) for pid in _all()}
+        parents = {pid: int(status["PPid"]) for pid, status in found.items() if status.get("State", "Z") != "Z"}
         family = {os.getpid()}
-        while True:
-            more = {pid for pid, parent in parents.items() if parent in family} - family
-            if not more:
-                return sorted(family - {os.getpid(), self.parent})
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= more
+        return sorted(family - {os.getpid(), self.parent})
 
 
 def reap() -> dict[int, int]:
@@ -203,20 +190,13 @@ def _all() -> list[int]:
 
 def _memory(pid: int) -> int:
     """Bytes: what is resident, swapped out or in huge pages, and the page tables for it."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open(f"/proc/{pid}/status", errors="replace") as lines:
-            for line in lines:
-                if line.startswith(("VmRSS:", "VmSwap:", "VmPTE:", "HugetlbPages:")):
-                    total += int(line.split()[1]) << 10
-    return total
+    status = _status(pid, lines=100)
+    return sum(int(status.get(name, 0)) for name in ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")) << 10
 
 
-def _status(pid: int, name: str) -> str | None:
-    """The first word of a line of /proc/PID/status; None if the process is gone."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/status", errors="replace") as lines:
-            for line in lines:
-                if line.startswith(f"{name}:"):
-                    return line.split()[1]
-    return None
+def _status(pid: int, lines: int = 10) -> dict[str, str]:
+    """The first word of each of the first lines of /proc/PID/status; empty if the process is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as file:
+        fields = [line.partition(":") for line in itertools.islice(file, lines)]
+        return {name: (words.split() or [""])[0] for name, _, words in fields}
+    return {}
