@@ -306,33 +306,28 @@ def _why_not(mode: Mode, python: str, uid: int) -> str | None:
         return "only on Linux"
     if mode == "uid" and uid != 0:
         return "only root can use other uids"
-    reads, writes = os.pipe()
     try:
-        with _folder(mode) as folder, _in_memory(b"print(6 * 7)") as given:
-            try:
-                ran = subprocess.run(
-                    _command(python, mode, DEFAULT_LIMITS, writes, folder, ()),
-                    env=_environment(),
-                    cwd="/",
-                    stdin=given,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(writes,),
-                    start_new_session=True,
-                    timeout=PROBE_S,
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return str(error)
-            finally:
-                os.close(writes)
-            told = os.read(reads, 1 << 16)
-    finally:
-        os.close(reads)
+        with _folder(mode) as folder, _in_memory(b"print(6 * 7)") as given, _in_memory(b"") as status:
+            ran = subprocess.run(
+                _command(python, mode, DEFAULT_LIMITS, status.fileno(), folder, ()),
+                env=_environment(),
+                cwd="/",
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status.fileno(),),
+                start_new_session=True,
+                timeout=PROBE_S,
+            )
+            status.seek(0)
+            told = _told(status.read())
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
     if ran.stdout.strip() == b"42":
         return None
-    for words in _told(told):
-        if "refused" in words:
-            return str(words["refused"])
+    refused = [str(words["refused"]) for words in told if "refused" in words]
+    if refused:
+        return refused[0]
     return f"a program did not run: {ran.stdout[-200:].decode(errors='replace').strip()}"
 
 

@@ -124,10 +124,12 @@ def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed
 
 
 def number(latex: str) -> Fraction | None:
-    """A formula without letters as a number of 50 digits, None if it is none."""
+    """A formula without letters as a number of 50 digits, None if it is none, or has thousands of digits."""
     value = formula(latex)
     value = sympy.N(value, _DIGITS) if not value.free_symbols else value
-    return Fraction(str(value)) if value.is_number and value.is_real and value.is_finite else None
+    if not (value.is_number and value.is_real and value.is_finite) or abs(value) > sympy.Float("1e2000"):
+        return None
+    return Fraction(str(value)) if abs(value) > sympy.Float("1e-2000") else Fraction(0)
 
 
 @lru_cache(maxsize=1024)
