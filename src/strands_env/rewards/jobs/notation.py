@@ -46,8 +46,15 @@ _REPLACED = {
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
 _COMMA = "\ue002"  # one between digits is none of a list
-_Rules = tuple[tuple[str, str], ...]
-_SIGNS: _Rules = (
+Rules = tuple[tuple[re.Pattern[str], str], ...]
+
+
+def rules(*pairs: tuple[str, str]) -> Rules:
+    """Patterns and what replaces them, for `rewritten`."""
+    return tuple((re.compile(pattern), replacement) for pattern, replacement in pairs)
+
+
+_SIGNS = rules(
     (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}"),
     (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"√", r"\\sqrt"),
@@ -62,14 +69,14 @@ _SIGNS: _Rules = (
     (rf"(?<=\d)\s*{_COMMA}\s*(?=\d)", ""),
     (_COMMA, ","),
 )
-_SPACING: _Rules = (
+_SPACING = rules(
     (r"\\text\s*(?:\{\s*)?" + CURRENCY + r"(?:\s*\})?", CURRENCY),
     (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"(?<=\d)\s*\\,\s*(?=\d{3}(?!\d))", ""),
     (r"\\,|(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\}", " "),
     (r"\s+", " "),
 )
-_ARGUMENTS: _Rules = (
+_ARGUMENTS = rules(
     (r"\$\$", " "),
     (r"\$|\\[()\[\]]", ""),
     (r"\*\*", "^"),
@@ -99,15 +106,17 @@ def spelled(text: str) -> str:
     return _unwrapped(rewritten(text, _ARGUMENTS))
 
 
-def rewritten(text: str, rules: _Rules) -> str:
+def rewritten(text: str, rules: Rules) -> str:
     """A text after replacements of patterns, each in what the one before it made."""
     for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text)
+        text = pattern.sub(replacement, text)
     return text
 
 
 def _ascii(text: str) -> str:
     """Full-width and other variants of characters as their plain ones, fractions and powers as LaTeX."""
+    if text.isascii():
+        return text
     out = []
     for script, run in itertools.groupby(unicodedata.normalize("NFC", text), _script):  # letters and accents as one
         plain = "".join(map(_plain_character, run))

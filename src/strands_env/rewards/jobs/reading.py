@@ -157,10 +157,10 @@ _MONTHS = "january february march april may june july august september october n
 _MONTH = rf"(?P<month>{'|'.join(rf'{month[:3]}(?:{month[3:]})?' for month in _MONTHS)})\.?"
 _DAY, _YEAR = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?", r"(?P<year>\d{4})"
 _DATES = (
-    rf"{_YEAR}[-/.](?P<month>\d{{1,2}})[-/.](?P<day>\d{{1,2}})",
-    rf"(?:\w+day,? )?{_MONTH} {_DAY}(?:,? {_YEAR})?",
-    rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? {_YEAR})?",
-    rf"{_MONTH},? {_YEAR}",
+    re.compile(rf"{_YEAR}[-/.](?P<month>\d{{1,2}})[-/.](?P<day>\d{{1,2}})"),
+    re.compile(rf"(?:\w+day,? )?{_MONTH} {_DAY}(?:,? {_YEAR})?"),
+    re.compile(rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? {_YEAR})?"),
+    re.compile(rf"{_MONTH},? {_YEAR}"),
 )
 _TIME = r"(\d{1,2}):(?:(\d\d)\s*([ap]\.?\s?m)\.?|(0\d))"  # no ratio has a term like 05
 _NUMERALS = "two three four five six seven eight nine ten eleven twelve".split()
@@ -230,7 +230,7 @@ def _read(text: str) -> Value:
 def _date(text: str) -> Value | None:
     bare = re.sub(r"\s+", " ", _plain(text)).strip().casefold()
     for pattern in _DATES:
-        if (found := re.fullmatch(pattern, bare)) is not None:
+        if (found := pattern.fullmatch(bare)) is not None:
             part = {"day": None, **found.groupdict()}
             names = [n for n, name in enumerate(_MONTHS, 1) if str(part["month"]).startswith(name[:3])]
             month = names[0] if names else int(str(part["month"]))
@@ -458,14 +458,23 @@ _INTEGER = r"\d+|\d{1,3}(?:[ ,]\d{3})+"
 _DECIMAL = rf"(?:{_INTEGER})(?:\.\d*)?|\.\d+"
 _TERM = rf"(?:[+-]\s*)?(?:{_DECIMAL})"
 _LITERALS = (
-    ("plain", rf"(?P<whole>{_TERM})"),
-    ("scientific", r"(?P<whole>[+-]?(?:\d+(?:\.\d*)?|\.\d+))[eE](?P<power>[+-]?\d+)"),
-    ("scientific", rf"(?:(?P<whole>{_TERM})\s*\*\s*)?(?P<sign>-?)10\s*\^\s*\{{\s*(?P<power>[+-]?\s*\d+)\s*\}}"),
-    ("fraction", rf"(?P<sign>[+-]?)\s*\\frac\s*\{{\s*(?P<above>{_TERM})\s*\}}\s*\{{\s*(?P<below>{_TERM})\s*\}}"),
-    ("fraction", rf"(?P<sign>[+-]?)\s*(?P<above>{_DECIMAL})\s*/\s*(?P<below>-?\s*(?:{_DECIMAL}))"),
-    ("repeating", r"(?P<sign>[+-]?)\s*(?P<whole>\d*\.(?P<fixed>\d*))\\overline\s*\{\s*(?P<above>\d+)\s*\}"),
-    ("mixed", r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s*\\frac\s*\{\s*(?P<above>\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"),
-    ("mixed", r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?:and\s+)?(?P<above>\d+)\s*/\s*(?P<below>\d+)"),
+    ("plain", re.compile(rf"(?P<whole>{_TERM})")),
+    ("scientific", re.compile(r"(?P<whole>[+-]?(?:\d+(?:\.\d*)?|\.\d+))[eE](?P<power>[+-]?\d+)")),
+    (
+        "scientific",
+        re.compile(rf"(?:(?P<whole>{_TERM})\s*\*\s*)?(?P<sign>-?)10\s*\^\s*\{{\s*(?P<power>[+-]?\s*\d+)\s*\}}"),
+    ),
+    (
+        "fraction",
+        re.compile(rf"(?P<sign>[+-]?)\s*\\frac\s*\{{\s*(?P<above>{_TERM})\s*\}}\s*\{{\s*(?P<below>{_TERM})\s*\}}"),
+    ),
+    ("fraction", re.compile(rf"(?P<sign>[+-]?)\s*(?P<above>{_DECIMAL})\s*/\s*(?P<below>-?\s*(?:{_DECIMAL}))")),
+    ("repeating", re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d*\.(?P<fixed>\d*))\\overline\s*\{\s*(?P<above>\d+)\s*\}")),
+    (
+        "mixed",
+        re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s*\\frac\s*\{\s*(?P<above>\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"),
+    ),
+    ("mixed", re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?:and\s+)?(?P<above>\d+)\s*/\s*(?P<below>\d+)")),
 )
 
 
@@ -475,7 +484,7 @@ def number_of(text: str) -> Number | None:
     if len(text) > LONGEST_NUMBER:
         return None
     for form, pattern in _LITERALS:
-        if (found := re.fullmatch(pattern, text)) is not None:
+        if (found := pattern.fullmatch(text)) is not None:
             part = found.groupdict()
             whole = part.get("whole") or ("1" if form == "scientific" else "0")
             above, below, power = part.get("above") or "0", part.get("below") or "1", part.get("power") or "0"

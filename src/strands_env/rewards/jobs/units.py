@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .notation import CURRENCY, DEGREE, rewritten
+from .notation import CURRENCY, DEGREE, rewritten, rules
 
 _SPELLINGS = {
     "%": "% percent pct percentage",
@@ -82,7 +82,7 @@ def magnitude(text: str) -> tuple[Fraction, str]:
     return scale, " ".join(words)
 
 
-_SPACING = (
+_SPACING = rules(
     (r"[{}\\~,]|(?<=[a-zA-Z])\.(?!\w)|(?<=\b[ap])\.", " "),
     (r"-(?!pounds)", " "),
     (r"\s*\^\s*", "^"),
