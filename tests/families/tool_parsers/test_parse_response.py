@@ -95,7 +95,7 @@ def test_transformers_reads_the_same_or_there_is_a_reason(family: str, label: st
         (
             "qwen3",
             '<tool_call>{"name": "f", "arguments": {}, "id": 1}</tool_call>',
-            "keys that are not of the format are a call",
+            "keys of no format are a call",
         ),
         ("qwen3_5", "<tool_call><function=f>text</function></tool_call>", "text among the tags is left out"),
         ("qwen3_5", "<tool_call><function=f><parameter=a>1</function></tool_call>", "what is not closed is left out"),

@@ -1,0 +1,345 @@
+"""Formats whose calls are JSON between marks, or elements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from strands_sglang.tool_parsers import (
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
+    KimiK2ToolParser,
+    MiniMaxM3ToolParser,
+    SmolLM3ToolParser,
+    ToolCallStatus,
+    get_tool_parser,
+)
+from support.parser_checks import KEYS, Call, Format, ParserChecks, summary, tools_for
+
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek_v3_call(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def deepseek_v3_written(calls: Sequence[Call]) -> str:
+    """Calls as the chat template writes them."""
+    return (
+        DEEPSEEK_BEGIN
+        + "\n".join(deepseek_v3_call(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
+        + DEEPSEEK_END
+    )
+
+
+class TestDeepSeekV3(ParserChecks):
+    format = Format(
+        parser=DeepSeekV3ToolParser(),
+        write=deepseek_v3_written,
+        tokens=(DEEPSEEK_BEGIN, DEEPSEEK_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        tags=("function", "\n```json\n", "\n```"),
+        malformed=(
+            "",
+            "text",
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>",
+            deepseek_v3_call("", "{}"),
+            deepseek_v3_call("f g", "{}"),
+            deepseek_v3_call("f", ""),
+            deepseek_v3_call("f", "{"),
+            deepseek_v3_call("f", '{"a": 1} // first'),
+            deepseek_v3_call("f", '{"a": 1, "a": 2}'),
+            deepseek_v3_call("f", "{}").replace("\n```<", "<"),
+        ),
+        closer="\n```<｜tool▁call▁end｜>" + DEEPSEEK_END,
+        strict_json=True,
+    )
+
+
+def test_deepseek_v3_arguments_that_are_no_object_are_said_to_be_none() -> None:
+    (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + deepseek_v3_call("f", "[]") + DEEPSEEK_END)
+    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
+
+
+def test_a_fence_inside_a_string_does_not_end_the_arguments() -> None:
+    calls: list[Call] = [("write", {"text": "```json\n{}\n```<｜tool▁call▁end｜>"})]
+    assert summary(DeepSeekV3ToolParser().parse(deepseek_v3_written(calls))) == calls
+
+
+def test_white_space_around_the_fence_does_not_matter() -> None:
+    found = DeepSeekV3ToolParser().parse(deepseek_v3_written([("f", {"a": 1})]).replace("\n```<", "\n```\n<"))
+    assert summary(found) == [("f", {"a": 1})]
+
+
+def deepseek_v3_1_call(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def deepseek_v3_1_written(calls: Sequence[Call]) -> str:
+    """Calls as the chat template writes them."""
+    return (
+        DEEPSEEK_BEGIN
+        + "".join(deepseek_v3_1_call(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
+        + DEEPSEEK_END
+    )
+
+
+class TestDeepSeekV31(ParserChecks):
+    format = Format(
+        parser=DeepSeekV31ToolParser(),
+        write=deepseek_v3_1_written,
+        tokens=(
+            DEEPSEEK_BEGIN,
+            DEEPSEEK_END,
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+        ),
+        tags=('f<｜tool▁sep｜>{"a": "',),
+        malformed=(
+            "",
+            "text",
+            "f<｜tool▁sep｜>{}",
+            deepseek_v3_1_call("", "{}"),
+            deepseek_v3_1_call("f g", "{}"),
+            deepseek_v3_1_call("f", ""),
+            deepseek_v3_1_call("f", "```json\n{}\n```"),
+            deepseek_v3_1_call("f", '{"a": 1,}'),
+            deepseek_v3_1_call("f", '{"a": 1, "a": 2}'),
+            deepseek_v3_1_call("f", "{}{}"),
+        ),
+        closer="}<｜tool▁call▁end｜>" + DEEPSEEK_END,
+        strict_json=True,
+    )
+
+
+def test_deepseek_v3_1_arguments_that_are_no_object_are_said_to_be_none() -> None:
+    (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + deepseek_v3_1_call("f", '"{}"') + DEEPSEEK_END)
+    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
+
+
+KIMI_K2_BEGIN, KIMI_K2_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def kimi_k2_call(native_id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{native_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def kimi_k2_written(calls: Sequence[Call]) -> str:
+    """Calls as the chat template writes them."""
+    texts = [
+        kimi_k2_call(f"functions.{name}:{index}", json.dumps(arguments, ensure_ascii=False))
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return KIMI_K2_BEGIN + "".join(texts) + KIMI_K2_END
+
+
+class TestKimiK2(ParserChecks):
+    format = Format(
+        parser=KimiK2ToolParser(),
+        write=kimi_k2_written,
+        tokens=(KIMI_K2_BEGIN, KIMI_K2_END, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        tags=("functions.f:0", '{"a": "'),
+        malformed=(
+            "",
+            "text",
+            "{}",
+            kimi_k2_call("0", "{}"),
+            kimi_k2_call("f", "{}"),
+            kimi_k2_call("functions.f:x", "{}"),
+            kimi_k2_call("functions.f:0", ""),
+            kimi_k2_call("functions.f:0", "{"),
+            kimi_k2_call("functions.f:0", "{} x"),
+            kimi_k2_call("functions.f:0", "{'a': 1}"),
+            kimi_k2_call("functions.f:0", '{"a": 1, "a": 2}'),
+            kimi_k2_call("functions.f:0", '{"a": NaN}'),
+            "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>",
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
+        ),
+        closer="}<|tool_call_end|>" + KIMI_K2_END,
+        strict_json=True,
+    )
+
+
+def test_the_models_own_id_is_kept_and_is_not_the_calls_id() -> None:
+    calls = KimiK2ToolParser().parse(
+        KIMI_K2_BEGIN + kimi_k2_call("functions.f:3", "{}") + kimi_k2_call("search:14", "{}") + KIMI_K2_END
+    )
+    assert [(found.name, found.native_id) for found in calls] == [("f", "functions.f:3"), ("search", "search:14")]
+    assert all(found.id != found.native_id for found in calls)
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", '{"a": 1, "a": 1}', "{} x"])
+def test_a_call_that_failed_keeps_the_models_own_id(arguments: str) -> None:
+    for behind in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
+        (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + kimi_k2_call("functions.f:3", arguments) + behind)
+        assert (found.is_error, found.native_id, found.attempted_name) == (True, "functions.f:3", "f")
+
+
+@pytest.mark.parametrize("arguments", ["[]", '"x"', "1", "null"])
+def test_kimi_k2_arguments_that_are_no_object_are_said_to_be_none(arguments: str) -> None:
+    (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + kimi_k2_call("functions.f:0", arguments) + KIMI_K2_END)
+    assert found.status is ToolCallStatus.NOT_AN_OBJECT
+
+
+def test_white_space_between_marks_and_around_arguments_does_not_matter() -> None:
+    body = "\n<|tool_call_begin|> functions.f:0 <|tool_call_argument_begin|>\n{\n}\n <|tool_call_end|>\n"
+    (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + body + KIMI_K2_END)
+    assert (found.name, found.input) == ("f", {})
+
+
+def test_a_call_without_a_section_is_text() -> None:
+    turn = KimiK2ToolParser().parse_turn(kimi_k2_call("functions.f:0", "{}"))
+    assert (turn.tool_calls, turn.text) == ((), kimi_k2_call("functions.f:0", "{}"))
+
+
+def write(calls: Sequence[Call]) -> str:
+    bodies = (json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls)
+    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+class TestSmolLM3(ParserChecks):
+    format = Format(
+        parser=SmolLM3ToolParser(),
+        write=write,
+        tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"),
+        tags=("<code>", "</code>", '{"name": '),
+        malformed=("", "f", '{"name": "f"} x', "[]", '{"arguments": {}}'),
+        closer='"}}</tool_call>',
+        strict_json=True,
+    )
+
+
+def test_the_parser_is_found_by_name_and_code_is_text() -> None:
+    turn = get_tool_parser("smollm3").parse_turn("<code>print(1)</code>")
+    assert (turn.text, turn.tool_calls) == ("<code>print(1)</code>", ())
+
+
+NS = "]<]minimax[>["
+M3_BEGIN, M3_END = f"{NS}<tool_call>", f"{NS}</tool_call>"
+
+
+def element(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        text = "".join(element(*item) for item in value.items())
+    elif isinstance(value, list):
+        text = "".join(element("item", inner) for inner in value)
+    else:
+        text = value if isinstance(value, str) else json.dumps(value)
+    return f"{NS}<{key}>{text}{NS}</{key}>"
+
+
+def m3_call(name: str, body: str) -> str:
+    return f'{NS}<invoke name="{name}">{body}{NS}</invoke>\n'
+
+
+def m3_written(calls: Sequence[Call]) -> str:
+    """Calls as the chat template writes them."""
+    bodies = ("".join(element(*item) for item in arguments.items()) for _, arguments in calls)
+    return f"{M3_BEGIN}\n{''.join(m3_call(name, body) for (name, _), body in zip(calls, bodies, strict=True))}{M3_END}"
+
+
+def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    """Values that elements can carry: no null, and lists of one type, which is what a schema can say of them."""
+    texts = texts.map(lambda text: text.replace(NS, "[>["))
+    scalars = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
+    lists = st.lists(texts, max_size=3) | st.lists(st.integers(), max_size=3)
+    nested = st.dictionaries(KEYS.filter(lambda key: key != "item"), scalars | lists, max_size=3)
+    return scalars | lists | nested | st.lists(nested, max_size=1) | st.lists(lists, max_size=1)
+
+
+class TestMiniMaxM3(ParserChecks):
+    format = Format(
+        parser=MiniMaxM3ToolParser(),
+        write=m3_written,
+        tokens=(NS, "<mm:think>", "</mm:think>"),
+        tags=(
+            M3_BEGIN,
+            M3_END,
+            f'{NS}<invoke name="f">',
+            f"{NS}<a>",
+            f"{NS}</a>",
+            f"{NS}</invoke>",
+            f"{NS}<item>",
+        ),
+        malformed=(
+            "",
+            "text",
+            f'{NS}<invoke name="f">',
+            '<invoke name="f"></invoke>',
+            m3_call("f", "text"),
+            m3_call("f", f"{NS}<a>1"),
+            m3_call("f", f"{NS}<a>1</a>"),
+            m3_call("f", f"{NS}<a>1{NS}</b>"),
+            m3_call("f", f"{NS}<a>1{NS}<b>2{NS}</b>{NS}</a>"),
+            m3_call("f", f"{NS}<a>{NS}<b>2{NS}</b>1{NS}</a>"),
+            m3_call("f", element("a", 1) * 2),
+            m3_call("f", element("a", {"b": 1}).replace(f"{NS}</b>", f"{NS}</b>{NS}<b>1{NS}</b>")),
+            m3_call("f", f"{NS}<a>" * 65 + f"{NS}</a>" * 65),
+            m3_call("f", "") + "text",
+        ),
+        delimits=False,
+        closer=f"{NS}</a>{NS}</invoke>\n{M3_END}",
+        think=("<mm:think>", "</mm:think>"),
+        values=values,
+    )
+
+
+def value_of(body: str, schema: Any, **root: Any) -> Any:
+    tools = [{"name": "f", "inputSchema": {"json": {"type": "object", "properties": {"x": schema}, **root}}}]
+    (found,) = MiniMaxM3ToolParser().parse(f"{M3_BEGIN}\n{m3_call('f', f'{NS}<x>{body}{NS}</x>')}{M3_END}", tools=tools)
+    assert found.status is ToolCallStatus.OK, found.error
+    return found.input["x"]
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        ("", {"type": "string"}),
+        ([], {"type": "array"}),
+        ({}, {"type": "object"}),
+        ([""], {"type": "array", "items": {"type": "string"}}),
+        ([[], ["1"]], {"type": "array", "items": {"type": "array", "items": {"type": "string"}}}),
+        (["1", "true"], {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+        ({"item": "1"}, {"type": "object", "properties": {"item": {"type": "string"}}}),
+        ({"item": 1}, {"type": "object"}),
+        ({"a": "1"}, {"$ref": "#/$defs/Words"}),
+        ({"a": {"a": "1"}}, {"type": "object", "additionalProperties": {"$ref": "#/$defs/Words"}}),
+        ([1, {"a": None}], {}),
+        ({"a": [1, "x"], "b": {"c": True}}, None),
+    ],
+)
+def test_values_have_the_type_that_the_schema_declares_on_every_level(value: Any, schema: Any) -> None:
+    definitions = {"Words": {"type": "object", "additionalProperties": {"type": "string"}}}
+    text = element("x", value).removeprefix(f"{NS}<x>").removesuffix(f"{NS}</x>")
+    assert repr(value_of(text, schema, **{"$defs": definitions})) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "error"),
+    [
+        ("three", {"type": "integer"}, "'x' is wrong: it must be an integer"),
+        ({"a": 1}, {"type": "string"}, "'x' is wrong: it holds elements, but must be string"),
+        ({"a": 1}, {"type": "array"}, "'x' is wrong: it holds elements, but must be array"),
+        ({"a": "b"}, {"properties": {"a": {"type": "number"}}}, "'x' is wrong: 'a' is wrong: it must be a number"),
+    ],
+)
+def test_a_value_of_another_type_than_declared_is_malformed_and_says_where(value: Any, schema: Any, error: str) -> None:
+    tools = [{"name": "f", "inputSchema": {"json": {"properties": {"x": schema}}}}]
+    (found,) = MiniMaxM3ToolParser().parse(m3_written([("f", {"x": value})]), tools=tools)
+    assert (found.status, found.attempted_name) == (ToolCallStatus.MALFORMED, "f")
+    assert error in (found.error or "")
+
+
+def test_a_token_without_a_tag_behind_it_is_text() -> None:
+    calls: list[Call] = [("f", {"a": f"{NS} is a token"})]
+    assert summary(MiniMaxM3ToolParser().parse(m3_written(calls), tools=tools_for(calls))) == calls
+
+
+def test_white_space_between_elements_does_not_matter() -> None:
+    body = f"\n  {NS}<a>\n  {NS}<item>1{NS}</item>\n  {NS}</a>\n"
+    assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{m3_call('f', body)}{M3_END}")) == [("f", {"a": [1]})]
