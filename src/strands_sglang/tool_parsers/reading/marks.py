@@ -29,6 +29,8 @@ class MarkKind(str, Enum):
     WRAPPER = "wrapper"
     """Stands around visible text and is no part of it."""
 
+    __hash__ = str.__hash__  # that of enums is Python code, and hostile text holds a hundred thousand marks
+
 
 class Mark(NamedTuple):
     """One mark in a turn, with the half-open character range `[start, end)` that it covers.
@@ -150,7 +152,7 @@ def find_marks(
     if token_ids is not None and tokenizer is not None:
         whole = [spelling for spelling in kinds if not any(token in spelling for token in tokens)]
         text, look_alikes = _find_look_alikes(text, [*tokens, *whole], token_ids, tokenizer)
-    marks = [Mark(kinds[match.group()], *match.span()) for match in _find_any(kinds, text)]
+    marks = [Mark(kinds[match[0]], match.start(), match.end()) for match in _find_any(kinds, text)]
     if look_alikes:
         marks = [mark for mark in marks if is_real(look_alikes, mark.start, mark.end)]
     return text, marks, look_alikes

@@ -206,6 +206,8 @@ def _wider(first: str, second: str) -> str:
 
 def _trim(text: str, at_start: bool, at_end: bool) -> tuple[str, str, str]:
     """Split off white space next to a mark: (leading, rest, trailing). Indentation of the first line stays."""
+    if text and not (text[0].isspace() or text[-1].isspace()):
+        return "", text, ""
     leading = ""
     if at_start:
         blank = text[: len(text) - len(text.lstrip())]
