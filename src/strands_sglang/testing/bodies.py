@@ -55,14 +55,12 @@ _EMBEDDING_OF_A_GENERATION_MODEL = {
 def generation(
     request: CheckedRequest,
     sampled: Sampled,
-    prompt_logprobs: list[list[float | int | None]],
     *,
     rid: str,
     cached_tokens: int,
     weight_version: str,
     latency_s: float,
-    routed_experts: str | None = None,
-    sampling_masks: list[list[int]] | None = None,
+    routed_experts: str | None,
 ) -> dict[str, Any]:
     """Body of a `/generate` response."""
     length = len(sampled.output_ids)
@@ -76,16 +74,16 @@ def generation(
     if request.asks_for("return_logprob"):
         logprobs = zip(sampled.logprobs, sampled.output_ids, strict=True)
         meta |= {
-            "input_token_logprobs": prompt_logprobs,
+            "input_token_logprobs": sampled.prompt_logprobs,
             "output_token_logprobs": [[logprob, token_id, None] for logprob, token_id in logprobs],
             "output_token_logprobs_length": length,
         }
-    if sampling_masks is not None:
+    if (masks := sampled.sampling_masks) is not None:
         # Every id as likely as the others.
-        selected = [array("f", [-math.log(len(mask))])[0] for mask in sampling_masks]
-        support = [[logprob] * len(mask) for logprob, mask in zip(selected, sampling_masks, strict=True)]
+        selected = [array("f", [-math.log(len(mask))])[0] for mask in masks]
+        support = [[logprob] * len(mask) for logprob, mask in zip(selected, masks, strict=True)]
         meta |= {
-            "output_token_sampling_mask": sampling_masks,
+            "output_token_sampling_mask": masks,
             "output_token_sampling_logprobs": (
                 support if request.body.get("sampling_logprobs_mode") == "support" else selected
             ),

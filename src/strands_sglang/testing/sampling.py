@@ -51,12 +51,16 @@ class Sampled:
         logprobs: Their logprobs, shape (T,); empty if they were not asked for.
         text: Decoded answer.
         finish_reason: As the response tells it.
+        prompt_logprobs: Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob.
+        sampling_masks: The ids that each token was sampled from; None if they were not asked for.
     """
 
     output_ids: list[int]
     logprobs: list[float]
     text: str
     finish_reason: dict[str, Any]
+    prompt_logprobs: list[list[float | int | None]]
+    sampling_masks: list[list[int]] | None
 
 
 class Sampler:
@@ -116,22 +120,26 @@ class Sampler:
             else [],
             text=self._text(output_ids, finish_reason, request.sampling_params),
             finish_reason=finish_reason,
+            prompt_logprobs=self._prompt_logprobs(request),
+            sampling_masks=self._sampling_masks(output_ids, request)
+            if request.asks_for("return_sampling_mask")
+            else None,
         )
 
-    def sampling_masks(self, sampled: Sampled, request: CheckedRequest) -> list[list[int]]:
+    def _sampling_masks(self, output_ids: list[int], request: CheckedRequest) -> list[list[int]]:
         """The ids that each token was sampled from: itself first, and pseudo-random others, as many as top-k keeps."""
         params = request.sampling_params
         top_k = 1 if params.get("temperature") == 0 else min(params.get("top_k") or 1, self._vocab_size)
         truncated = (params.get("top_p") or 1.0) < 1.0 or (params.get("min_p") or 0.0) > 0.0
         masks = []
-        for place, token_id in enumerate(sampled.output_ids, len(request.input_ids)):
+        for place, token_id in enumerate(output_ids, len(request.input_ids)):
             bits = mixed_bits(place, token_id)
             count = 1 + bits % top_k if truncated else top_k
             others = ((token_id + 1 + bits + i) % self._vocab_size for i in range(self._vocab_size))
             masks.append([token_id, *islice((other for other in others if other != token_id), count - 1)])
         return masks
 
-    def prompt_logprobs(self, request: CheckedRequest) -> list[list[float | int | None]]:
+    def _prompt_logprobs(self, request: CheckedRequest) -> list[list[float | int | None]]:
         """Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob."""
         start = request.logprob_start_len
         if start < 0:

@@ -307,16 +307,12 @@ class ScriptedSGLang:
         response = bodies.generation(
             checked,
             sampled,
-            self._sampler.prompt_logprobs(checked),
             rid=request.rid,
             cached_tokens=request.cached_tokens,
             # An update that aborted it came after the last token.
             weight_version=flight.weight_version if flight.aborted else self.weight_version,
             latency_s=time.perf_counter() - started,
             routed_experts=routed_experts,
-            sampling_masks=self._sampler.sampling_masks(sampled, checked)
-            if checked.asks_for("return_sampling_mask")
-            else None,
         )
         return self._close(request, flight, _json(response))
 
