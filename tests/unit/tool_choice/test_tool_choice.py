@@ -301,5 +301,10 @@ def test_a_parameter_whose_name_the_format_cannot_write_is_an_error(format_name)
         forced_call(get_tool_parser(format_name), [tool({"type": "object", "properties": {"a>b": {}}})], ANY)
 
 
+def test_a_line_break_in_the_name_of_a_parameter_is_written_as_it_is() -> None:
+    grammar = json.dumps(element("kimi_k3", [tool({"type": "object", "properties": {"a\nb": {"type": "null"}}})]))
+    assert json.dumps('key="a\nb"')[1:-1] in grammar
+
+
 def test_arguments_as_templates_write_them_fit_the_schemas_that_these_tests_use() -> None:
     jsonschema.validate(ARGUMENTS, TOOLS[0]["inputSchema"]["json"])

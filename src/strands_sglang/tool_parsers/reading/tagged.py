@@ -229,14 +229,14 @@ class TaggedCalls:
         line = call.optional("\n") if self.line is None else self.line
         parameters = []
         for found in call.properties(self.key or None):
-            spelled = self.parameter.format(key=self.escape(found.name), type="\0")
-            opening, _, after_type = spelled.partition("\0")
+            opening, _, after_type = self.parameter.partition("{type}")
             around = self.tag_after and "\n"
             values = [
                 call.sequence(f"{kind}{after_type}{around}", value, around)
                 for kind, value in self.written_values(call, found.schema).items()
             ]
-            head = [part for piece in opening.split("\n") for part in (line, piece)][1:]
+            pieces = [piece.format(key=self.escape(found.name)) for piece in opening.split("\n")]
+            head = [part for piece in pieces for part in (line, piece)][1:]
             parameters.append((call.sequence(*head, call.either(values), self.parameter_end, line), found.required))
         opened = f"{call.start}{self.line or ''}{self.call.format(name=call.name, index=1)}"
         closed = f"{self.call_end}{self.line or ''}{call.end}"
