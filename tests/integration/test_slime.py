@@ -18,8 +18,7 @@ from strands_sglang.trainers.slime import make_generate
 from support.agents import make_agent
 from support.forward_pass import assert_best_experts, load_reference, replayed
 from support.real_servers import abort_all, until_it_runs
-from support.slime_checker import check_rollouts
-from support.slime_stub import Sample, slime_args, slime_sampling_params
+from support.slime import Sample, check_rollouts, slime_args, slime_sampling_params
 
 EXPERTS = ScriptedExperts()  # the numbers of the tiny mixture of experts are the same
 

@@ -5,9 +5,19 @@ import random
 from collections import Counter
 
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
-from support.slime_checker import check_against_server, check_rollouts
-from support.slime_episodes import ANSWER, CALL, EXPERTS, QUESTION, Rollouts, moe_args
-from support.slime_stub import Sample, slime_args, slime_sampling_params
+from support.slime import (
+    ANSWER,
+    CALL,
+    EXPERTS,
+    QUESTION,
+    Rollouts,
+    Sample,
+    check_against_server,
+    check_rollouts,
+    moe_args,
+    slime_args,
+    slime_sampling_params,
+)
 
 ROLLOUTS = 200
 MOST_PARTS = 12

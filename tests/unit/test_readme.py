@@ -26,10 +26,10 @@ from strands_sglang import (
 from strands_sglang.cli import build_parser
 from strands_sglang.testing import ScriptedAnswer, ScriptedRequest, ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
-from support import slime_stub
+from support import slime as slime_support
 from support.agents import call, make_agent
 from support.readme import README, ROOT, Block, blocks, names_in_code, table
-from support.slime_checker import check_rollouts
+from support.slime import check_rollouts
 
 DOCUMENTED_URL = "http://localhost:30000"
 DOCUMENTED_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
@@ -64,7 +64,7 @@ def snippets(chatml_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
     failures: dict[int, Exception] = {}
     server = ScriptedSGLang(chatml_tokenizer, sampled_text)
     with pytest.MonkeyPatch.context() as patch, server.serve() as base_url:
-        slime_stub.install_slime(patch, chatml_tokenizer)
+        slime_support.install_slime(patch, chatml_tokenizer)
 
         def localised(text: str) -> str:
             return text.replace(DOCUMENTED_URL, base_url).replace(DOCUMENTED_MODEL, str(folder))
@@ -111,15 +111,15 @@ async def test_the_readmes_generate_leaves_samples_that_slime_can_use(end, snipp
     answers, status = EPISODES[end]
     server = ScriptedSGLang(chatml_tokenizer, answers)
     namespace = snippets["namespace"]
-    slime_stub.install_slime(monkeypatch, chatml_tokenizer)
+    slime_support.install_slime(monkeypatch, chatml_tokenizer)
 
-    sample = slime_stub.Sample(prompt="What is 25 * 17?", label="425", reward=1.0)
+    sample = slime_support.Sample(prompt="What is 25 * 17?", label="425", reward=1.0)
     with server.serve() as base_url:
-        args = slime_stub.slime_args(base_url)
-        sample = await namespace["generate"](args, sample, slime_stub.slime_sampling_params())
+        args = slime_support.slime_args(base_url)
+        sample = await namespace["generate"](args, sample, slime_support.slime_sampling_params())
 
     check_rollouts(sample, args, chatml_tokenizer)
-    assert sample.status is slime_stub.Sample.Status[status]
+    assert sample.status is slime_support.Sample.Status[status]
     removed = status == "FAILED" or "abort" in end
     assert sample.remove_sample is removed
     assert sample.reward == (0.0 if removed else None)

@@ -14,7 +14,7 @@
 | `model.reset()` and `agent.cleanup()` after the sample is filled | all shapes |
 | defaults of `from_slime_args`; `from_miles_args` | `test_a_client_from_slime_args_...` |
 
-What a sample must look like is in `support.slime_checker.check_tokens`. The documented functions set no status but
+What a sample must look like is in `support.slime.check_tokens`. The documented functions set no status but
 these two, and leave a response of no tokens when nothing was sampled; the README's function does better.
 """
 
@@ -37,8 +37,7 @@ from strands_sglang import (
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
 from support.agents import call
-from support.slime_checker import check_tokens, convert
-from support.slime_stub import Sample, install_slime, slime_args, slime_sampling_params
+from support.slime import Sample, check_tokens, convert, install_slime, slime_args, slime_sampling_params
 
 pytestmark = pytest.mark.filterwarnings("ignore:calculator is deprecated")
 
@@ -67,9 +66,7 @@ async def generate_with_iteration_limiter(args: Any, sample: Sample, sampling_pa
     limiter = ToolIterationLimiter(max_iterations=LIMIT)
     await run(model, limiter, sample)
     tm = model.token_manager
-    fill(sample, model, tm, prompt_length=len(tm.segments[0]))
-    sample.metadata["tool_iters"] = limiter.iteration_count
-    return sample
+    return fill(sample, model, tm, len(tm.segments[0]), tool_iters=limiter.iteration_count)
 
 
 async def generate_with_tool_limiter(args: Any, sample: Sample, sampling_params: dict[str, Any], **client: Any):
@@ -82,10 +79,8 @@ async def generate_with_tool_limiter(args: Any, sample: Sample, sampling_params:
     )
     limiter = ToolLimiter(max_tool_iters=LIMIT, max_tool_calls=None)
     await run(model, limiter, sample)
-    tm = model.token_manager
-    fill(sample, model, tm, prompt_length=len(tm.segments[0]))
-    sample.metadata.update(tool_iters=limiter.tool_iter_count, tool_calls=limiter.tool_call_count)
-    return sample
+    tm, counts = model.token_manager, {"tool_iters": limiter.tool_iter_count, "tool_calls": limiter.tool_call_count}
+    return fill(sample, model, tm, len(tm.segments[0]), **counts)
 
 
 async def generate_with_rollout(args: Any, sample: Sample, sampling_params: dict[str, Any], **client: Any):
@@ -98,9 +93,8 @@ async def generate_with_rollout(args: Any, sample: Sample, sampling_params: dict
     )
     limiter = ToolLimiter(max_tool_iters=LIMIT)
     await run(model, limiter, sample)
-    fill(sample, model, model.rollout, prompt_length=model.rollout.initial_prompt_length)
-    sample.metadata.update(tool_iters=limiter.tool_iter_count, tool_calls=limiter.tool_call_count)
-    return sample
+    counts = {"tool_iters": limiter.tool_iter_count, "tool_calls": limiter.tool_call_count}
+    return fill(sample, model, model.rollout, model.rollout.initial_prompt_length, **counts)
 
 
 def generate_state(args: Any) -> Any:
@@ -121,13 +115,15 @@ async def run(model: SGLangModel, limiter: ToolLimiter, sample: Sample) -> None:
     agent.cleanup()
 
 
-def fill(sample: Sample, model: SGLangModel, tm: Any, *, prompt_length: int) -> None:
+def fill(sample: Sample, model: SGLangModel, tm: Any, prompt_length: int, **counts: int) -> Sample:
     sample.tokens = tm.token_ids
     sample.loss_mask = tm.loss_mask[prompt_length:]
     sample.rollout_log_probs = tm.logprobs[prompt_length:]
     sample.response_length = len(sample.tokens) - prompt_length
     sample.response = model.tokenizer.decode(sample.tokens[prompt_length:], skip_special_tokens=False)
+    sample.metadata.update(counts)
     model.reset()
+    return sample
 
 
 @pytest.fixture(

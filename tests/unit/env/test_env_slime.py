@@ -15,9 +15,7 @@ from strands_env.core import Action, RewardFunction, TaskContext
 from strands_env.utils import clear_clients
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives
-from support.slime_checker import check_against_server, check_rollouts
-from support.slime_episodes import SlimeState
-from support.slime_stub import Sample, slime_args, slime_sampling_params
+from support.slime import Sample, SlimeState, check_against_server, check_rollouts, slime_args, slime_sampling_params
 
 QUESTION = "What is 25 * 17?"
 

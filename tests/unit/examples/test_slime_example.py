@@ -19,8 +19,7 @@ import pytest
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.processes import has_ended
-from support.slime_checker import check_rollouts
-from support.slime_stub import Sample, install_slime, slime_args, slime_sampling_params
+from support.slime import Sample, check_rollouts, install_slime, slime_args, slime_sampling_params
 
 FOLDER = Path(__file__).parents[3] / "examples" / "slime"
 SCRIPT = FOLDER / "strands_qwen3_8b.sh"

@@ -19,7 +19,7 @@ from strands_env.utils import clear_clients, get_cached_client, get_cached_clien
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv
-from support.slime_stub import slime_args
+from support.slime import slime_args
 
 URL = "http://localhost:30000"
 

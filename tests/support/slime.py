@@ -1,0 +1,632 @@
+"""slime for tests: as much of it as `generate` touches, episodes that make samples, and whether slime can use those.
+
+Source: slime's `utils/types.py` and `rollout/sglang_rollout.py`, names and types only. The checks are written from a
+description of slime (its `ray/rollout.py`, `rollout_data_utils.py`, `data.py`, `cp_utils.py`, `ppo_utils.py`,
+`sglang_rollout.py`) and from nothing of the code that makes the samples:
+
+- `check_rollouts`: the samples of a batch, by themselves: shapes, values, statuses, rewards, and the steps that slime
+  takes with them.
+- `check_against_server`: the samples against the log of the server that answered: every token to train was sampled
+  there after exactly the tokens before it, with that logprob and those experts, and is trained once.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from strands_sglang import SGLangModel, ToolLimiter, termination_reason
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang, bodies
+from strands_sglang.trainers import slime
+
+from .agents import call, make_agent, make_tools
+
+# --- slime ---
+
+
+@dataclass
+class SpecInfo:
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass
+class PrefixCacheInfo:
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+
+@dataclass
+class Sample:
+    """One rollout, as slime hands it to `generate` and reads it afterwards."""
+
+    class Status(Enum):
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    label: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    teacher_log_probs: list[float] | None = None
+    reward: float | dict[str, Any] | None = None
+    status: Status = Status.PENDING
+    remove_sample: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward[args.reward_key] if getattr(args, "reward_key", None) else self.reward
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "status": self.status.value,
+            "spec_info": asdict(self.spec_info),
+            "prefix_cache_info": asdict(self.prefix_cache_info),
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        known = {
+            **data,
+            "status": Sample.Status(data["status"]),
+            "spec_info": SpecInfo(**data["spec_info"]),
+            "prefix_cache_info": PrefixCacheInfo(**data["prefix_cache_info"]),
+        }
+        names = {one.name for one in fields(Sample)}
+        sample = Sample(**{name: value for name, value in known.items() if name in names})
+        for name, value in known.items():
+            if name not in names:
+                setattr(sample, name, value)
+        return sample
+
+
+def slime_args(base_url: str = "http://127.0.0.1:30000", **overrides: Any) -> SimpleNamespace:
+    """The parsed arguments that name a router, and what else the documented functions read."""
+    ip, _, port = base_url.removeprefix("http://").rpartition(":")
+    arguments = {
+        "sglang_router_ip": ip,
+        "sglang_router_port": int(port),
+        "sglang_server_concurrency": 512,
+        "rollout_num_gpus": 8,
+        "rollout_num_gpus_per_engine": 1,
+        "hf_checkpoint": "/models/Qwen3-8B",
+        "partial_rollout": False,
+    }
+    return SimpleNamespace(**{**arguments, **overrides})
+
+
+def slime_sampling_params(**overrides: Any) -> dict[str, Any]:
+    """The sampling parameters that slime gives to `generate` in training."""
+    parameters = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 256,
+        "stop": None,
+        "stop_token_ids": None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    return {**parameters, **overrides}
+
+
+def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: bool = False) -> type:
+    """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test.
+
+    `aborted` of the class that is returned is the flag of every state, as slime's state is a singleton.
+    """
+
+    class GenerateState:
+        def __init__(self, args: Any) -> None:
+            self.args = args
+            self.tokenizer = tokenizer
+
+    GenerateState.aborted = aborted  # type: ignore[attr-defined]
+
+    modules = {
+        "slime": {},
+        "slime.utils": {},
+        "slime.utils.types": {"Sample": Sample},
+        "slime.rollout": {},
+        "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+    }
+    for name, names in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    return GenerateState
+
+
+# --- episodes ---
+
+QUESTION = "What is 25 * 17?"
+CALL = call("calculator", expression="25 * 17")
+ANSWER = "25 * 17 = 425."
+CUT = ScriptedAnswer("25 * 17 is", finish_reason="abort")
+LONG = ScriptedAnswer("25 * 17 is", finish_reason="length")
+LONG_TEXT = "one two three four five six seven eight nine ten " * 40
+EXPERTS = ScriptedExperts()
+
+
+class SlimeState:
+    """slime's `GenerateState` as far as `generate` reads it; `aborted` may be set at any time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.aborted = False
+
+
+class Rollouts:
+    """A scripted server behind a `generate` function of slime's."""
+
+    def __init__(self, tokenizer: Any, answers: Any, *, server: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.tokenizer = tokenizer
+        self.state = SlimeState(tokenizer)
+        self.server = ScriptedSGLang(tokenizer, answers, **(server or {}))
+        self.tools, self.ran = make_tools()
+        client = {"max_retries": 0, **settings.pop("client_settings", {}), "transport": self.server.transport()}
+        settings["client_settings"] = client
+        if "agent_factory" not in settings:
+            settings = {"tools": self.tools, "system_prompt": "Be brief.", **settings}
+        self.generate: Callable[..., Awaitable[Any]] = slime.make_generate(
+            generate_state=lambda args: self.state, **settings
+        )
+
+    async def __call__(
+        self,
+        sample: Sample | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        evaluation: bool = False,
+        **args: Any,
+    ) -> Any:
+        """One sample; further arguments are slime's."""
+        sample = Sample(index=3, group_index=1, prompt=QUESTION) if sample is None else sample
+        given = slime_sampling_params() if params is None else params
+        return await self.generate(slime_args(**args), sample, given, evaluation=evaluation)
+
+    def aborts_with(self, answer: Any) -> Callable[[Any], Any]:
+        """An answer in whose middle slime aborts its rollouts."""
+
+        def answer_and_abort(request: Any) -> Any:
+            self.state.aborted = True
+            return answer
+
+        return answer_and_abort
+
+
+def checked(result: Any, rollouts: Rollouts, *, replayed: bool = True, log: bool = True, **args: Any) -> Any:
+    """The result, after both checks."""
+    samples = [result] if isinstance(result, list) else result
+    check_rollouts(samples, slime_args(**args), rollouts.tokenizer, replayed=replayed)
+    if log:
+        check_against_server(result, rollouts.server, experts=EXPERTS if args.get("num_layers") else None)
+    return result
+
+
+def moe_args(**more: Any) -> dict[str, Any]:
+    """slime's arguments for routing replay of the scripted model's experts."""
+    return {
+        "use_rollout_routing_replay": True,
+        "num_layers": EXPERTS.layers,
+        "moe_router_topk": EXPERTS.top_k,
+        **more,
+    }
+
+
+async def play(tokenizer: Any, answers: Any, *, server: dict[str, Any] | None = None, **config: Any) -> SimpleNamespace:
+    """An agent's episode: its `trajectory`, `reason` and `server`."""
+    scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
+    model = SGLangModel(tokenizer=tokenizer, client=scripted.client(max_retries=0), **config)
+    limiter = ToolLimiter(max_tool_iters=3, on_limit="stop")
+    agent = make_agent(model, make_tools()[0], hooks=[limiter])
+    try:
+        end: Any = await agent.invoke_async(QUESTION)
+    except Exception as error:
+        end = error
+    reason = termination_reason(end, trajectory=model.trajectory, limiter=limiter)
+    return SimpleNamespace(trajectory=model.trajectory, reason=reason, server=scripted, agent=agent, model=model)
+
+
+async def forked(tokenizer: Any, **settings: Any) -> Any:
+    """An episode whose history was rewritten, so that it has two sequences with a common beginning."""
+    episode = await play(tokenizer, [CALL, ANSWER, "Other words."], **settings)
+    agent = episode.agent
+    agent.messages[2]["content"][0]["toolResult"]["content"] = [{"text": "(shortened)"}]
+    await agent.invoke_async("And now?")
+    return episode
+
+
+def int32_text(values: list[int]) -> str:
+    """An int32 array as slime's SGLang puts it into JSON."""
+    return base64.b64encode(array("i", values).tobytes()).decode("ascii")
+
+
+def tell_top_p(monkeypatch: Any) -> None:
+    """Have scripted servers tell the ids that top-p kept, as slime's SGLang does: the sampled one and some others."""
+    body_of = bodies.generation
+
+    def generation(request: Any, sampled: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        body = body_of(request, sampled, *args, **kwargs)
+        if (request.sampling_params.get("custom_params") or {}).get("return_top_p_token_ids"):
+            ids, offsets = [], [0]
+            for token in sampled.output_ids:
+                ids += [token, *range(token % 3)]
+                offsets.append(len(ids))
+            body["meta_info"]["top_p_token_ids"] = int32_text(ids)
+            body["meta_info"]["top_p_token_offsets"] = int32_text(offsets)
+        return body
+
+    monkeypatch.setattr(bodies, "generation", generation)
+
+
+def stale_sample(**overrides: Any) -> Sample:
+    """A sample that an earlier run has filled with what is wrong now."""
+    fields = {
+        "index": 3,
+        "group_index": 1,
+        "prompt": QUESTION,
+        "tokens": [9] * 50,
+        "response": "stale",
+        "response_length": 40,
+        "loss_mask": [1] * 7,
+        "rollout_log_probs": [math.nan] * 3,
+        "weight_versions": ["stale"],
+        "reward": 7.0,
+        "remove_sample": True,
+        "teacher_log_probs": [0.5],
+        "rollout_top_p_token_ids": [1],
+        "rollout_top_p_token_offsets": [0, 1],
+        "rollout_routed_experts": [[1]],
+        "multimodal_train_inputs": {"pixel_values": torch.zeros(1)},
+        "prefix_cache_info": PrefixCacheInfo(5, 6),
+        "spec_info": SpecInfo(1, 2, 3, 4),
+        "non_generation_time": 99.0,
+        "metadata": {"own": 1},
+    }
+    return Sample(**{**fields, **overrides})
+
+
+def export(episode: Any, tokenizer: Any, outcome: Any = None, *, args: Any = None, **kwargs: Any) -> Any:
+    """The samples of an episode, checked against slime's needs and against the server's log."""
+    args = slime_args() if args is None else args
+    outcome = episode.reason if outcome is None else outcome
+    samples = slime.to_slime_samples(
+        episode.trajectory, stale_sample(), outcome, tokenizer=tokenizer, args=args, **kwargs
+    )
+    rollouts = [samples] if isinstance(samples, list) else samples
+    check_rollouts(rollouts, args, tokenizer, replayed=not kwargs.get("evaluation"))
+    check_against_server(samples, episode.server, experts=EXPERTS)
+    return samples
+
+
+ENDS: dict[str, tuple[list[Any], dict[str, Any], str, bool, Any]] = {
+    "an answer": ([CALL, ANSWER], {}, "COMPLETED", False, None),
+    "a limit on tokens": ([CALL, LONG], {}, "TRUNCATED", False, None),
+    "a limit on tools": ([CALL] * 3, {}, "TRUNCATED", False, None),
+    "a full context": ([CALL, LONG], {"server": {"context_length": 330}}, "TRUNCATED", False, None),
+    "an abort nobody asked for": ([CALL, CUT], {}, "TRUNCATED", True, 0.0),
+    "a first call that was aborted": ([CUT], {}, "TRUNCATED", True, 0.0),
+    "an error of the server": ([CALL], {}, "FAILED", True, 0.0),
+    "an error in the first call": ([], {}, "FAILED", True, 0.0),
+    "a prompt that does not fit": ([], {"server": {"context_length": 20}}, "FAILED", True, 0.0),
+    "an abort in the queue": ([ScriptedAnswer("", finish_reason="abort")], {}, "FAILED", True, 0.0),
+}
+
+
+# --- whether slime can use samples ---
+
+LOGGED_STATUSES = ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED")
+OWNED_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "metadata", "prefix_cache_info")
+
+
+class SlimeViolationError(AssertionError):
+    """slime could not use a sample, or would train on something wrong."""
+
+
+def demand(promises: Mapping[str, Any]) -> None:
+    """Raise with the first promise that does not hold.
+
+    Raises:
+        SlimeViolationError: It is in the message.
+    """
+    broken = [promise for promise, holds in promises.items() if not holds]
+    if broken:
+        raise SlimeViolationError(broken[0])
+
+
+def flat(rollouts: Sequence[Any]) -> list[Any]:
+    """The samples of rollouts, as slime takes lists apart: by the look of the first one."""
+    lists = [isinstance(one, list) for one in rollouts]
+    demand({"a batch holds lists only, or samples only": all(lists) or not any(lists)})
+    return [sample for rollout in rollouts for sample in rollout] if lists[0] else list(rollouts)
+
+
+def check_rollouts(rollouts: Any, args: Any, tokenizer: Any, *, replayed: bool = True) -> None:
+    """Check what `generate` or `to_slime_samples` returned, one result or a list of results of one kind.
+
+    Args:
+        rollouts: A sample, or a list of samples or of lists of samples.
+        args: slime's arguments.
+        tokenizer: The model's.
+        replayed: Whether the samples are to be trained on, and so hold what training replays.
+    """
+    rollouts = rollouts if isinstance(rollouts, list) else [rollouts]
+    demand({"there is a sample": rollouts})
+    samples = flat(rollouts)
+    for sample in samples:
+        check_tokens(sample, tokenizer)
+        check_end(sample, args, replayed)
+        check_replay(sample, args, replayed)
+        check_facts(sample)
+    if isinstance(rollouts[0], list):
+        for rollout in rollouts:
+            check_fan_out(rollout)
+    check_nothing_shared(samples)
+    if replayed:
+        convert([sample for sample in samples if sample.status.name != "ABORTED"], args)
+
+
+def check_tokens(sample: Any, tokenizer: Any) -> None:
+    length, tokens, mask, logprobs = (
+        sample.response_length,
+        sample.tokens,
+        sample.loss_mask,
+        sample.rollout_log_probs,
+    )
+    demand(
+        {
+            "the response has a token": type(length) is int and length >= 1,
+            "the prompt has a token": type(tokens) is list and len(tokens) > length,
+            "tokens are ints": all(type(token) is int and token >= 0 for token in tokens),
+            "one mask entry per response token": type(mask) is list and len(mask) == length,
+            "a mask is 0 or 1": all(type(one) is int and one in (0, 1) for one in mask),
+            "one logprob per response token": type(logprobs) is list and len(logprobs) == length,
+            "logprobs are finite floats": all(type(one) is float and math.isfinite(one) for one in logprobs),
+            "a logprob is 0.0 where the mask is 0": not any(
+                one for one, trained in zip(logprobs, mask, strict=True) if not trained
+            ),
+            "the response's text is that of its tokens": sample.response
+            == tokenizer.decode(tokens[-length:], skip_special_tokens=False),
+        }
+    )
+
+
+def check_end(sample: Any, args: Any, trained: bool) -> None:
+    status, reward, removed = sample.status.name, sample.reward, sample.remove_sample
+    demand(
+        {
+            "a sample that comes back has a status": status in LOGGED_STATUSES,
+            "remove_sample is a bool": type(removed) is bool,
+            "an aborted sample has no reward and is not removed": status != "ABORTED"
+            or (reward is None and not removed),
+            "a failed sample is removed: slime trains on it otherwise": status != "FAILED" or removed,
+            "a removed sample has a reward: slime asks for one otherwise": not removed or reward is not None,
+            "a removed sample has no token to train": not removed or not any(sample.loss_mask),
+        }
+    )
+    if reward is not None:
+        key = (None if trained else getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
+        demand({"a reward is a finite number": math.isfinite(float(reward[key] if key else reward))})
+
+
+def check_replay(sample: Any, args: Any, replayed: bool) -> None:
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if replayed and getattr(args, "rollout_top_p", 1.0) != 1.0:
+        demand({"top-p ids and offsets are there": ids is not None and offsets is not None})
+        ids, offsets = torch.as_tensor(ids), torch.as_tensor(offsets)
+        demand(
+            {
+                "top-p ids and offsets are int32": ids.dtype == offsets.dtype == torch.int32,
+                "one offset more than response tokens": offsets.shape == (sample.response_length + 1,),
+                "the offsets are those of the ids": int(offsets[0]) == 0 and int(offsets[-1]) == ids.numel(),
+                "offsets do not go back": bool((offsets.diff() >= 0).all()),
+            }
+        )
+        spans = [span.tolist() for span in ids.tensor_split(offsets[1:-1].long())]
+        response = zip(sample.tokens[-sample.response_length :], sample.loss_mask, spans, strict=True)
+        for token, mask, span in response:
+            demand(
+                {
+                    "top-p kept every token that is trained, and tokens that are not have no ids": (token in span)
+                    if mask
+                    else not span
+                }
+            )
+    else:
+        demand({"no top-p ids where none are replayed": ids is None and offsets is None})
+    experts = sample.rollout_routed_experts
+    if replayed and getattr(args, "use_rollout_routing_replay", False):
+        demand({"routed experts are there": experts is not None})
+        experts = torch.as_tensor(experts)
+        shape = (len(sample.tokens) - 1, args.num_layers, args.moe_router_topk)
+        demand(
+            {
+                "routed experts are int32": experts.dtype == torch.int32,
+                f"routed experts of shape {shape}, not {tuple(experts.shape)}": tuple(experts.shape) == shape,
+                "no layer of zeros": args.moe_router_topk == 1 or bool((experts != 0).any(dim=2).any(dim=0).all()),
+            }
+        )
+    else:
+        demand({"no routed experts where none are replayed": experts is None})
+
+
+def check_facts(sample: Any) -> None:
+    """What is logged, kept and sent on."""
+    versions, cache, waited = sample.weight_versions, sample.prefix_cache_info, sample.non_generation_time
+    again = type(sample).from_dict(pickle.loads(pickle.dumps(sample.to_dict())))
+    demand(
+        {
+            "weight versions are a list of strings": type(versions) is list
+            and all(type(one) is str for one in versions),
+            "no more tokens were cached than there were": 0 <= cache.cached_tokens <= cache.total_prompt_tokens,
+            "no logprobs of a teacher that read another response": sample.teacher_log_probs is None,
+            "seconds are at least 0.0": type(waited) is float and waited >= 0,
+            "metadata are a dictionary": type(sample.metadata) is dict,
+            "a dictionary of the sample holds all of it": set(vars(again)) == set(vars(sample)),
+            "and gives it back": again.tokens == sample.tokens and again.status is sample.status,
+            "inputs of images are tensors": all(map(torch.is_tensor, (sample.multimodal_train_inputs or {}).values())),
+        }
+    )
+
+
+def check_fan_out(rollout: list[Any]) -> None:
+    demand({"a rollout has a sample": rollout})
+    ids = {sample.rollout_id for sample in rollout}
+    aborted = {sample.status.name == "ABORTED" for sample in rollout}
+    demand(
+        {
+            "samples of one rollout share a rollout_id": len(ids) == 1 and None not in ids,
+            "and a group": len({sample.group_index for sample in rollout}) == 1,
+            "slime rewards no list that holds an aborted sample": len(aborted) == 1,
+        }
+    )
+
+
+def check_nothing_shared(samples: list[Any]) -> None:
+    owners: dict[int, Any] = {}
+    for sample in samples:
+        for name in OWNED_LISTS:
+            other = owners.setdefault(id(getattr(sample, name)), sample)
+            demand({f"samples do not share their {name}": other is sample})
+
+
+def convert(samples: list[Any], args: Any) -> None:
+    """The steps from samples to the tensors of a training batch; a reward that slime is to ask for is 1.0."""
+    limit = getattr(args, "max_tokens_per_gpu", None) if getattr(args, "use_dynamic_batch_size", False) else None
+    key = getattr(args, "reward_key", None)
+    rewards = []
+    for sample in samples:
+        first = samples[0]
+        mask = [0] * sample.response_length if sample.remove_sample else sample.loss_mask
+        demand(
+            {
+                "conversion: a mask of the response's length": len(mask) == sample.response_length,
+                "all have logprobs, or none": (first.rollout_log_probs is None) == (sample.rollout_log_probs is None),
+                "all have train metadata, or none": (first.train_metadata is None) == (sample.train_metadata is None),
+                "all have a round, or none": ("round_number" in first.metadata) == ("round_number" in sample.metadata),
+            }
+        )
+        tokens = torch.tensor(sample.tokens, dtype=torch.long)
+        logprobs = torch.tensor(sample.rollout_log_probs, dtype=torch.float32)
+        padded = functional.pad(torch.tensor(mask, dtype=torch.int), (len(tokens) - len(mask) - 1, 1))
+        demand(
+            {
+                "data: the mask is padded to all tokens": padded.shape == tokens.shape,
+                "cp_utils: a logprob per response token": len(logprobs) == len(mask),
+                "loss: logprobs are finite, masked ones too": bool(torch.isfinite(logprobs).all()),
+                "it fits a batch": limit is None or len(tokens) <= limit * getattr(args, "context_parallel_size", 1),
+            }
+        )
+        rewards.append(1.0 if sample.reward is None else sample.reward[key] if key else sample.reward)
+    torch.tensor(rewards, dtype=torch.float)
+
+
+# --- against the server's log ---
+
+
+def check_against_server(
+    samples: Any,
+    server: ScriptedSGLang,
+    *,
+    experts: ScriptedExperts | None = None,
+    all_trained: bool = False,
+) -> None:
+    """Check the samples of one rollout against what the server was asked and answered.
+
+    Args:
+        samples: One sample or several.
+        server: It answered no other rollout.
+        experts: Its experts, if they are replayed.
+        all_trained: Whether every token that it sampled is to be trained.
+    """
+    samples = samples if isinstance(samples, list) else [samples]
+    answered: list[tuple[list[int], list[int], list[float]]] = []
+    for request, response in zip(server.requests, server.responses, strict=True):
+        try:
+            body = response.body if response is not None and response.status == 200 else {}
+        except ValueError:
+            continue  # a fault was scripted
+        if "output_ids" not in body:
+            continue
+        logprobs = [entry[0] for entry in body["meta_info"].get("output_token_logprobs") or ()]
+        answered.append((request.input_ids, body["output_ids"], logprobs))
+    trained: set[tuple[int, int]] = set()
+    for sample in samples:
+        start = len(sample.tokens) - sample.response_length
+        for number, mask in enumerate(sample.loss_mask):
+            if not mask:
+                continue
+            places = _sampled_at(answered, sample.tokens, start + number)
+            new = [place for place in places if place not in trained]  # several may have sampled the same
+            demand(
+                {"a token that is trained was sampled after the tokens before it": places, "it is trained once": new}
+            )
+            trained.add(new[0])
+            logprob = answered[new[0][0]][2][new[0][1]]
+            demand({"and has the logprob that the server gave it": sample.rollout_log_probs[number] == logprob})
+        if experts is not None and sample.rollout_routed_experts is not None and any(sample.loss_mask):
+            rows = torch.as_tensor(sample.rollout_routed_experts).reshape(len(sample.tokens) - 1, -1).tolist()
+            chosen = [experts.chosen(position, sample.tokens[position]) for position in range(len(rows))]
+            demand({"a row has its token's experts": rows == chosen})
+    count = sum(len(output) for _, output, _ in answered)
+    promise = f"all of {count} sampled tokens are trained, not {len(trained)}"
+    demand({promise: not all_trained or len(trained) == count})
+
+
+def _sampled_at(
+    answered: list[tuple[list[int], list[int], list[float]]], tokens: list[int], position: int
+) -> list[tuple[int, int]]:
+    """Which answers' which token stands at a position of a sequence."""
+    found = []
+    for number, (prompt, output, _) in enumerate(answered):
+        offset = position - len(prompt)
+        if 0 <= offset < len(output) and [*prompt, *output[: offset + 1]] == tokens[: position + 1]:
+            found.append((number, offset))
+    return found
