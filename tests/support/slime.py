@@ -203,11 +203,12 @@ class SlimeState:
 
 
 class Rollouts:
-    """A scripted server behind a `generate` function of slime's."""
+    """A scripted server behind a `generate` function of slime's; a list of answers may grow until it is used up."""
 
     def __init__(self, tokenizer: Any, answers: Any, *, server: dict[str, Any] | None = None, **settings: Any) -> None:
         self.tokenizer = tokenizer
         self.state = SlimeState(tokenizer)
+        self.answers = answers
         self.server = ScriptedSGLang(tokenizer, answers, **(server or {}))
         self.tools, self.ran = make_tools()
         client = {"max_retries": 0, **settings.pop("client_settings", {}), "transport": self.server.transport()}

@@ -43,7 +43,7 @@ def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[Vers
     return tuple(span for span in clipped if span.start < span.end)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SamplingMask:
     """Which token ids could be sampled at each place: what was left after grammar, penalties, top-k, top-p and min-p.
 
@@ -80,14 +80,6 @@ class SamplingMask:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.lengths)
-
-    def __eq__(self, other: object) -> bool:
-        """Equal to a mask with the same rows."""
-        if not isinstance(other, SamplingMask):
-            return NotImplemented
-        return self.token_ids == other.token_ids and self.lengths == other.lengths
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         """Counts; never the ids, which may be many."""

@@ -291,9 +291,9 @@ async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, 
 
 
 async def test_a_client_that_is_closed_between_two_requests_does_not_go_on(resuming):
-    server, model = resuming([aborted(""), "never asked"], client={"retry_delay": 0.05})
     pausing = asyncio.Event()
-    server._script = type(server._script)([lambda request: pausing.set() or aborted(""), "never asked"])
+    answers = [lambda request: pausing.set() or aborted(""), "never asked"]
+    server, model = resuming(answers, client={"retry_delay": 0.05})
     running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
     await pausing.wait()
     while server.responses[0] is None:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangDecodingError, SGLangModel, TokenizerMismatchError
+from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
-from strands_sglang.model.request import check_answer
 from strands_sglang.protocol.generation import Generation
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import make_agent

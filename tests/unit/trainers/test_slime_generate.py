@@ -448,7 +448,7 @@ async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
 @pytest.mark.parametrize("answer", [CALL, CUT], ids=["between two turns", "in the middle of an answer"])
 async def test_an_episode_stops_at_once_when_slime_aborts(answer, chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
-    rollouts.server._script = type(rollouts.server._script)([CALL, rollouts.aborts_with(answer)])
+    rollouts.answers.extend([CALL, rollouts.aborts_with(answer)])
     sample = checked(await rollouts(), rollouts)
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 2)
 
@@ -502,7 +502,7 @@ def in_storage(sample: Sample) -> Sample:
 
 async def two_parts(rollouts: Rollouts, answers: list[Any], **args: Any) -> tuple[Sample, Sample]:
     """The sample that the first part left, and the one that the second made of it."""
-    rollouts.server._script = type(rollouts.server._script)(answers)
+    rollouts.answers.extend(answers)
     first = await rollouts(**PARTIAL, **args)
     left = copy.deepcopy(first)
     rollouts.state.aborted = False
@@ -522,7 +522,7 @@ async def test_a_partial_rollout_goes_on_from_the_tokens_that_it_had(
         args |= {"rollout_top_p": 0.9, **moe_args()}
     rollouts = Rollouts(chatml_tokenizer, [], server={"experts": EXPERTS})
     rest = ScriptedAnswer(" 425, which is my answer.")
-    rollouts.server._script = type(rollouts.server._script)([CALL, rollouts.aborts_with(CUT), rest])
+    rollouts.answers.extend([CALL, rollouts.aborts_with(CUT), rest])
     left = copy.deepcopy(await rollouts(params=params, **PARTIAL, **args))
     check_rollouts(left, slime_args(**PARTIAL, **args), chatml_tokenizer)
     rollouts.state.aborted, rollouts.server.weight_version = False, "2"
@@ -545,7 +545,7 @@ async def test_limits_and_the_budget_count_over_all_parts(chatml_tokenizer):
     params = slime_sampling_params(max_new_tokens=230)
     rollouts = Rollouts(chatml_tokenizer, [], max_tool_iters=3)
     answers = [CALL, CALL, rollouts.aborts_with(CUT), ScriptedAnswer(LONG_TEXT)]
-    rollouts.server._script = type(rollouts.server._script)(answers)
+    rollouts.answers.extend(answers)
     left = await rollouts(params=params, **PARTIAL)
     rollouts.state.aborted = False
     done = checked(await rollouts(in_storage(left), params=params, **PARTIAL), rollouts)
@@ -581,7 +581,7 @@ async def test_a_rollout_can_be_aborted_again_and_again(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     parts = [ScriptedAnswer(text, finish_reason="abort") for text in ("25 *", " 17", " is")]
     answers = [CALL, *(rollouts.aborts_with(part) for part in parts), ScriptedAnswer(" 425.")]
-    rollouts.server._script = type(rollouts.server._script)(answers)
+    rollouts.answers.extend(answers)
     sample = await rollouts(**PARTIAL)
     for _ in range(2):
         rollouts.state.aborted = True  # handed in while slime still aborts: nothing changes
@@ -600,7 +600,7 @@ async def test_a_rollout_can_be_aborted_again_and_again(chatml_tokenizer):
 async def test_a_cut_answer_that_fills_the_budget_is_truncated_without_another_request(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     count = len(chatml_tokenizer.encode("25 * 17 is", add_special_tokens=False))
-    rollouts.server._script = type(rollouts.server._script)([rollouts.aborts_with(CUT)])
+    rollouts.answers.extend([rollouts.aborts_with(CUT)])
     left = await rollouts(params=slime_sampling_params(max_new_tokens=count + 5), **PARTIAL)
     rollouts.state.aborted = False
     done = await rollouts(in_storage(left), params=slime_sampling_params(max_new_tokens=count), **PARTIAL)
@@ -656,7 +656,7 @@ async def test_the_agents_state_goes_on_too(chatml_tokenizer):
 
 async def test_what_was_kept_and_cannot_be_read_is_started_again(chatml_tokenizer, caplog):
     rollouts = Rollouts(chatml_tokenizer, [])
-    rollouts.server._script = type(rollouts.server._script)([CALL, rollouts.aborts_with(CUT), CALL, ANSWER])
+    rollouts.answers.extend([CALL, rollouts.aborts_with(CUT), CALL, ANSWER])
     sample = await rollouts(**PARTIAL)
     rollouts.state.aborted = False
     sample.strands_sglang_kept["trajectory"] = "AAAA"
@@ -732,7 +732,7 @@ def test_episodes_that_go_wrong_in_every_way_become_samples(
         chatml_tokenizer, [], server={"experts": EXPERTS}, agent_factory=agent_factory, fan_out=fan_out, max_turns=6
     )
     entries = [rollouts.aborts_with(answer) if aborts else answer for answer, aborts in script]
-    rollouts.server._script = type(rollouts.server._script)([*entries, *([ANSWER] * 20)])
+    rollouts.answers.extend([*entries, *([ANSWER] * 20)])
 
     async def play() -> None:
         sample = Sample(index=1, group_index=0, prompt=QUESTION)

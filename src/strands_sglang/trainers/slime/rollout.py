@@ -29,9 +29,9 @@ from strands.types.content import Messages
 
 from ...client.cache import get_client_from_slime_args
 from ...exceptions import SGLangAbortedError
+from ...model.call import RequestPlan
 from ...model.config import check_keys
 from ...model.model import SGLangModel
-from ...model.request import RequestPlan
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason, termination_reason
 from ...request_fields import checked_fields
 from ...tool_limiter import LoopLimitReachedError, ToolLimiter
