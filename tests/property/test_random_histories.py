@@ -1,77 +1,111 @@
 """Whatever happens to a history, what is recorded is what the model saw and sampled, and is trained once.
 
-Random episodes (`support.history_plans`) are played against the scripted server and judged from outside of the library
-(`support.history_judge`). Every run has the same cases; `HISTORY_CASES=20000 HISTORY_SEED=1` has more and others.
+Random episodes (`support.histories`) are played against the scripted server and judged from outside of the library.
+Every run has the same cases; `HISTORY_CASES=20000 HISTORY_SEED=1` has more and others.
 """
 
-from __future__ import annotations
-
+import asyncio
+import logging
 import os
-import random
-from collections.abc import Callable, Iterator
+from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from strands_sglang import TokenManager, Trajectory
 from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.trajectory import Place
 from strands_sglang.trajectory.export import sequence_of
 from strands_sglang.trajectory.tokens import Segment
-from support.history_log import Call, ViolationError
-from support.history_plans import (
-    ANSWERS,
-    ARRIVALS,
-    ATTEMPTS,
-    EDITS,
-    ENDS,
-    FATES,
-    NOBODY,
-    Edit,
-    Plan,
-    Step,
-    random_plan,
-)
-from support.history_runs import Stage
-from support.history_templates import MOVING_TEMPLATE
+from support.histories import ANSWERS, ARRIVALS, ATTEMPTS, EDITS, ENDS, FATES, NOBODY, PLANS, Edit, Plan, Player, Step
+from support.judge import ViolationError
 
 CASES = int(os.environ.get("HISTORY_CASES", "2000"))
 SEED = os.environ.get("HISTORY_SEED", "0")
 SHARDS = 4  # so that the cases are spread over the cores
-COUNTED = ("cases", "extending cases", "forking cases", "calls", "extending calls", "forking calls", "sequences")
+
+MOVING_TEMPLATE = """\
+{%- set state = namespace(last_question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set state.last_question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- macro show_tools() %}
+    {%- if tools %}
+        {{- '<|im_start|>system\\n' }}
+        {%- for tool in tools %}
+            {{- tool | tojson + '\\n' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endmacro %}
+{%- if state.last_question < 0 %}
+    {{- show_tools() }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.index0 == state.last_question %}
+        {{- show_tools() }}
+    {%- endif %}
+    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""ChatML that shows the tools in front of the last question, wherever that is, as Mistral's first templates do."""
 
 
 @pytest.fixture
-def stage(chatml_tokenizer, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    """Sets up a stage; arguments are those of `Stage`."""
-    stages = []
+def play(chatml_tokenizer, tmp_path, caplog):
+    """Plays a plan; arguments are the model's."""
+    caplog.set_level(logging.CRITICAL)  # warnings hold on to what they are about
 
-    def make(**config) -> Stage:
-        stages.append(Stage(chatml_tokenizer, tmp_path, **config))
-        return stages[-1]
+    def run(plan, **config):
+        player = Player(chatml_tokenizer, tmp_path, **config)
+        asyncio.run(player.play(plan))
+        return player
 
-    yield make
-    for made in stages:
-        made.close()
+    return run
+
+
+def some(count, *phases):
+    """Settings of a property that is looked at for so many plans."""
+    return settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=phases or (Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.mark.timeout(max(300, CASES))
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_what_is_recorded_is_what_was_seen_and_sampled(stage, shard):
-    on = stage()
-    on.check_all(f"{SEED}/{shard}", CASES // SHARDS)
-    tally = on.tally
-    print({name: tally[name] for name in COUNTED})  # shown by `-rP`
-    assert tally["cases"] == CASES // SHARDS
+def test_what_is_recorded_is_what_was_seen_and_sampled(play, shard):
+    tally = Counter()
+
+    @seed(f"{SEED}/{shard}")
+    @some(CASES // SHARDS)
+    @given(PLANS)
+    def check(plan):
+        tally.update(play(plan).check())
+        tally.update(kind for step in plan.steps for kind in step.kinds())
+
+    check()
     # Neither kind may be so rare that the other one hides what goes wrong with it.
     for what in ("extending", "forking"):
-        assert tally[f"{what} cases"] >= 0.3 * tally["cases"]
-        assert tally[f"{what} calls"] >= 0.3 * tally["calls"]
-    kinds = [*EDITS, *ARRIVALS, "injected", "held", "stored"]
-    kinds += [f"attempt: {kind}" for kind in ATTEMPTS] + [f"answer: {kind}" for kind in ANSWERS]
-    kinds += [f"end: {kind}" for kind in ENDS] + [f"fate: {kind}" for kind in FATES]
+        assert tally[f"cases {what}"] >= 0.3 * tally["cases"]
+        assert tally[what] >= 0.3 * tally["answers"]
+    kinds = [*EDITS, *ARRIVALS, "injected", "held", "stored", *(f"attempt: {kind}" for kind in ATTEMPTS)]
+    for name, weights in {"answer": ANSWERS, "end": ENDS, "fate": FATES}.items():
+        kinds += [f"{name}: {kind}" for kind in weights]
     assert CASES < 2000 or [kind for kind in kinds if not tally[kind]] == []
 
 
@@ -90,59 +124,70 @@ FOUND = {
 
 
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
-def test_what_went_wrong_once_stays_right(stage, plan):
-    stage().check(plan)
+def test_what_went_wrong_once_stays_right(play, plan):
+    play(plan).check()
 
 
-def is_followed_by_text(earlier: Call, call: Call) -> bool:
+def check_where(play, provable, **config):
+    """200 plans where only some continuations can be proven; a fair number of calls extends others all the same."""
+    tally = Counter()
+
+    @seed(0)
+    @some(200)
+    @given(PLANS)
+    def check(plan):
+        tally.update(play(plan, **config).check(provable))
+
+    check()
+    assert tally["extending"] > 50
+
+
+def new_messages(earlier, one):
+    return one.call.messages[len(earlier.call.messages) + 1 :]
+
+
+def is_followed_by_text(earlier, one):
     """Whether a user says something after an earlier call."""
-    said = [message for message in new_messages(earlier, call) if message["role"] == "user"]
+    said = [message for message in new_messages(earlier, one) if message["role"] == "user"]
     kinds = [{kind for block in message["content"] for kind in block} for message in said]
     return any("text" in kind or "toolResult" not in kind for kind in kinds)
 
 
-def needs_an_end(earlier: Call, call: Call) -> bool:
-    """Whether an earlier call has no stop token, and no tool result follows it."""
-    blocks = [block for message in new_messages(earlier, call) for block in message["content"]]
-    return earlier.stop_token is None and not any("toolResult" in block for block in blocks)
+def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(play):
+    def provable(earlier, one):
+        blocks = [block for message in new_messages(earlier, one) for block in message["content"]]
+        is_whole = isinstance(earlier.finish_reason.get("matched"), int)
+        needs_an_end = not is_whole and not any("toolResult" in block for block in blocks)
+        return one.call.before[1] is None or not (is_followed_by_text(earlier, one) or needs_an_end)
+
+    check_where(play, provable, chat_template=MOVING_TEMPLATE)
 
 
-def new_messages(earlier: Call, call: Call) -> list[dict[str, Any]]:
-    return call.messages[len(earlier.full or ()) :]
+def test_where_the_template_has_its_way_text_behind_reasoning_opens_a_sequence(play):
+    def provable(earlier, one):
+        blocks = [block for step in earlier.path() for block in step.call.blocks]
+        return not (is_followed_by_text(earlier, one) and any("reasoningContent" in block for block in blocks))
+
+    check_where(play, provable, history_policy="template")
 
 
-def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(stage):
-    def provable(earlier: Call, call: Call) -> bool:
-        return call.tools == "[]" or not (is_followed_by_text(earlier, call) or needs_an_end(earlier, call))
+def test_a_file_gives_back_what_was_recorded(play, tmp_path):
+    def told(sequences):
+        """Sequences, segment by segment."""
+        names = ("is_response", "token_ids", "logprobs", "loss_mask", "finish_reason", "weight_version")
+        return [[[getattr(segment, name) for name in names] for segment in one.segments] for one in sequences]
 
-    on = stage(chat_template=MOVING_TEMPLATE, provable=provable)
-    on.check_all("moving tools", 200)
-    assert on.tally["extending calls"] > 50
+    def turn_told(turn):
+        """What a turn says of itself, tokens aside."""
+        parent = None if turn.parent is None else turn.parent.index
+        names = "index reason key agent status is_auxiliary constrained tool_calls answer_key sampling_params".split()
+        return (parent, turn.asked(), *(getattr(turn, name) for name in names))
 
-
-def has_reasoning(call: Call | None) -> bool:
-    """Whether the tokens up to a call's answer hold sampled reasoning."""
-    while call is not None:
-        if any("reasoningContent" in block for block in (call.answer or {}).get("content", ())):
-            return True
-        call = call.parent
-    return False
-
-
-def test_where_the_template_has_its_way_a_users_text_behind_reasoning_opens_a_sequence(stage):
-    def provable(earlier: Call, call: Call) -> bool:
-        return not (is_followed_by_text(earlier, call) and has_reasoning(earlier))
-
-    on = stage(history_policy="template", provable=provable)
-    on.check_all("template's way", 200)
-    assert on.tally["extending calls"] > 50
-
-
-def test_a_file_gives_back_what_was_recorded(stage, tmp_path):
-    on = stage()
-    for number in range(100):
-        on.play(random_plan(random.Random(number)))
-        recorded = on.model.trajectory
+    @seed(0)
+    @some(100)
+    @given(PLANS)
+    def check(plan):
+        recorded = play(plan).model.trajectory
         recorded.save(tmp_path / "stored")
         read = Trajectory.load(tmp_path / "stored")
         for shown in ({}, {"discarded": True}, {"discarded": True, "auxiliary": True}):
@@ -153,20 +198,7 @@ def test_a_file_gives_back_what_was_recorded(stage, tmp_path):
         assert [turn_told(turn) for turn in read.turns] == [turn_told(turn) for turn in recorded.turns]
         assert read.tool_parse_errors == recorded.tool_parse_errors
 
-
-def told(sequences: list[TokenManager]) -> list[list[tuple[object, ...]]]:
-    """Sequences, segment by segment."""
-    return [
-        [(s.is_response, s.token_ids, s.logprobs, s.loss_mask, s.finish_reason, s.weight_version) for s in one.segments]
-        for one in sequences
-    ]
-
-
-def turn_told(turn) -> tuple[object, ...]:
-    """What a turn says of itself, tokens aside."""
-    parent = None if turn.parent is None else turn.parent.index
-    names = ("index", "reason", "key", "agent", "status", "is_auxiliary", "constrained", "tool_calls", "answer_key")
-    return (parent, *(getattr(turn, name) for name in names), turn.sampling_params, turn.asked())
+    check()
 
 
 # --- mutants: libraries with one mistake, which the judge must find ---
@@ -223,24 +255,33 @@ def behind_whatever_stopped_it(self, *arguments, **options):
     return prompt if prompt.kept is None else replace(prompt, token_ids=prompt.token_ids[1:], kept=None)
 
 
-EXTENDED = "what goes on from a call extends its ids"
+EXTENDED = "a call extends the longest conversation that it continues"
 TOLD = ("no message is missing", "nothing else is in the prompt")
+ONCE = "a sampled token is trained in the first sequence that holds it"
+ALL = ("there are as many sequences as it takes", "each sampled token is in a sequence")
 MUTANTS = [
     (Trajectory, "attach", always_a_fresh_sequence, EXTENDED),
-    (Trajectory, "attach", always_after_the_last_turn, TOLD),
+    (Trajectory, "attach", always_after_the_last_turn, (EXTENDED, *TOLD)),
     (Trajectory, "attach", one_turn_too_early, EXTENDED),
-    (Trajectory, "attach", whoever_asks, EXTENDED),
+    (Trajectory, "attach", whoever_asks, (EXTENDED, *TOLD)),
     (Trajectory, "attach", without_the_first_new_message, TOLD),
-    (Trajectory, "sequences", all_of_each_sequence, "a sampled token is trained in the first sequence that holds it"),
-    (Trajectory, "sequences", a_sequence_for_each_turn, "there are as many sequences as it takes"),
-    (Trajectory, "sequences", not_what_was_discarded, "there are as many sequences as it takes"),
+    (Trajectory, "sequences", all_of_each_sequence, ONCE),
+    (Trajectory, "sequences", a_sequence_for_each_turn, (ONCE, *ALL)),
+    (Trajectory, "sequences", not_what_was_discarded, ALL),
     (ChatTemplate, "continuation", behind_whatever_stopped_it, "a prompt is a chat"),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name", "mutant", "promises"), MUTANTS, ids=[entry[2].__name__ for entry in MUTANTS])
-def test_a_library_that_makes_a_mistake_is_found_out(stage, monkeypatch, owner, name, mutant, promises):
+def test_a_library_that_makes_a_mistake_is_found_out(play, monkeypatch, owner, name, mutant, promises):
     monkeypatch.setattr(owner, name, mutant)
+
+    @seed(0)
+    @some(200, Phase.generate)
+    @given(PLANS)
+    def check(plan):
+        play(plan).check()
+
     with pytest.raises(ViolationError) as found:
-        stage().check_all("mutants", 200)
+        check()
     assert found.value.promise.startswith(promises)

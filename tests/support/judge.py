@@ -5,31 +5,42 @@ ids, a call had to extend an earlier one if its messages begin with that call's 
 token was sampled if the server's log says so.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
-from collections.abc import AsyncGenerator, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count, product
-from typing import Any
 
-from strands_sglang import SGLangModel, TokenManager, Trajectory, Turn
-from strands_sglang.testing import ScriptedRequest, ScriptedSGLang
 from strands_sglang.tool_parsers import ToolParseResult
 
 _BLANK = "[blank text]"
-
-Log = dict[int, tuple[list[int], list[int], list[float]]]
-"""By the request's index: prompt ids, sampled ids, and their logprobs."""
-
-_call: ContextVar[int | None] = ContextVar("call", default=None)
+EXPORTS = tuple(product((False, True), repeat=2))
+_call = ContextVar("call", default=None)
 
 
-@dataclass
-class Handed:
+class ViolationError(AssertionError):
+    """A promise that did not hold, and what was there instead."""
+
+    def __init__(self, promise, facts):
+        self.promise = promise
+        super().__init__(promise + "".join(f"\n  {name}: {value!r}" for name, value in facts.items()))
+
+
+def require(held, promise, **facts):
+    if not held:
+        raise ViolationError(promise, facts)
+
+
+def require_equal(found, expected, promise, **facts):
+    """Name the first difference, unless two lists are equal."""
+    if found != expected:
+        i = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(expected))
+        raise ViolationError(promise, facts | {"at": i, "found": found[i : i + 8], "expected": expected[i : i + 8]})
+
+
+@dataclass(eq=False)
+class Call:
     """One model call as Strands made it.
 
     Attributes:
@@ -37,91 +48,46 @@ class Handed:
         before: What stands before them: the system prompt and the tools.
         asked: When it was made, in the order of all calls and answers.
         answered: When its answer began to come; None until then.
-        answer: The content blocks that were given back.
+        blocks: The content blocks that were given back.
+        owner: Who asked; None where nobody told the judge.
+        is_rewritten: Whether Strands puts something else into the history than was given back.
     """
 
-    messages: list[dict[str, Any]]
-    before: tuple[str | None, Any]
+    messages: list
+    before: tuple
     asked: int
     answered: int | None = None
-    answer: list[dict[str, Any]] = field(default_factory=list)
+    blocks: list = field(default_factory=list)
+    owner: str | None = None
+    is_rewritten: bool = False
 
     @property
-    def answer_handed_back(self) -> dict[str, Any]:
-        """The answer as Strands shows it to the model at the next call."""
-        blocks = self.answer
-        blank = [block for block in blocks if "text" in block and not block["text"].strip()]
-        if any("toolUse" in block for block in blocks):
-            blocks = [block for block in blocks if block not in blank]
-        elif blank or not blocks:
-            blocks = [{"text": _BLANK} if block in blank else block for block in blocks] or [{"text": _BLANK}]
-        return {"role": "assistant", "content": [_under_a_valid_name(block) for block in blocks]}
+    def lines(self):
+        return list(map(as_line, self.messages))
 
+    @property
+    def answer(self):
+        """The answer as Strands shows it to the model at the next call; None if it never does."""
+        return None if self.is_rewritten else as_sent({"role": "assistant", "content": self.blocks})
 
-def _under_a_valid_name(block: dict[str, Any]) -> dict[str, Any]:
-    use = block.get("toolUse")
-    if use is None or (re.match(r"[a-zA-Z0-9_-]+$", use["name"]) and len(use["name"]) <= 64):
-        return block
-    return {"toolUse": {**use, "name": "INVALID_TOOL_NAME"}}
+    def continues(self, earlier):
+        """Whether the conversation begins with an earlier one and its answer."""
+        known = len(earlier.messages)
+        return (
+            earlier.answered is not None
+            and earlier.answered < self.asked
+            and earlier.before == self.before
+            and earlier.answer is not None
+            and len(self.messages) > known
+            and self.lines[: known + 1] == [*earlier.lines, as_line(earlier.answer)]
+        )
 
-
-class Judge:
-    """Watches a model on a scripted server.
-
-    Attributes:
-        server: The server.
-        model: The model.
-        handed: The calls in the order in which they came.
-        told: Whether agents have the model's hooks.
-    """
-
-    told = False
-
-    def __init__(self, server: ScriptedSGLang, model: SGLangModel) -> None:
-        self.server = server
-        self.model = model
-        self.handed: list[Handed] = []
-        self._clock = count()
-        self._watch_calls()
-        self._watch_requests()
-
-    def _watch_calls(self) -> None:
-        model: Any = self.model
-        stream, structured_output = model.stream, model.structured_output
-
-        async def watched(
-            messages: Any, tool_specs: Any = None, system_prompt: Any = None, **kwargs: Any
-        ) -> AsyncGenerator[Any, None]:
-            handed = self._note(messages, tool_specs, system_prompt)
-            async for event in stream(messages, tool_specs, system_prompt, **kwargs):
-                self._read(handed, event)
-                yield event
-
-        async def watched_output(
-            output_model: Any, prompt: Any, system_prompt: Any = None, **kwargs: Any
-        ) -> AsyncGenerator[Any, None]:
-            handed = self._note(prompt, None, system_prompt)
-            async for event in structured_output(output_model, prompt, system_prompt, **kwargs):
-                handed.answered = next(self._clock)
-                yield event
-
-        model.stream, model.structured_output = watched, watched_output
-
-    def _note(self, messages: Any, tool_specs: Any, system_prompt: Any) -> Handed:
-        before = (system_prompt, copy.deepcopy(tool_specs) or None)
-        seen = [{"role": message["role"], "content": copy.deepcopy(message["content"])} for message in messages]
-        handed = Handed(seen, before, next(self._clock))
-        _call.set(len(self.handed))
-        self.handed.append(handed)
-        return handed
-
-    def _read(self, handed: Handed, event: Any) -> None:
-        if "messageStart" in event:
-            handed.answered = next(self._clock)
-        elif "contentBlockStart" in event:
-            handed.answer.append(copy.deepcopy(event["contentBlockStart"]["start"]))
+    def read(self, event):
+        """Take in an event of its stream."""
+        if "contentBlockStart" in event:
+            self.blocks.append(copy.deepcopy(event["contentBlockStart"]["start"]))
         elif "contentBlockDelta" in event:
-            delta, block = event["contentBlockDelta"]["delta"], handed.answer[-1]
+            delta, block = event["contentBlockDelta"]["delta"], self.blocks[-1]
             if "toolUse" in delta:
                 block["toolUse"]["input"] = json.loads(delta["toolUse"]["input"])
             elif "reasoningContent" in delta:
@@ -129,187 +95,255 @@ class Judge:
             else:
                 block["text"] = delta["text"]
 
-    def _watch_requests(self) -> None:
-        client: Any = self.model.client
-        generate = client.generate
 
-        async def watched(*args: Any, **kwargs: Any) -> Any:
+@dataclass(eq=False)
+class Answer:
+    """A request for which something was sampled, by the server's log, and the answer that it goes on from."""
+
+    index: int
+    call: Call
+    input_ids: list
+    output_ids: list
+    logprobs: list
+    finish_reason: dict
+    parent: "Answer | None" = None
+    kept: int = 0
+
+    @property
+    def ids(self):
+        return self.input_ids + self.output_ids
+
+    def path(self):
+        """The answers from the first of the sequence to this one."""
+        return [*(self.parent.path() if self.parent else ()), self]
+
+
+def as_sent(message):
+    """A message as Strands hands it to the model: without blank texts of the assistant and names that no tool has."""
+    blocks = message["content"]
+    if message["role"] == "assistant":
+        blank = [block for block in blocks if "text" in block and not block["text"].strip()]
+        if any("toolUse" in block for block in blocks):
+            blocks = [block for block in blocks if block not in blank]
+        else:
+            blocks = [{"text": _BLANK} if block in blank else block for block in blocks] or [{"text": _BLANK}]
+    return {"role": message["role"], "content": [_under_a_valid_name(block) for block in blocks]}
+
+
+def _under_a_valid_name(block):
+    use = block.get("toolUse")
+    if use is None or (re.match(r"[a-zA-Z0-9_-]+$", use["name"]) and len(use["name"]) <= 64):
+        return block
+    return {"toolUse": {**use, "name": "INVALID_TOOL_NAME"}}
+
+
+def as_line(message):
+    """A message as text, without what the model never sees."""
+    content = [block for block in message["content"] if "cachePoint" not in block]
+    return json.dumps([message["role"], content], sort_keys=True, default=repr)
+
+
+class Judge:
+    """Watches a model on a scripted server.
+
+    Attributes:
+        calls: In the order in which they came.
+        told: Whether agents have the model's hooks.
+    """
+
+    told = False
+
+    def __init__(self, server, model):
+        self.server = server
+        self.model = model
+        self.calls = []
+        self._clock = count()
+        stream, structured_output, generate = model.stream, model.structured_output, model.client.generate
+
+        async def watched(messages, tool_specs=None, system_prompt=None, **kwargs):
+            call = self._note(messages, tool_specs, system_prompt)
+            async for event in stream(messages, tool_specs, system_prompt, **kwargs):
+                if "messageStart" in event:
+                    call.answered = next(self._clock)
+                call.read(event)
+                yield event
+
+        async def watched_output(output_model, prompt, system_prompt=None, **kwargs):
+            call = self._note(prompt, None, system_prompt)
+            async for event in structured_output(output_model, prompt, system_prompt, **kwargs):
+                call.answered = next(self._clock)
+                call.blocks = [{"text": event["output"].model_dump_json()}]
+                yield event
+
+        async def watched_generate(*args, **kwargs):
             return await generate(*args, **kwargs, rid=f"call{_call.get()}")  # the log tells whose request it was
 
-        client.generate = watched
+        model.stream, model.structured_output, model.client.generate = watched, watched_output, watched_generate
 
-    # --- the server's log ---
+    def _note(self, messages, tool_specs, system_prompt):
+        seen = [{"role": message["role"], "content": copy.deepcopy(message["content"])} for message in messages]
+        call = Call(seen, (system_prompt, copy.deepcopy(tool_specs) or None), next(self._clock))
+        _call.set(len(self.calls))
+        self.calls.append(call)
+        return call
 
-    def call_of(self, index: int) -> Handed:
+    def call_of(self, request):
         """The call that a request was made for."""
-        return self.handed[int(self.server.requests[index].rid.partition("-")[0].removeprefix("call"))]
+        return self.calls[int(request.rid.partition("-")[0].removeprefix("call"))]
 
-    def sampled(self) -> Log:
+    def answers(self):
         """Every request for which something was sampled; one that was aborted before has nothing to record."""
-        log: Log = {}
+        found = []
         for index, (request, response) in enumerate(zip(self.server.requests, self.server.responses, strict=True)):
-            if response is not None and response.status == 200:
-                entries = response.body["meta_info"]["output_token_logprobs"]
-                if not entries:
-                    continue
-                log[index] = (request.input_ids, [entry[1] for entry in entries], [entry[0] for entry in entries])
-        return log
+            meta = response.body["meta_info"] if response is not None and response.status == 200 else {}
+            entries = meta.get("output_token_logprobs")
+            if entries or (meta and meta["finish_reason"]["type"] != "abort"):
+                ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+                call = self.call_of(request)
+                found.append(Answer(index, call, request.input_ids, ids, logprobs, meta["finish_reason"]))
+        return found
 
-    def trained_text(self, trajectory: Trajectory | None = None) -> str:
+    def trained_text(self, trajectory=None):
         """What the tokens to train say."""
         sequences = (self.model.trajectory if trajectory is None else trajectory).sequences()
-        return "|".join(
-            self.server.tokenizer.decode([token.token_id for token in sequence.tokens if token.loss_mask])
-            for sequence in sequences
-        )
+        trained = [[token.token_id for token in sequence.tokens if token.loss_mask] for sequence in sequences]
+        return "|".join(map(self.server.tokenizer.decode, trained))
 
     # --- the verdict ---
 
     def check(
         self,
-        *trajectories: Trajectory,
-        discarded: Collection[int] = (),
-        auxiliary: Collection[int] = (),
-        constrained: Collection[int] = (),
-    ) -> None:
-        """Assert that every prompt holds its whole conversation, and that the record is what the server logged.
+        *trajectories,
+        discarded=(),
+        auxiliary=(),
+        constrained=(),
+        exports=EXPORTS,
+        provable=lambda earlier, answer: True,
+    ):
+        """Require that every prompt holds its whole conversation, and that the record is what the server logged.
 
         Args:
             trajectories: Which ones hold the record; by default the model's.
             discarded: Requests whose answers the agent threw away.
             auxiliary: Requests from outside the agents' loops.
             constrained: Requests whose tokens a grammar chose among.
+            exports: What is exported: whether with discarded answers, and whether with auxiliary ones.
+            provable: Whether the text between an earlier answer and one that goes on from it can be told from the chat
+                template.
+
+        Returns:
+            The answers, each with the one that it extends.
         """
         trajectories = trajectories or (self.model.trajectory,)
-        spoken = self._spoken()
-        for index, request in enumerate(self.server.requests):
-            self._check_prompt(self.call_of(index), request.text, spoken)
-        turns = self._check_record(trajectories)
-        self._check_places(turns)
+        answers = self.answers()
+        decode = self.server.tokenizer.decode
+        spoken = [(one.call.answer, decode(one.output_ids[:-1])) for one in answers]
+        for request in self.server.requests:
+            self._check_prompt(self.call_of(request), request.text, spoken)
+        turns = self._check_record(trajectories, answers)
         for trajectory in trajectories:
-            log = {i: entry for i, entry in self.sampled().items() if turns[i][0] is trajectory}
-            for shows_discarded, shows_auxiliary in product((False, True), repeat=2):
+            recorded = [one for one in answers if turns[one.index] in trajectory.turns]
+            for one in recorded:
+                _place(one, recorded, turns, provable)
+            for shows_discarded, shows_auxiliary in exports:
                 exported = trajectory.sequences(discarded=shows_discarded, auxiliary=shows_auxiliary)
                 hidden = {*(() if shows_discarded else discarded), *(() if shows_auxiliary else auxiliary)}
-                _check_masks(exported, log, hidden | set(constrained))
+                _check_exported(exported, recorded, hidden | set(constrained))
+        return answers
 
-    def _spoken(self) -> list[tuple[dict[str, Any], str]]:
-        """The answers as Strands hands them back, each with what was sampled, its stop token left out."""
-        decode = self.server.tokenizer.decode
-        return [(self.call_of(i).answer_handed_back, decode(ids[:-1])) for i, (_, ids, _) in self.sampled().items()]
-
-    def _check_prompt(self, handed: Handed, prompt: str, spoken: list[tuple[dict[str, Any], str]]) -> None:
+    def _check_prompt(self, call, prompt, spoken):
         """Every block of every message stands in the prompt, message behind message: in words, or as it was sampled."""
-        system, tools = handed.before
-        assert system is None or system in prompt
-        assert all(f'"{tool["name"]}"' in prompt for tool in tools or ())
+        system, tools = call.before
+        uses = [block["toolUse"] for earlier in self.calls for block in earlier.blocks if "toolUse" in block]
+        # The model is told why a call did not parse, in place of its result.
+        unread = {use["toolUseId"] for use in uses if use["name"] == ToolParseResult.UNKNOWN_NAME}
+        require(system is None or system in prompt, "the system prompt is in the prompt", prompt=prompt)
+        require(all(f'"{tool["name"]}"' in prompt for tool in tools or ()), "every tool is told", prompt=prompt)
         position = 0
-        unread = _unread_calls(handed.messages)
-        for message in handed.messages:
-            ends = [position]
+        for message in call.messages:
+            ends, texts = [position], list(_texts(message, unread))
             verbatim = [text for answer, text in spoken if answer == message and prompt.find(text, position) >= 0]
-            for text in verbatim[:1] or _texts(message, unread):
+            for text in (verbatim[:1] or texts) if texts else ():
                 found = prompt.find(text, position)
-                assert found >= 0, f"{text!r} of {message} is not behind {prompt[:position]!r} in {prompt!r}"
+                require(found >= 0, "no message is missing", text=text, message=message, behind=prompt[position:])
                 ends.append(found + len(text))
             position = max(ends)
 
-    def _check_record(self, trajectories: Collection[Trajectory]) -> dict[int, tuple[Trajectory, Turn]]:
+    def _check_record(self, trajectories, answers):
         """Every sampled answer is recorded once, as it came. Returns the turns by the indices of their requests."""
-        by_rid = {}
-        for trajectory in trajectories:
-            for turn in trajectory.turns:
-                if turn.generation is not None:
-                    assert turn.generation.request_id not in by_rid
-                    by_rid[turn.generation.request_id] = (trajectory, turn)
+        recorded = [turn for trajectory in trajectories for turn in trajectory.turns if turn.generation is not None]
+        by_rid = {turn.generation.request_id: turn for turn in recorded}
+        require(len(by_rid) == len(recorded), "an answer is recorded once")
         turns = {}
-        for index, (prompt, output, logprobs) in self.sampled().items():
-            trajectory, turn = by_rid.pop(self.server.requests[index].rid)
-            assert turn.token_ids() == prompt + output
-            assert list(turn.output_ids) == output
-            assert turn.generation is not None and list(turn.generation.logprobs or ()) == logprobs
-            turns[index] = (trajectory, turn)
-        assert not by_rid
+        for one in answers:
+            turn = turns[one.index] = by_rid.pop(self.server.requests[one.index].rid, None)
+            require(turn is not None, "each answer is recorded", request=one.index)
+            require_equal(turn.token_ids(), one.ids, "a turn holds what was sent and sampled", request=one.index)
+            require_equal(list(turn.output_ids), one.output_ids, "sampled ids stay as they came", request=one.index)
+            require(list(turn.generation.logprobs or ()) == one.logprobs, "logprobs are the server's")
+        require(not by_rid, "what was recorded was sampled", requests=list(by_rid))
         return turns
 
-    def _check_places(self, turns: dict[int, tuple[Trajectory, Turn]]) -> None:
-        """A call extends the longest conversation that it continues; without one it opens a sequence."""
-        for index, (trajectory, turn) in turns.items():
-            handed = self.call_of(index)
-            continued = {
-                id(other): len(earlier.messages)
-                for i, (place, other) in turns.items()
-                if place is trajectory and _continues(handed, earlier := self.call_of(i))
-            }
-            if turn.parent is None:
-                assert not continued, f"request {index} had to extend one of its history: {turn.reason}"
-            else:
-                assert continued.get(id(turn.parent)) == max(continued.values(), default=-1), turn.reason
+
+def _place(one, recorded, turns, provable):
+    """Find what an answer goes on from: the longest conversation that it continues, its own agent's first."""
+    turn = turns[one.index]
+    continued = [earlier for earlier in recorded if one.call.continues(earlier.call)]
+    depth = max((len(earlier.call.messages) for earlier in continued), default=0)
+    continued = [earlier for earlier in continued if len(earlier.call.messages) == depth]
+    continued = [earlier for earlier in continued if earlier.call.owner == one.call.owner] or continued
+    continued = [earlier for earlier in continued if provable(earlier, one)]
+    one.parent = next((earlier for earlier in continued if turns[earlier.index] is turn.parent), None)
+    found = None if turn.parent is None else turn.parent.index
+    facts = {"request": one.index, "extends turn": found, "continues": [earlier.index for earlier in continued]}
+    expected = turn.parent is None if not continued else one.parent is not None
+    require(expected, "a call extends the longest conversation that it continues", reason=turn.reason, **facts)
+    if one.parent is not None:
+        sampled = len(one.parent.output_ids)
+        one.kept = sampled if turn.parent_kept is None else turn.parent_kept
+        require(one.kept >= sampled - 1, "nothing but a stop token is left out", **facts)
 
 
-def numbered(request: ScriptedRequest) -> str:
+def _check_exported(sequences, answers, untrained):
+    """A sequence is token by token what the server saw and sampled; each answer's tokens are trained in just one."""
+    trained = dict.fromkeys([one.index for one in answers], 0)
+    left = [*answers]
+    for sequence in sequences:
+        same = [one for one in left if one.ids == sequence.token_ids]
+        require(bool(same), "a sequence is what was sent and sampled", ids=sequence.token_ids)
+        leaf = min(same, key=lambda one: (one.index in untrained, trained[one.index]))
+        left.remove(leaf)
+        mask, logprobs, path = [], [], leaf.path()
+        for one, after in zip(path, [*path[1:], None], strict=True):
+            kept = len(one.output_ids) if after is None else after.kept
+            prompt, done = len(one.input_ids) - len(mask), trained[one.index]
+            mask += [0] * prompt + [int(one.index not in untrained and i >= done) for i in range(kept)]
+            logprobs += [None if one.parent is None else 0.0] * prompt + one.logprobs[:kept]
+            trained[one.index] = max(done, kept)
+        once = "a sampled token is trained in the first sequence that holds it"
+        require_equal(sequence.loss_mask, mask, once, request=leaf.index)
+        require_equal(sequence.logprobs, logprobs, "logprobs are the server's", request=leaf.index)
+    missing = [one.index for one in left if one.index not in untrained and trained[one.index] < len(one.output_ids)]
+    require(not missing, "each sampled token is in a sequence", requests=missing)
+
+
+def numbered(request):
     """An answer that can be told from every other one."""
     return f"Answer-{request.index}."
 
 
-def statuses(trajectory: Trajectory) -> list[str]:
+def statuses(trajectory):
     """How far each turn has come."""
     return [turn.status.value for turn in trajectory.turns]
 
 
-def response_masks(trajectory: Trajectory) -> list[list[int]]:
+def response_masks(trajectory):
     """The loss mask of each sampled segment, by sequence."""
-    return [
-        [segment.loss_mask for segment in sequence.segments if segment.is_response]
-        for sequence in trajectory.sequences()
-    ]
+    sequences = trajectory.sequences()
+    return [[segment.loss_mask for segment in one.segments if segment.is_response] for one in sequences]
 
 
-def _check_masks(sequences: Collection[TokenManager], log: Log, left_out: Collection[int]) -> None:
-    """Each sampled token has loss mask 1 in exactly one sequence, each other token in none."""
-    expected: dict[tuple[int, ...], int] = {}
-    trained: dict[tuple[int, ...], int] = {}
-    for index, (prompt, output, _) in log.items():
-        whole = (*prompt, *output)
-        expected[whole] = expected.get(whole, 0) + (index not in left_out)
-    for sequence in sequences:
-        ids, mask = sequence.token_ids, sequence.loss_mask
-        unseen = list(mask)
-        for prompt, output, logprobs in log.values():
-            start, end = len(prompt), len(prompt) + len(output)
-            if ids[:end] != prompt + output:
-                continue
-            assert mask[start:end] in ([0] * len(output), [1] * len(output))
-            assert sequence.logprobs[start:end] == logprobs
-            if any(unseen[start:end]):
-                trained[tuple(ids[:end])] = trained.get(tuple(ids[:end]), 0) + 1
-            unseen[start:end] = [0] * len(output)
-        assert not any(unseen), "a token that no model sampled is trained"
-    assert {whole: trained.get(whole, 0) for whole in expected} == expected
-
-
-def _continues(handed: Handed, earlier: Handed) -> bool:
-    known = len(earlier.messages)
-    return (
-        earlier.answered is not None
-        and earlier.answered < handed.asked
-        and earlier.before == handed.before
-        and handed.messages[:known] == earlier.messages
-        and handed.messages[known : known + 1] == [earlier.answer_handed_back]
-    )
-
-
-def _unread_calls(messages: list[dict[str, Any]]) -> set[str]:
-    """The ids of calls that did not parse: the model is told why, in place of their results."""
-    return {
-        block["toolUse"]["toolUseId"]
-        for message in messages
-        for block in message["content"]
-        if "toolUse" in block and block["toolUse"]["name"] == ToolParseResult.UNKNOWN_NAME
-    }
-
-
-def _texts(message: dict[str, Any], unread: Collection[str]) -> Iterator[str]:
+def _texts(message, unread):
     """What of a message has to stand in a prompt. Reasoning of earlier turns is left out: chat templates drop it."""
     for block in message["content"]:
         if "text" in block and block["text"] != _BLANK:
@@ -322,12 +356,9 @@ def _texts(message: dict[str, Any], unread: Collection[str]) -> Iterator[str]:
                 yield from [part["text"].strip()] if "text" in part else _leaves(part.get("json"))
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str):
+def _leaves(value):
+    if isinstance(value, str):
         yield json.dumps(value, ensure_ascii=False)[1:-1]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)

@@ -8,9 +8,6 @@ from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-
-pytest.register_assert_rewrite("support.judge")
-
 from support import agents  # noqa: E402
 from support.judge import Judge  # noqa: E402  (its assertions have to be rewritten first)
 

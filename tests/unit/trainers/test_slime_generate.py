@@ -9,7 +9,6 @@ import importlib
 import inspect
 import json
 import logging
-import random
 import re
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager, SlidingWindowConversationManager
@@ -27,8 +26,7 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedFault
 from strands_sglang.trainers import slime
 from strands_sglang.trainers.slime import SlimeExportError, generate, make_generate, samples, to_slime_samples
 from support.agents import call, make_tools
-from support.history_plans import random_plan
-from support.history_runs import Stage
+from support.histories import PLANS, Player
 from support.slime import (
     ANSWER,
     CALL,
@@ -668,24 +666,26 @@ async def test_what_was_kept_and_cannot_be_read_is_started_again(chatml_tokenize
 # --- whatever is done to a history, and however often an episode is aborted, its samples are what slime can use ---
 
 
-PLANS = 150
-
-
 def test_random_histories_become_samples(chatml_tokenizer, tmp_path):
-    stage = Stage(chatml_tokenizer, tmp_path)
-    fanned_out = 0
-    for number in range(PLANS):
-        player = stage.play(random_plan(random.Random(f"slime/{number}")))
-        trajectory = stage.model.trajectory
-        reason = list(TerminationReason)[number % len(TerminationReason)]
+    found = []
+
+    @seed(0)
+    @settings(max_examples=150, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(PLANS)
+    def check(plan):
+        player = Player(chatml_tokenizer, tmp_path)
+        asyncio.run(player.play(plan))
+        reason = list(TerminationReason)[len(found) % len(TerminationReason)]
         for fan_out in (False, True):
-            given = Sample(index=number, group_index=0, reward=7.0, tokens=[1], loss_mask=[1])
+            given = Sample(index=len(found), group_index=0, reward=7.0, tokens=[1], loss_mask=[1])
+            trajectory = player.model.trajectory
             samples = to_slime_samples(trajectory, given, reason, tokenizer=chatml_tokenizer, fan_out=fan_out)
             check_rollouts([samples], slime_args(), chatml_tokenizer)
             check_against_server(samples, player.server)
-            fanned_out += fan_out and len(samples) > 1
-    stage.close()
-    assert fanned_out > PLANS / 10
+        found.append(len(samples))
+
+    check()
+    assert sum(samples > 1 for samples in found) > len(found) / 10
 
 
 ANSWERS = st.sampled_from(
