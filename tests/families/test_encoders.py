@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from strands_sglang.templates.behavior import PROBE_TOOL
-from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
+from strands_sglang.templates.chat_template import PROBE_TOOL, ChatTemplate, SampledTurn
 from strands_sglang.templates.encoder import get_encoder
 from support.families import FAMILIES, load_tokenizer, require_families
 

@@ -3,46 +3,75 @@
 The opening is the template's render of the whole conversation. The continuation is what the same template puts *after*
 a sampled turn, found without rendering that turn again: a short stand-in conversation ends in an assistant message that
 holds a unique sentinel; the new messages follow it; whatever the template writes behind the first end-of-turn token
-after the sentinel is the continuation. The sampled tokens themselves are never decoded into a prompt. At construction
-the method is checked against full renders of probe conversations. What it cannot prove raises
-`UnprovenContinuationError`, and the caller starts a new sequence from a full render instead.
+after the sentinel is the continuation (`text_after_turn`). The sampled tokens themselves are never decoded into a
+prompt. At construction the method is checked against full renders of probe conversations (`prove`). What it cannot
+prove raises `UnprovenContinuationError`, and the caller starts a new sequence from a full render instead.
+
+Everything that is known about a template is found out by rendering small conversations with it. Templates differ in
+where they look for reasoning, in whether they show text beside a tool call, and in how they want a call's arguments. A
+part in a form that a template does not know is left out of its text without a word, so messages are put into the
+template's own forms before each render (`TemplateForms`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
+import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..families import Family, find_family, get_family
+from ..families import Family, find_family, get_family, numbered_function
 from ..messages import ChatMessage, pictures_of
-from ..messages.content import Picture
-from .behavior import (
-    CASES,
-    Proof,
-    UnprovenContinuationError,
-    derived_stop,
-    find_forms,
-    left_out,
-    prefix_arguments,
-    prove,
-    reasoning_close,
-    rewrites_history,
-    text_after_turn,
-)
-from .control_tokens import ControlTokens, texts_of
+from ..messages.content import ImagePart, Picture
 from .encoder import EncodedText, Encoder, get_encoder
-from .renderer import ChatTemplateError, TemplateRenderer, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""Tools in OpenAI form."""
+
+# Texts that no conversation holds and that most templates leave as they are; one that changes letters or drops digits
+# lets another one through.
+_SENTINELS: tuple[Callable[[], str], ...] = (
+    lambda: f"sentinel{uuid.uuid4().hex}",
+    lambda: f"SENTINEL{uuid.uuid4().hex.upper()}",
+    lambda: "sentinel" + uuid.uuid4().hex.translate(str.maketrans("0123456789", "ghijklmnop")),
+    lambda: str(uuid.uuid4().int),
+)
+
+
+CASES = ("tool result", "several tool results", "user turn", "cut turn")
+"""What can follow a sampled turn, and a turn that was cut off before its end; each is proven on its own."""
+
+_SYSTEM = "You are being probed."
+_DESCRIPTION = "Looks at what the probe holds."
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": _DESCRIPTION,
+        "parameters": {"type": "object", "properties": {"argument": {"type": "string"}}, "required": ["argument"]},
+    },
+}
+
+
+class ChatTemplateError(ValueError):
+    """The chat template is missing, or refused a conversation. The message holds the template's own words."""
+
+
+class UnprovenContinuationError(Exception):
+    """What follows a sampled turn cannot be derived from the template. The message says why."""
+
 
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
@@ -100,6 +129,9 @@ class ChatTemplate:
         decode: The text of ids, special tokens included.
         family: The model family; None if it is not known.
         stops: The tokens that can end an assistant's turn.
+        arguments: Passed to the template with every render.
+        forms: The forms in which the template takes messages.
+        sentinel: Makes a new text that stands nowhere else and that the template leaves as it is.
         identity: What about the template is part of a conversation's identity.
     """
 
@@ -126,19 +158,29 @@ class ChatTemplate:
                 exchange; or the named family's stop tokens are not in the vocabulary.
             ValueError: There is no such family.
         """
-        self._renderer = TemplateRenderer(tokenizer, chat_template, arguments or {})
-        self.tokenizer = self._renderer.tokenizer
-        self.render = self._renderer.render
-        self.encode, self.decode = self._renderer.encoder.encode, self._renderer.encoder.decode
-        self._control_tokens = ControlTokens(self._renderer.encoder, self._renderer.sentinel)
+        own = getattr(tokenizer, "chat_template", None)
+        if chat_template is None and not own:
+            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
+                "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
+            )
+        encoder = get_encoder(tokenizer)
+        self.tokenizer = encoder.tokenizer
+        self.encode, self.decode = encoder.encode, encoder.decode
+        self.arguments = dict(arguments or {})
+        self.family: Family | None = None
+        self.stops: tuple[str, ...] = ()
+        self.forms = TemplateForms()
+        # Pinned: a tokenizer is shared, and may get another one.
+        self._template = chat_template or own
+        self.sentinel = _SENTINELS[0]
+        self.sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
+        self._control_tokens = ControlTokens(encoder, self.sentinel)
         self._escapes, self._warned = escape_control_tokens, False
         self.family, self.stops = self._find_family(family)
-        self._renderer.family, self._renderer.stops = self.family, self.stops
-        self._renderer.forms = find_forms(self._renderer)
-        self.identity = {
-            "chat template": self._renderer.chat_template,
-            "template arguments": prefix_arguments(self._renderer),
-        }
+        self.forms = find_forms(self)
+        self.identity = {"chat template": self._template, "template arguments": prefix_arguments(self)}
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, bool], bool] = {}
@@ -163,9 +205,7 @@ class ChatTemplate:
         key = (case, has_system, has_tools)
         if key not in self._proofs:
             shows_calls = "tool calls" not in self.left_out
-            self._proofs[key] = prove(
-                self._renderer, case, has_system=has_system, has_tools=has_tools, shows_calls=shows_calls
-            )
+            self._proofs[key] = prove(self, case, has_system=has_system, has_tools=has_tools, shows_calls=shows_calls)
         return self._proofs[key]
 
     def rewrites_history(self, *, tool_result: bool = False, reasoning: bool = True) -> bool:
@@ -177,18 +217,112 @@ class ChatTemplate:
         """
         key = (tool_result, reasoning)
         if key not in self._rewrites:
-            self._rewrites[key] = rewrites_history(self._renderer, tool_result=tool_result, reasoning=reasoning)
+            self._rewrites[key] = rewrites_history(self, tool_result=tool_result, reasoning=reasoning)
         return self._rewrites[key]
 
     @cached_property
     def left_out(self) -> frozenset[str]:
         """What the template leaves out without a word: "system prompt", "tool calls", "tool results"."""
-        return left_out(self._renderer)
+        system, argument, result = (self.sentinel() for _ in range(3))
+        call = probe_call(self, 0)
+        question: ChatMessage = {"role": "user", "content": "u"}
+        answered = [question, assistant_turn([call], argument), {**probe_result(call), "content": result}]
+        probes: list[tuple[list[ChatMessage], Tools, dict[str, str]]] = [
+            ([{"role": "system", "content": system}, question], None, {"system prompt": system}),
+            (answered, [PROBE_TOOL], {"tool calls": argument, "tool results": result}),
+        ]
+        missing: set[str] = set()
+        for messages, tools, expected in probes:
+            try:
+                text = self.render(messages, tools, add_generation_prompt=True)
+            except ChatTemplateError:
+                continue  # it says so itself
+            missing.update(part for part, sentinel in expected.items() if sentinel not in text)
+        return frozenset(missing)
 
     @cached_property
     def reasoning_close(self) -> str | None:
-        """What closes unfinished reasoning; None if that is not known."""
-        return reasoning_close(self._renderer)
+        """What stands between reasoning that ends and the answer, in an assistant's turn as the template writes it.
+
+        Where the template does not show reasoning, it is the family's mark; None if there is none. Where the turn ends
+        with its reasoning, as in harmony, it is empty: the token that ends the turn closes both.
+        """
+        reasoning, answer = self.sentinel(), self.sentinel()
+        exchange: list[ChatMessage] = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": answer, "reasoning_content": reasoning},
+        ]
+        marks = None if self.family is None else self.family.reasoning
+        # Marks that were put around reasoning only so that it is shown are no proof of what closes it.
+        forms = self.forms if marks else replace(self.forms, reasoning_marks=None)
+        try:
+            text = self.render(exchange, add_generation_prompt=False, forms=forms)
+        except ChatTemplateError:
+            text = ""
+        _, found, behind = text.partition(reasoning)
+        if found and answer in behind:
+            close = behind.partition(answer)[0]
+        elif marks is not None:
+            close = marks[1]
+        else:
+            return None
+        return close[: min((close.index(stop) for stop in self.stops if stop in close), default=len(close))]
+
+    # --- rendering ---
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any] | None = None,
+        forms: TemplateForms | None = None,
+    ) -> str:
+        """The template's text for a conversation.
+
+        Args:
+            messages: Chat messages.
+            tools: Tools in OpenAI form.
+            add_generation_prompt: Whether the model's turn is opened behind them.
+            arguments: In place of its own.
+            forms: In place of its own.
+
+        Raises:
+            ChatTemplateError: The template refused it.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                (self.forms if forms is None else forms).put(messages),
+                tools=None if tools is None else list(tools),
+                # Of several named templates the tokenizer chooses at each render, by whether there are tools.
+                chat_template=self._template if isinstance(self._template, str) else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(self.arguments if arguments is None else arguments),
+            )
+        except Exception as error:  # templates raise whatever their expressions raise
+            roles = [message["role"] for message in messages]
+            raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    def added_tokens(self, *, special_only: bool) -> set[str]:
+        """The tokens that were added to the vocabulary, or those among them that are control tokens."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = {token.content for token in added if token.special or not special_only}
+        return (texts | set(self.tokenizer.all_special_tokens)) - {""}
+
+    @property
+    def template_text(self) -> str:
+        """The template's text; of several named ones all of them."""
+        template = self._template
+        return template if isinstance(template, str) else "\n".join(map(str, dict(template or {}).values()))
+
+    def _survives(self, sentinel: str) -> bool:
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
+        try:
+            return sentinel in self.render(exchange, add_generation_prompt=False)
+        except ChatTemplateError:
+            return False
 
     # --- prompts ---
 
@@ -205,7 +339,7 @@ class ChatTemplate:
         """
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
-        messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
+        messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         encoded = self._encoded(self.render(messages, tools, add_generation_prompt=True), ahead)
         return Prompt(_ids_of(encoded), _text_of(encoded), pictures=pictures, encoded=encoded)
 
@@ -257,9 +391,9 @@ class ChatTemplate:
         # A template without a place for calls has none to write: what is new follows the turn's text.
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
-        messages, tools = self._escaped(self._renderer.forms.with_own_ids(messages), tools)
+        messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         after = text_after_turn(
-            self._renderer,
+            self,
             self._control_tokens.escape(shown) if self._escapes else shown,
             messages,
             tools,
@@ -325,7 +459,7 @@ class ChatTemplate:
                     f"{where}: the chat template leaves the {part} out of what it writes; use a template that has a "
                     "place for them, chat_template=<jinja text>"
                 )
-            if self._renderer.forms.leaves_out(message):
+            if self.forms.leaves_out(message):
                 raise ChatTemplateError(
                     f"{where}: the chat template leaves text beside a tool call out of what it writes; take the text "
                     "out of the message, or use a template that has a place for it, chat_template=<jinja text>"
@@ -353,7 +487,7 @@ class ChatTemplate:
 
     def mentions(self, mark: str) -> bool:
         """Whether the template's text holds a mark."""
-        return mark in self._renderer.template_text
+        return mark in self.template_text
 
     @cached_property
     def stop_ids(self) -> list[int]:
@@ -373,17 +507,570 @@ class ChatTemplate:
 
     def _find_family(self, name: str | None) -> tuple[Family | None, tuple[str, ...]]:
         """The model family with its stop tokens; or none, and the stop token that can be derived from the template."""
-        family = find_family(self._renderer.template_text) if name is None else get_family(name)
+        family = find_family(self.template_text) if name is None else get_family(name)
         if family is not None:
-            added = self._renderer.added_tokens(special_only=False)
+            added = self.added_tokens(special_only=False)
             known = tuple(stop for stop in family.stops if stop in added)
             if known:
                 return family, known
             if name is not None:
                 raise ChatTemplateError(f"family={name!r}: none of its stop tokens {family.stops} is in the vocabulary")
         # None that is known, or its template on another vocabulary.
-        stop = derived_stop(self._renderer)
+        stop = derived_stop(self)
         return None, () if stop is None else (stop,)
+
+
+@dataclass(frozen=True)
+class TextAfterTurn:
+    """What the template writes behind the text of an assistant's turn.
+
+    Attributes:
+        rest: What it still writes of the turn, such as the end of a section; a turn that was sampled to its end has it.
+        end: The token that ends the turn.
+        following: The text behind that token.
+    """
+
+    rest: str
+    end: str
+    following: str
+
+
+def text_after_turn(
+    template: ChatTemplate,
+    calls: Sequence[Mapping[str, Any]],
+    messages: Sequence[ChatMessage],
+    tools: Tools,
+    *,
+    has_system: bool,
+    after_tool_step: bool = False,
+) -> TextAfterTurn:
+    """What the template writes behind a turn, found without rendering that turn: a stand-in takes its place.
+
+    Args:
+        template: The template.
+        calls: The turn's tool calls: `{"id", "name"}` in order; none where the template does not write calls.
+        messages: The chat messages behind the turn.
+        tools: Tools in OpenAI form.
+        has_system: Whether the conversation begins with a system message (some templates refuse one).
+        after_tool_step: Whether the stand-in conversation has a tool call and its result before the turn.
+
+    Raises:
+        UnprovenContinuationError: It cannot be told.
+    """
+    sentinel = template.sentinel()
+    if any(message["role"] == "tool" for message in messages):
+        # The sentinel stands in every call: what counts is the last one that the template writes, and gpt-oss's writes
+        # one of several.
+        stand_in = assistant_turn(calls, sentinel)
+    else:
+        stand_in = {"role": "assistant", "content": sentinel}
+    before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
+    before.append({"role": "user", "content": "u"})
+    if after_tool_step:
+        before += _tool_step({"id": "call00000", "name": "f"})
+    try:
+        text = template.render([*before, stand_in, *messages], tools, add_generation_prompt=True)
+    except ChatTemplateError as error:
+        # Whether the template refuses the messages or only the stand-in is for the full render to tell.
+        raise UnprovenContinuationError(str(error)) from error
+    found = _split(text, sentinel, template.stops)
+    # Without knowing the family, a control token in between may be the true end of the turn, and what stands behind it
+    # a message.
+    if template.family is None and any(token in found.rest for token in template.added_tokens(special_only=True)):
+        raise UnprovenContinuationError(f"a control token stands between the turn and {found.end!r}")
+    return found
+
+
+def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage:
+    """An assistant's turn that ends in `text`: in its calls, or in its content where it has none."""
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": {"argument": text}},
+            }
+            for call in calls
+        ],
+    }
+
+
+def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
+    _, found, after = text.rpartition(sentinel)
+    if not found:
+        raise UnprovenContinuationError("the chat template leaves the assistant's turn out of its render")
+    positions = [(after.index(stop), stop) for stop in stops if stop in after]
+    if not positions:
+        raise UnprovenContinuationError(f"the chat template does not end the turn with any of {tuple(stops)}")
+    position, end = min(positions)
+    return TextAfterTurn(after[:position], end, after[position + len(end) :])
+
+
+# --- the proof ---
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether the text after a turn is what the whole conversation would have there.
+
+    Attributes:
+        reason: Why that is not proven; None if it is.
+        needs_tool_step: Whether it takes a stand-in with a tool step before the turn where the conversation has one.
+    """
+
+    reason: str | None
+    needs_tool_step: bool = False
+
+
+def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool, shows_calls: bool) -> Proof:
+    """Prove the text after a turn for one of `CASES`.
+
+    Conversations of three lengths are rendered in full. What they have behind the turn must be what the stand-in
+    conversation has there, and neither the system prompt nor the tools may come after the turn.
+
+    Args:
+        template: The template.
+        case: One of `CASES`.
+        has_system: Whether the conversation begins with a system message.
+        has_tools: Whether there are tools.
+        shows_calls: Whether the template writes tool calls.
+    """
+    tools = [PROBE_TOOL] if has_tools else None
+    count = {"tool result": 1, "several tool results": 2}.get(case, 0)
+    calls = [probe_call(template, number) for number in range(5, 5 + count)]
+    shown = calls if shows_calls else []
+    new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
+    before: list[ChatMessage] = [{"role": "system", "content": _SYSTEM}] if has_system else []
+    before.append({"role": "user", "content": "What is there?"})
+    exchange = [{"role": "assistant", "content": "A thing."}, {"role": "user", "content": "Which one?"}]
+
+    try:
+        references = []
+        for number in range(3):
+            answer = template.sentinel()
+            whole = template.render([*before, assistant_turn(shown, answer), *new], tools, add_generation_prompt=True)
+            references.append(_split(whole, answer, template.stops))
+            after = references[-1].rest + references[-1].following
+            if has_system and _SYSTEM in after:
+                return Proof("the chat template moves the system prompt behind the turn")
+            if has_tools and _DESCRIPTION in after:
+                return Proof("the chat template moves the tools behind the turn")
+            before += _tool_step(probe_call(template, number)) if count else exchange
+        plain = text_after_turn(template, shown, new, tools, has_system=has_system)
+        if references == [plain] * 3:
+            return Proof(None)
+        later = text_after_turn(template, shown, new, tools, has_system=has_system, after_tool_step=True)
+        if count and references == [plain, later, later]:
+            return Proof(None, needs_tool_step=True)
+    except (UnprovenContinuationError, ChatTemplateError) as error:
+        return Proof(str(error))
+    return Proof("what the chat template writes behind the turn depends on what came before it")
+
+
+def _tool_step(call: Mapping[str, str]) -> list[ChatMessage]:
+    return [assistant_turn([call], "earlier"), probe_result(call)]
+
+
+def probe_call(template: ChatTemplate, number: int) -> dict[str, str]:
+    """A call of `PROBE_TOOL`: `{"id", "name"}`, the id in the form of the family."""
+    use_id = f"call{number:05}"  # nine letters and digits, which is what the strictest templates take
+    make = None if template.family is None else template.family.call_id
+    return {"id": use_id if make is None else make(use_id, "look", number), "name": "look"}
+
+
+def probe_result(call: Mapping[str, str]) -> ChatMessage:
+    """What a probe call returned."""
+    return {"role": "tool", "content": f"seen by {call['id']}", "name": call["name"], "tool_call_id": call["id"]}
+
+
+# --- what it does with parts of a conversation ---
+
+
+def derived_stop(template: ChatTemplate) -> str | None:
+    """The first control token that the template writes behind an assistant's text; None if there is none."""
+    sentinel = template.sentinel()
+    exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
+    after = template.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
+    special = template.added_tokens(special_only=True)
+    found = [(after.index(token), -len(token), token) for token in special if token in after]
+    return min(found)[2] if found else None
+
+
+def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bool) -> bool:
+    """Whether the template writes a sampled turn differently once something follows it.
+
+    Reasoning models strip their reasoning then; an empty block of reasoning that the generation prompt held may vanish.
+
+    Args:
+        template: The template.
+        tool_result: Whether a tool result follows, rather than a user message.
+        reasoning: Whether the turn holds reasoning.
+    """
+    thought, answer = template.sentinel(), template.sentinel()
+    question: ChatMessage = {"role": "user", "content": "u"}
+    call = {"id": "call00000", "name": "look"}
+    turn = assistant_turn([call] if tool_result else [], answer)
+    if reasoning:
+        turn["reasoning_content"] = thought
+    behind = probe_result(call) if tool_result else {"role": "user", "content": "v"}
+    tools = [PROBE_TOOL] if tool_result else None
+    try:
+        opening = template.render([question], tools, add_generation_prompt=True)
+        as_last = template.render([question, turn], tools, add_generation_prompt=False)
+        whole = template.render([question, turn, behind], tools, add_generation_prompt=True)
+    except ChatTemplateError:
+        return True  # nothing is known: the template's own form is its full render
+    if not whole.startswith(opening) or (reasoning and thought not in whole):
+        return True
+    # What stands before the answer may be there only while the turn is the last one.
+    before = whole.partition(answer)[0]
+    return before not in (opening, as_last.partition(answer)[0]) and not tool_result
+
+
+def prefix_arguments(template: ChatTemplate) -> str:
+    """The template arguments that change how history is rendered, as JSON; others touch only the generation prompt."""
+    call = {"id": "call00000", "name": "look"}
+    plain: list[ChatMessage] = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "v"},
+    ]
+    probes: list[tuple[list[ChatMessage], Tools]] = [
+        (plain, None),
+        ([*plain, {**assistant_turn([call], "b"), "reasoning_content": "r"}, probe_result(call)], [PROBE_TOOL]),
+    ]
+
+    def render(probe: tuple[list[ChatMessage], Tools], arguments: Mapping[str, Any]) -> str | None:
+        try:
+            return template.render(*probe, add_generation_prompt=False, arguments=arguments)
+        except ChatTemplateError:
+            return None
+
+    def changes(name: str) -> bool:
+        alone = {name: template.arguments[name]}
+        others = {other: value for other, value in template.arguments.items() if other != name}
+        # Some arguments matter only beside others.
+        pairs = [(render(probe, alone), render(probe, {})) for probe in probes]
+        pairs += [(render(probe, template.arguments), render(probe, others)) for probe in probes]
+        # An argument that no probe can be rendered with, or without, may change anything.
+        return any(with_it != without for with_it, without in pairs) or pairs[0] == (None, None)
+
+    relevant = {name: value for name, value in template.arguments.items() if changes(name)}
+    return json.dumps(relevant, sort_keys=True, default=repr)
+
+
+TextBesideCalls = Literal["shown", "own message", "in reasoning", "left out"]
+"""What a template makes of text beside tool calls; in the form "own message" the text is a message before the calls."""
+
+
+@dataclass(frozen=True)
+class TemplateForms:
+    """The forms that one template takes.
+
+    Attributes:
+        text_arguments: Whether it takes the arguments of tool calls as JSON text, not as objects.
+        reasoning_marks: What goes around reasoning where the template has no `reasoning_content` and takes it as a part
+            of the text; None where it has.
+        text_beside_calls: How it takes text beside tool calls.
+        numbers_calls: Whether it writes ids of its own into tool calls, numbered from 0 in each turn.
+    """
+
+    text_arguments: bool = False
+    reasoning_marks: tuple[str, str] | None = None
+    text_beside_calls: TextBesideCalls = "shown"
+    numbers_calls: bool = False
+
+    def put(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """The messages in the template's forms; what is in them already is left as it is."""
+        return [formed for message in messages for formed in self._put(message)]
+
+    def _put(self, message: ChatMessage) -> list[ChatMessage]:
+        if message["role"] != "assistant":
+            return [message]
+        if self.reasoning_marks is not None:
+            message = _with_marked_reasoning(message, self.reasoning_marks)
+        calls = message.get("tool_calls")
+        if not calls:
+            return [message]
+        if self.text_arguments:
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+        if not message["content"]:
+            return [message]
+        if self.text_beside_calls == "own message":
+            text = {key: value for key, value in message.items() if key != "tool_calls"}
+            return [text, {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}]
+        if self.text_beside_calls == "in reasoning" and message.get("reasoning_content"):
+            reasoning = f"{message['reasoning_content']}\n{message['content']}"
+            return [{**message, "reasoning_content": reasoning, "content": ""}]
+        return [message]
+
+    def leaves_out(self, message: ChatMessage) -> bool:
+        """Whether the template would leave text beside this message's tool calls out, in whatever form."""
+        if self.text_beside_calls != "left out":
+            return False
+        return any(formed.get("tool_calls") and formed["content"] for formed in self._put(message))
+
+    def with_own_ids(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """The results of tool calls under the ids that the template writes into those calls.
+
+        Results of calls that are not among `messages` keep theirs.
+        """
+        if not self.numbers_calls:
+            return list(messages)
+        ids: dict[str, str] = {}
+        renamed: list[ChatMessage] = []
+        for message in messages:
+            for number, call in enumerate(message.get("tool_calls") or ()):
+                ids[call["id"]] = numbered_function(call["id"], call["function"]["name"], number)
+            use_id = message.get("tool_call_id")
+            renamed.append({**message, "tool_call_id": ids[use_id]} if use_id in ids else message)
+        return renamed
+
+
+def _with_marked_reasoning(message: ChatMessage, marks: tuple[str, str]) -> ChatMessage:
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
+        return message
+    marked = {key: value for key, value in message.items() if key != "reasoning_content"}
+    marked["content"] = f"{marks[0]}{reasoning}{marks[1]}{message['content']}"
+    return marked
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+# --- forms ---
+
+_THINK_MARKS = ("<think>\n", "\n</think>\n\n")
+"""How models write `<think>`; it is also what models are taught whose family has no marks of its own."""
+
+
+def find_forms(template: ChatTemplate) -> TemplateForms:
+    """The forms in which a template takes what an assistant's turn holds.
+
+    The first form in which a part is not left out is taken. Reasoning that is gone in every form is what the template
+    leaves out by a rule of its own; text beside tool calls that is gone in every form is "left out".
+    """
+    earlier, call = probe_call(template, 0), probe_call(template, 5)
+
+    def shown(forms: TemplateForms, *parts: str, later: Sequence[ChatMessage] = ()) -> bool | None:
+        """Whether the text of a turn has all these parts; None where the template refuses the turn."""
+        texts = {part: template.sentinel() for part in parts}
+        turn = assistant_turn([call], texts["call"]) if "call" in parts else {"role": "assistant", "content": ""}
+        turn["content"] = texts.get("text", "")
+        if "reasoning" in parts:
+            turn["reasoning_content"] = texts["reasoning"]
+        before: list[ChatMessage] = [{"role": "user", "content": "u"}]
+        behind = later
+        if "call" in parts:
+            # A template can treat the first step with a call otherwise than later ones.
+            before += [assistant_turn([earlier], "earlier"), probe_result(earlier)]
+            behind = [probe_result(call), *later]
+        try:
+            text = template.render(
+                [*before, turn, *behind],
+                [PROBE_TOOL],  # always: some templates render nothing without tools
+                add_generation_prompt=False,
+                forms=forms,
+            )
+        except ChatTemplateError:
+            return None
+        return all(text_of_part in text for text_of_part in texts.values())
+
+    def shows_reasoning(forms: TemplateForms) -> bool:
+        return bool(shown(forms, "reasoning", "text") or shown(forms, "reasoning", "call"))
+
+    forms = TemplateForms()
+    if not shown(forms, "call") and shown(replace(forms, text_arguments=True), "call"):
+        forms = replace(forms, text_arguments=True)
+    if not shows_reasoning(forms):
+        marked = replace(forms, reasoning_marks=_reasoning_marks(template))
+        forms = marked if shows_reasoning(marked) else forms
+    if shown(forms, "call"):
+        forms = replace(forms, text_beside_calls=_text_beside_calls(forms, shown))
+    return replace(forms, numbers_calls=_numbers_calls(template, forms, call))
+
+
+def _reasoning_marks(template: ChatTemplate) -> tuple[str, str]:
+    marks = None if template.family is None else template.family.reasoning
+    return _THINK_MARKS if marks is None or marks[0] == _THINK_MARKS[0].strip() else marks
+
+
+def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) -> TextBesideCalls:
+    if shown(forms, "text", "call"):
+        refuses_both = shown(forms, "reasoning", "call") and shown(forms, "reasoning", "text", "call") is None
+        return "in reasoning" if refuses_both else "shown"
+    # Templates that want roles to alternate refuse two messages in a row only once more follows.
+    later = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+    return (
+        "own message"
+        if shown(replace(forms, text_beside_calls="own message"), "text", "call", later=later)
+        else "left out"
+    )
+
+
+def _numbers_calls(template: ChatTemplate, forms: TemplateForms, call: Mapping[str, str]) -> bool:
+    history = [{"role": "user", "content": "u"}, assistant_turn([call], "argument")]
+    try:
+        text = template.render(history, [PROBE_TOOL], add_generation_prompt=False, forms=forms)
+    except ChatTemplateError:
+        return False
+    return call["id"] not in text and numbered_function(call["id"], call["name"], 0) in text
+
+
+# --- control tokens in the text of messages ---
+
+
+@dataclass
+class _Stretch:
+    """A control token that the template wrote, or what stands between two of them."""
+
+    text: str = ""
+    has_mark: bool = False
+    is_token: bool = False
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: all tokens that were added to its vocabulary, white space aside.
+
+    These are more than the "special" ones: the marks of calls and results, such as `</tool_response>`, are among them.
+    """
+
+    def __init__(self, encoder: Encoder, new_mark: Callable[[], str]) -> None:
+        """Look nothing up yet.
+
+        Args:
+            encoder: Encodes.
+            new_mark: Makes a unique text that the chat template leaves as it is.
+        """
+        self._encoder = encoder
+        self._new_mark = new_mark
+        self._marks: dict[str, str] = {}  # by token
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        tokenizer = self._encoder.tokenizer
+        ids = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+        special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        return {token: token_id for token, token_id in (*ids.items(), *special) if token.strip()}
+
+    @cached_property
+    def _counted(self) -> frozenset[int]:
+        # What a vocabulary lacks becomes its unknown token, whoever wrote it.
+        return frozenset(self._ids.values()) - {self._encoder.tokenizer.unk_token_id}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(f"({_any_of(self._ids)})")
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        tokenizer = self._encoder.tokenizer
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        return re.compile(_any_of(token for token in self._ids if token in special | set(tokenizer.all_special_tokens)))
+
+    @cached_property
+    def _encode_without(self) -> Callable[[str], list[int]]:
+        return self._encoder.without(self._ids)
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token in a text; None if it holds none."""
+        found = self._special.search(text)
+        return None if found is None else found.group()
+
+    def escape(self, value: Any) -> Any:
+        """A JSON-like value with a mark in place of every control token in its texts; images stay as they are."""
+        if isinstance(value, str):
+            return self._pattern.sub(self._mark, value)
+        if isinstance(value, Mapping) and not isinstance(value, ImagePart):
+            return {self.escape(key): self.escape(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.escape(entry) for entry in value]
+        return value
+
+    def _mark(self, match: re.Match[str]) -> str:
+        return self._marks.setdefault(match.group(), self._new_mark())
+
+    def pieces(self, text: str) -> list[EncodedText]:
+        """A rendered text encoded, with control tokens in place of none of the marks.
+
+        Raises:
+            ChatTemplateError: A text of the conversation became a control token all the same.
+        """
+        tokens = {mark: token for token, mark in list(self._marks.items())}
+        parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        stretches = [_Stretch()]
+        for number, part in enumerate(parts):
+            if number % 2:
+                stretches[-1].text += tokens[part]
+                stretches[-1].has_mark = True
+                continue
+            first, *rest = self._pattern.split(part)
+            stretches[-1].text += first
+            stretches += [_Stretch(piece, is_token=position % 2 == 0) for position, piece in enumerate(rest)]
+        pieces = []
+        for has_mark, run in groupby(stretches, key=lambda stretch: stretch.has_mark):
+            together = list(run)
+            whole = "".join(stretch.text for stretch in together)
+            own_tokens = sum(stretch.is_token for stretch in together)
+            pieces.append(self._as_text(whole) if has_mark else self._as_rendered(whole, own_tokens))
+        return pieces
+
+    def _as_rendered(self, text: str, own_tokens: int) -> EncodedText:
+        token_ids = self._encoder.encode(text)
+        # A tokenizer may normalize some other spelling to that of a control token.
+        if sum(token_id in self._counted for token_id in token_ids) > own_tokens:
+            raise ChatTemplateError(
+                "a message holds a text that the tokenizer turns into a control token, though it is spelled otherwise"
+            )
+        return EncodedText(text, token_ids)
+
+    def _as_text(self, text: str) -> EncodedText:
+        token_ids = self._encode_without(text)
+        if not self._counted.isdisjoint(token_ids):  # vocabularies may have a control token as an ordinary piece, too
+            token_ids = [token_id for letter in text for token_id in self._encode_without(letter)]
+        if not self._counted.isdisjoint(token_ids):
+            raise ChatTemplateError(
+                f"a message holds a control token that this tokenizer cannot write as text: {text!r:.200}"
+            )
+        return EncodedText(text, token_ids, is_plain=True)
+
+
+def texts_of(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts in the content of a chat message."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern for the longest of many words at a place; linear in the text, however many they are.
+
+    It matches nothing if there are none.
+    """
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        branches = [re.escape(letter) + pattern(child) for letter, child in node.items() if letter]
+        either = f"(?:{'|'.join(branches)})" if branches else ""
+        return f"{either}?" if branches and "" in node else either
+
+    return pattern(tree) or "(?!)"
+
+
+# --- shared ---
 
 
 class _CountedTexts:
