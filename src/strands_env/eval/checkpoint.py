@@ -422,12 +422,13 @@ class CheckpointFile:
                 batch, self._waiting = self._waiting, []
                 outcomes = await loop.run_in_executor(self._thread, self._commit, [line for line, _ in batch])
                 for (_, done), outcome in zip(batch, outcomes, strict=True):
-                    if done.cancelled():
-                        continue
                     if isinstance(outcome, Place):
-                        done.set_result(outcome)
-                    else:
+                        if not done.cancelled():
+                            done.set_result(outcome)
+                    elif not done.cancelled():
                         done.set_exception(outcome)
+                    else:  # its caller was cancelled and hears of nothing
+                        logger.error("error=<%s> | a record could not be written; a later run runs it again", outcome)
         finally:
             self._writing = None
 

@@ -149,6 +149,23 @@ async def test_of_records_that_wait_together_those_that_fit_are_kept(tmp_path, m
     assert path.read_bytes() == record(0) + record(1)
 
 
+async def test_a_record_that_was_written_for_nobody_and_is_lost_is_logged(tmp_path, monkeypatch, caplog):
+    path, fsync = tmp_path / "r.jsonl", os.fsync
+    file = CheckpointFile(path)
+    waiting = [file.append(lambda n=n: record(n)) for n in range(3)]
+
+    def failing(fd):
+        fsync(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    waiting[1].cancel()
+    await file.close()
+    assert [isinstance(one.exception(), CheckpointError) for one in (waiting[0], waiting[2])] == [True, True]
+    assert len(caplog.messages) == 1 and "Input/output error" in caplog.text and "runs it again" in caplog.text
+    assert path.read_bytes() == b""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 async def test_a_device_that_is_full_is_told_as_such():
     with pytest.raises(CheckpointError):

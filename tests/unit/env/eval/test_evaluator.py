@@ -328,6 +328,27 @@ async def test_a_full_disk_ends_the_run_and_a_later_one_goes_on(tmp_path, monkey
     assert len(stub.episodes) == 40 - kept and len(pairs(path)) == 40
 
 
+async def test_what_cannot_be_synced_is_told_kept_by_nobody_and_run_again(tmp_path, monkeypatch):
+    path, fsync, synced = tmp_path / "r.jsonl", os.fsync, []
+
+    def failing(fd):
+        if os.fstat(fd).st_ino == path.stat().st_ino:
+            synced.append(len(lines(path)))
+            if len(synced) > 3:
+                raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match="Input/output error; every result reported as finished is kept, run"):
+        await evaluator(StubEnvironment(), max_concurrency=8, output_path=path).run(tasks(40))
+    kept = pairs(path)
+    assert len(kept) == synced[2] < synced[3]
+    monkeypatch.undo()
+    stub = StubEnvironment()
+    await evaluator(stub, output_path=path).run(tasks(40))
+    assert len(stub.episodes) == 40 - len(kept) and len(pairs(path)) == 40
+
+
 async def test_another_configuration_is_refused_and_told_what_differs(tmp_path):
     path = tmp_path / "r.jsonl"
     await evaluator(StubEnvironment(), output_path=path, config={"model": "a", "temperature": 1.0}).run(tasks(1))
