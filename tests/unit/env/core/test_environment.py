@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -382,3 +384,16 @@ def test_it_takes_linear_time(part: str) -> None:
     began = time.process_time()
     answer(part * (1_000_000 // len(part)))
     assert time.process_time() - began < 5
+
+
+def test_environment_alone_makes_and_drives_agents():
+    """What drives one elsewhere has no budgets, no trajectory of its own and no cleanup."""
+    package = Path(inspect.getfile(Environment)).parent.parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            function = getattr(node, "func", None)
+            name = getattr(function, "attr", None) or getattr(function, "id", None)
+            if name in ("Agent", "invoke_async", "stream_async", "structured_output_async"):
+                found.append((path.relative_to(package).as_posix(), name))
+    assert sorted(found) == [("core/environment.py", "Agent"), ("core/environment.py", "invoke_async")]

@@ -22,7 +22,8 @@ from strands_env.core.identity import describe
 from strands_env.core.models import openai_model_factory, sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import CheckpointError, Evaluator
-from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum
+from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
+from strands_env.sandbox import PythonSandbox
 from strands_sglang.testing import ScriptedSGLang
 from support.evaluation import StubEnvironment, lines, step_result, tasks
 
@@ -235,3 +236,32 @@ def test_what_remembers_its_arguments_still_refuses_wrong_ones_and_shows_its_sig
     assert "level" in inspect.signature(Scripted).parameters
     with pytest.raises(TypeError):
         Strict(least=1, most=2)
+
+
+def test_classes_that_results_name_have_the_paths_that_results_name():
+    """A class that moves makes another environment of its own: folders of earlier releases would be refused."""
+    paths = {
+        "strands_env.core.environment.Environment",
+        "strands_env.environments.agentcore.AgentCoreCodeEnvironment",
+        "strands_env.environments.calculator.CalculatorEnvironment",
+        "strands_env.environments.mcp.MCPEnvironment",
+        "strands_env.environments.mcp_servers.MCPServersEnvironment",
+        "strands_env.environments.python.PythonEnvironment",
+        "strands_env.core.types.RewardFunction",
+        "strands_env.rewards.combining.AllOf",
+        "strands_env.rewards.combining.WeightedSum",
+        "strands_env.rewards.judging.JudgeReward",
+        "strands_env.rewards.matching.ExactMatchReward",
+        "strands_env.rewards.matching.RegexReward",
+        "strands_env.rewards.mathematics.MathReward",
+    }
+    found = [Environment, RewardFunction]
+    for cls in found:
+        found += cls.__subclasses__()
+    ours = {describe(cls) for cls in found if cls.__module__.startswith("strands_env.")}
+    assert ours == paths
+    arguments = [WorkerLimits(), PythonSandbox(unsafe=True)]
+    assert [describe(one)["class"] for one in arguments] == [
+        "strands_env.rewards.workers.WorkerLimits",
+        "strands_env.sandbox.python_sandbox.PythonSandbox",
+    ]
