@@ -27,8 +27,7 @@ from strands_env.core import Action, TaskContext
 from strands_env.core.models import sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import Evaluator
-from strands_env.eval.checkpoint import CheckpointFile
-from strands_env.eval.json_lines import encode
+from strands_env.eval.checkpoint import CheckpointFile, encode
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedRequest, ScriptedSGLang
 from support.agents import call

@@ -243,7 +243,7 @@ def options_in_file(path: Path) -> list[str]:
 def list_names(arguments: argparse.Namespace) -> int:
     """Print what has a name; return the exit code."""
     from .eval.benchmarks import BENCHMARKS
-    from .eval.comparison import table_lines
+    from .eval.metrics import table_lines
 
     rows = [["benchmark", "tasks", "from"]]
     rows += [[one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values()]
@@ -260,9 +260,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from .core import RewardError
     from .core.models import build_model_factory
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
-    from .eval.checkpoint import replace_file, results_file, side_file
-    from .eval.comparison import end_lines, metric_lines
-    from .eval.json_lines import encode
+    from .eval.checkpoint import encode, replace_file, results_file, side_file
+    from .eval.metrics import end_lines, metric_lines
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are a model's everyday life, and in the results
@@ -323,7 +322,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def report_metrics(arguments: argparse.Namespace) -> int:
     """Print the metrics of an evaluation; return the exit code."""
     from .eval import CheckpointError, read_results, standard_metrics
-    from .eval.comparison import end_lines, metric_lines
+    from .eval.metrics import end_lines, metric_lines
 
     try:
         run, results = read_results(arguments.folder)
@@ -343,7 +342,7 @@ def compare_results(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from .eval import CheckpointError, read_results
-    from .eval.comparison import compare, comparison_lines
+    from .eval.metrics import compare, comparison_lines
 
     try:
         first, second = (read_results(folder) for folder in (arguments.first, arguments.second))

@@ -6,16 +6,26 @@ Promises:
 - Whatever happens, `cleanup` runs, and what was recorded until then is in the result.
 - Each step has a trajectory of its own, also if all steps share one model.
 - Nothing is added to the agent's messages, shortened, or asked again behind the trainer's back.
+- Every budget ends the loop where the history is whole: behind the results of a turn's tools.
+- Of an action (text, one message or a chat, in Strands' form or OpenAI's) what is not understood is refused and never
+  left out, and the action is not changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import copy
+import functools
+import inspect
+import json
 import logging
 import math
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +35,12 @@ from strands import Agent
 from strands.agent import AgentResult
 from strands.agent.conversation_manager import NullConversationManager
 from strands.handlers.callback_handler import PrintingCallbackHandler
-from strands.hooks import HookProvider
+from strands.hooks import HookOrder, HookProvider, HookRegistry
+from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent
 from strands.models.model import Model
 from strands.tools import ToolProvider
-from strands.types.content import Message
+from strands.types.content import ContentBlock, Message
+from strands.types.tools import AgentTool, ToolSpec, ToolUse
 from typing_extensions import override
 
 from strands_sglang import (
@@ -36,17 +48,225 @@ from strands_sglang import (
     RewardRule,
     SGLangModel,
     TerminationReason,
+    ToolLimiter,
     Trajectory,
     termination_reason,
 )
 
-from .budgets import Budgets, EpisodeHooks
-from .conversation import Conversation, read_conversation
 from .identity import Identified, describe
 from .supervision import INSIST_AFTER, Supervisor, as_failure, called, in_thread, settled
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
+
+# --- what an episode may spend ---
+
+
+OUT_OF_TIME = "Error: the tool did not finish within"
+"""How the result of a call that took too long begins."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What one episode may spend; None for any amount.
+
+    Attributes:
+        max_tool_iterations: Assistant messages with tool calls, together with their results.
+        max_tool_calls: Single tool calls; those beyond, in one message, too, are not run.
+        max_parallel_tool_calls: Tool calls run per assistant message.
+        max_turns: Model calls.
+        max_sampled_tokens: Tokens that the agent's model calls sampled; checked between turns.
+        max_total_tokens: Tokens of the agent's prompts and answers, summed over its calls; checked between turns.
+        tool_timeout: Seconds for one tool call.
+    """
+
+    max_tool_iterations: int | None = None
+    max_tool_calls: int | None = None
+    max_parallel_tool_calls: int | None = None
+    max_turns: int | None = None
+    max_sampled_tokens: int | None = None
+    max_total_tokens: int | None = None
+    tool_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name, number in (
+            ("max_tool_iterations", 0),
+            ("max_tool_calls", 0),
+            ("max_parallel_tool_calls", 0),
+            ("max_turns", 1),
+            ("max_sampled_tokens", 1),
+            ("max_total_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < number):
+                raise ValueError(f"{name} must be a whole number of at least {number} or None, not {value!r}")
+
+    def left(self, agent: Agent) -> dict[str, int]:
+        """What is left, as Strands takes it; a number below 1 is spent."""
+        metrics = agent.event_loop_metrics
+        spent = {
+            "turns": (self.max_turns, metrics.cycle_count),
+            "total_tokens": (self.max_total_tokens, metrics.accumulated_usage["totalTokens"]),
+            "output_tokens": (self.max_sampled_tokens, metrics.accumulated_usage["outputTokens"]),
+        }
+        return {name: most - used for name, (most, used) in spent.items() if most is not None}
+
+
+class EpisodeHooks(HookProvider):
+    """Holds one episode's agent to its budgets: keeps tool calls beyond them from running, and contains the others.
+
+    Attributes:
+        limiter: Counts tool iterations and calls, and ends the loop at their limits.
+        model_error: What the latest call of the model raised, which tells a provider's errors from those of the agent's
+            own code; None if it gave an answer.
+    """
+
+    def __init__(self, budgets: Budgets) -> None:
+        """Watch one episode."""
+        self._budgets = budgets
+        self.limiter = ToolLimiter(
+            max_tool_iters=budgets.max_tool_iterations,
+            max_tool_calls=budgets.max_tool_calls,
+            max_parallel_tool_calls=budgets.max_parallel_tool_calls,
+            on_limit="stop",
+        )
+        self.model_error: BaseException | None = None
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register with the episode's agent, the limiter first."""
+        self.limiter.register_hooks(registry)
+        registry.add_callback(AfterModelCallEvent, self._note)
+        registry.add_callback(BeforeToolCallEvent, self._check, order=HookOrder.SDK_LAST)
+
+    def _note(self, event: AfterModelCallEvent) -> None:
+        self.model_error = event.exception
+
+    def _check(self, event: BeforeToolCallEvent) -> None:
+        excess = self._excess(event)
+        if excess is not None:
+            event.cancel_tool = f"This tool call was not run: at most {excess} may be made."
+        elif event.selected_tool is not None:
+            is_named = event.selected_tool.tool_name == event.tool_use["name"]  # a renamed call is still to find it
+            if is_named or self._budgets.tool_timeout is not None:
+                event.selected_tool = ContainedTool(event.selected_tool, self._budgets.tool_timeout)
+
+    def _excess(self, event: BeforeToolCallEvent) -> str | None:
+        """The budget that a call is beyond, if any."""
+        most_iterations, most_calls = self._budgets.max_tool_iterations, self._budgets.max_tool_calls
+        if most_iterations is not None and self.limiter.tool_iter_count > most_iterations:
+            return f"{most_iterations} rounds of tool calls"
+        if most_calls is None or self.limiter.tool_call_count <= most_calls:
+            return None
+        # The limiter has counted all calls of the message; those at its end are too many.
+        uses = [block["toolUse"]["toolUseId"] for block in event.agent.messages[-1]["content"] if "toolUse" in block]
+        excess = uses[most_calls - self.limiter.tool_call_count :]
+        return f"{most_calls} tool calls" if event.tool_use["toolUseId"] in excess else None
+
+
+class ContainedTool(AgentTool):
+    """A tool that harms nothing but its own call.
+
+    What would end this process, its event loop or the agent's task (`SystemExit`, `KeyboardInterrupt`,
+    `CancelledError`) is an error that the model gets to see; a tool that evaluates what a model wrote raises one when
+    that says `exit()`. Functions that block have a thread of their own each. A call may end after some seconds, with
+    an error; its thread goes on by itself, and its result is dropped.
+    """
+
+    def __init__(self, tool: AgentTool, seconds: float | None = None) -> None:
+        """Contain a tool, whose calls may take so long."""
+        super().__init__()
+        self._tool = _in_own_threads(tool)
+        self._seconds = seconds
+
+    @property
+    @override
+    def tool_name(self) -> str:
+        """The tool's."""
+        return self._tool.tool_name
+
+    @property
+    @override
+    def tool_spec(self) -> ToolSpec:
+        """The tool's."""
+        return self._tool.tool_spec
+
+    @property
+    @override
+    def tool_type(self) -> str:
+        """The tool's."""
+        return self._tool.tool_type
+
+    @override
+    async def stream(
+        self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The tool's events; an error result when the time is up."""
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        end = object()
+
+        async def pump() -> None:
+            # In a task of its own throughout: a generator's context must not change from event to event, and a
+            # cancellation that comes from in here is the tool's.
+            try:
+                async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
+                    events.put_nowait(event)
+            except BaseException as error:
+                raise as_failure(error) from None
+            finally:
+                events.put_nowait(end)
+
+        loop = asyncio.get_running_loop()
+        until = None if self._seconds is None else loop.time() + self._seconds
+        pumping = loop.create_task(pump())
+        pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever is still there
+        try:
+            while True:
+                try:
+                    left = None if until is None else max(until - loop.time(), 0.0)
+                    event = await asyncio.wait_for(events.get(), left)
+                except asyncio.TimeoutError:
+                    if not pumping.done():
+                        yield self._out_of_time(tool_use)
+                        return
+                    event = events.get_nowait()  # the tool is done; only the loop was late to fetch what it gave
+                if event is end:
+                    break
+                yield event
+            await asyncio.wait({pumping})
+            pumping.result()  # an error of the tool's own, timeouts included
+        except asyncio.CancelledError:
+            pumping.cancel()
+            await asyncio.wait({pumping})  # what the tool does at its end is done before the environment's cleanup
+            raise
+        finally:
+            pumping.cancel()
+
+    def _out_of_time(self, tool_use: ToolUse) -> dict[str, Any]:
+        logger.info("tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds)
+        return {
+            "toolUseId": tool_use["toolUseId"],
+            "status": "error",
+            "content": [{"text": f"{OUT_OF_TIME} {self._seconds:g} seconds."}],
+        }
+
+
+def _in_own_threads(tool: AgentTool) -> AgentTool:
+    """A tool of Strands' that runs a function in the event loop's shared threads, with a thread for each call."""
+    function = getattr(tool, "_tool_func", None)
+    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return tool
+
+    async def threaded(*args: Any, **kwargs: Any) -> Any:
+        return await in_thread(function, *args, **kwargs)
+
+    own = copy.copy(tool)
+    own._tool_func = functools.wraps(function)(threaded)  # type: ignore[attr-defined]
+    return own
+
+
+# --- episodes ---
+
 
 ModelFactory = Callable[[], "Model | Awaitable[Model]"]
 """Makes the model of a step; may be async, and may return the same model again and again."""
@@ -507,3 +727,135 @@ def episode_metrics(
         metrics["sampled_tokens"] = sum(len(turn.output_ids) for turn in trajectory.turns)
         metrics["sequences"] = sum(any(sequence.loss_mask) for sequence in trajectory.sequences())
     return metrics
+
+
+# --- an action as messages ---
+
+
+_DATA_URL = re.compile(r"data:image/(png|jpeg|jpg|gif|webp);base64,(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What an agent starts from.
+
+    Attributes:
+        system: The texts of the system messages.
+        before: The messages before the one that is asked.
+        history_length: How many of those are from `conversation_history`.
+        asked: The last message, a user's.
+    """
+
+    system: list[str]
+    before: list[Message]
+    history_length: int
+    asked: Message
+
+
+def read_conversation(action: Action) -> Conversation:
+    """The messages of an action.
+
+    Raises:
+        ValueError: They are none that an agent can be given; says which and why.
+    """
+    system, history = _read(action.task_context.conversation_history, "conversation_history")
+    given = action.message
+    if isinstance(given, str):
+        given = [{"role": "user", "content": [{"text": given}]}]
+    more_system, messages = _read(given if isinstance(given, list) else [given], "message")
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("the last message of an action must be a user's")
+    return Conversation([*system, *more_system], [*history, *messages[:-1]], len(history), messages[-1])
+
+
+def _read(given: Sequence[Any], name: str) -> tuple[list[str], list[Message]]:
+    system: list[str] = []
+    messages: list[Message] = []
+    for number, message in enumerate(given):
+        where = f"{name}[{number}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} is no message with a role: {message!r:.80}")
+        role = message["role"]
+        if role in ("system", "developer"):
+            if messages:
+                raise ValueError(f"{where}: a system message must stand before all others")
+            system.append(_text(message.get("content"), where))
+        elif role in ("user", "assistant"):
+            messages.append({"role": cast(Any, role), "content": _content(message, where)})
+        elif role == "tool":
+            _add_result(messages, message, where)
+        else:
+            raise ValueError(f"{where}: the roles are system, user, assistant and tool, not {role!r}")
+    return system, messages
+
+
+def _content(message: Mapping[str, Any], where: str) -> list[ContentBlock]:
+    content = message.get("content")
+    calls = message.get("tool_calls") or []
+    if calls and content in (None, ""):
+        content = []  # an assistant that only calls tools
+    if isinstance(content, str):
+        blocks = [{"text": content}]
+    elif isinstance(content, list):
+        blocks = [_block(block, where) for block in content]
+    else:
+        raise ValueError(f"{where}: content is a text or a list of blocks, not {content!r:.80}")
+    return cast("list[ContentBlock]", blocks + [_call(call, where) for call in calls])
+
+
+def _block(block: Any, where: str) -> dict[str, Any]:
+    if isinstance(block, str):
+        return {"text": block}
+    if not isinstance(block, Mapping) or not block:
+        raise ValueError(f"{where}: a content block is a dictionary, not {block!r:.80}")
+    kind = block.get("type")
+    if kind is None:
+        return copy.deepcopy(dict(block))
+    if kind in ("text", "input_text", "output_text") and isinstance(block.get("text"), str):
+        return {"text": block["text"]}
+    if kind == "image_url":
+        address = block.get("image_url")
+        address = address.get("url") if isinstance(address, Mapping) else address
+        found = _DATA_URL.fullmatch(address) if isinstance(address, str) else None
+        if found is None:
+            raise ValueError(f"{where}: an image must be a data URL (png, jpeg, gif, webp), not {address!r:.80}")
+        try:
+            content = base64.b64decode(found[2], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"{where}: the image's data URL is not base64: {error}") from error
+        return {"image": {"format": "jpeg" if found[1] == "jpg" else found[1], "source": {"bytes": content}}}
+    raise ValueError(f"{where}: content of type {kind!r} is not understood; Strands' own blocks are, too")
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, Mapping):
+            raise TypeError("arguments are an object")
+        return {"toolUse": {"toolUseId": str(call["id"]), "name": function["name"], "input": dict(arguments)}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: not a tool call of a function with id and arguments: {call!r:.80}") from error
+
+
+def _add_result(messages: list[Message], message: Mapping[str, Any], where: str) -> None:
+    """Put a tool's answer behind the others of its turn: Strands keeps those of one turn in one message."""
+    if not isinstance(message.get("tool_call_id"), str):
+        raise ValueError(f"{where}: a tool's message needs its tool_call_id")
+    text = _text(message.get("content"), where)
+    result = {"toolUseId": message["tool_call_id"], "status": "success", "content": [{"text": text}]}
+    block = cast(ContentBlock, {"toolResult": result})
+    if messages and messages[-1]["role"] == "user" and all("toolResult" in one for one in messages[-1]["content"]):
+        messages[-1]["content"].append(block)
+    else:
+        messages.append({"role": "user", "content": [block]})
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = [_block(block, where) for block in content] if isinstance(content, list) else [{}]
+    if not all(isinstance(block.get("text"), str) for block in blocks):
+        raise ValueError(f"{where}: only texts can stand here, not {content!r:.80}")
+    return "".join(block["text"] for block in blocks)

@@ -15,7 +15,7 @@ from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
-from ..core.budgets import OUT_OF_TIME
+from ..core.environment import OUT_OF_TIME
 from ..core.supervision import called, in_thread, settled
 from .backends import BackendError, EndOnBackendErrors
 

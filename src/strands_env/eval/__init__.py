@@ -1,9 +1,8 @@
 """Evaluation: many samples of many tasks, kept as they finish, and metrics with their uncertainty."""
 
-from .checkpoint import CheckpointError, read_results
+from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results, read_results
 from .evaluator import EvaluationStoppedError, Evaluator
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
-from .records import DuplicateTaskError, EvalSample, Results
 
 __all__ = [
     "AnswerFn",

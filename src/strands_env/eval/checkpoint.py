@@ -1,5 +1,14 @@
 """The files of an evaluation: results grow by whole records, survive whatever ends the process, and are read again.
 
+A *prompt* is a task; a *sample* is one episode of it. A sample's key is a digest of the task's whole content, the
+sample's index and the configuration, so a record can be taken for another sample's only if all three are the same. Two
+tasks with equal content are two prompts: they are told apart by how often the content came before.
+
+A sample is *finished* unless the infrastructure failed, or something before the model was asked: such a sample says
+nothing of the policy, is kept apart with its cause, and is *dropped* from every metric until a later run finishes it.
+A finished sample is *errored* if it ought to have a reward and has none: the reward function, a judge, a tool or the
+environment failed, or the time was up. Whoever writes the answers may bring that about, so it counts as a wrong answer.
+
 For `results.jsonl` these are, in the same folder:
 - `results.jsonl`: one record per finished sample, appended as they finish;
 - `results.failures.jsonl`: the same of each sample that failed, with its cause, once per failure;
@@ -18,34 +27,244 @@ Promises of a file of records (`CheckpointFile`):
 - One process at a time: the file has a lock beside it, which ends with its process.
 - A record that could not be written whole (a full disk) leaves none of its bytes, and everything before it stays.
 - A file that is not of this kind is never touched.
+
+An environment may put anything into a task or a message (sets, bytes, numpy numbers, half of a surrogate pair). A
+result that cannot be written would be a result that is lost, so writing never refuses a value: what JSON has no form
+for is written in the nearest one. `digest` is over the canonical form: sorted keys, so equal values have equal digests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import errno
 import functools
+import hashlib
+import json
 import logging
+import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
+import orjson
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field
 
-from strands_sglang import Trajectory
+from strands_sglang import TerminationReason, Trajectory
 
-from ..core.types import TokenObservation
-from .json_lines import decode, digest, encode
-from .records import RECORD_START, EvalSample, Prompt, Results
+from ..core.types import Action, Observation, RewardResult, StepResult, TaskContext, TokenObservation
 
 logger = logging.getLogger(__name__)
+
+# --- samples and prompts ---
+
+
+_NOT_THE_POLICY = frozenset(
+    {TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.ABORTED, TerminationReason.CANCELLED}
+)
+
+RECORD_START = b'{"key":"'
+"""How every record begins: tells a torn record from a file that is someone else's."""
+
+
+class EvalSample(BaseModel):
+    """One episode of an evaluation.
+
+    Attributes:
+        key: Names it among all samples of all configurations.
+        prompt_id: Names its prompt; results are grouped by it.
+        sample_index: Which of its prompt's samples it is, from 0.
+        action: The task.
+        step_result: The episode. Tokens only with `keep_tokens`; no trajectory.
+        seconds: How long the episode took.
+        is_finished: Whether its end says something of the policy; else it is dropped from metrics, and tried again on
+            resume.
+        environment: What made its environment the one that it was; None where that is not known, as in old files.
+        is_errored: Whether it is finished, ought to have a reward and has none; it counts as a wrong answer.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    key: str = ""
+    prompt_id: str
+    sample_index: int = 0
+    action: Action
+    step_result: StepResult
+    seconds: float = 0.0
+    is_finished: bool = True
+    is_errored: bool = False
+    environment: dict[str, Any] | None = Field(default=None, repr=False)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is dropped: the opposite of `is_finished`."""
+        return not self.is_finished
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward; None if it has none."""
+        return None if self.step_result.reward is None else self.step_result.reward.reward
+
+    def to_record(self, config_digest: str) -> dict[str, Any]:
+        """The sample as JSON-like data. The key comes first; see `RECORD_START`."""
+        result = self.step_result
+        observation: dict[str, Any] = {
+            "messages": result.observation.messages,
+            "metrics": result.observation.metrics,
+        }
+        if result.observation.tokens is not None:
+            observation["tokens"] = result.observation.tokens.model_dump()
+        return {
+            "key": self.key,
+            "config": config_digest,
+            "prompt_id": self.prompt_id,
+            "sample_index": self.sample_index,
+            "reward": None if result.reward is None else result.reward.reward,
+            "reward_info": None if result.reward is None else result.reward.info,
+            "termination_reason": result.termination_reason.value,
+            "error": result.error,
+            "reward_error": result.reward_error,
+            "reward_error_is_infrastructure": result.reward_error_is_infrastructure,
+            "is_errored": self.is_errored,
+            "seconds": self.seconds,
+            "final_response": result.observation.final_response,
+            "environment": self.environment,
+            "message": self.action.message,
+            "task_context": self.action.task_context.model_dump(),
+            "observation": observation,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], *, is_finished: bool = True) -> EvalSample:
+        """The sample of a record.
+
+        Args:
+            record: What `to_record` made, read back.
+            is_finished: Whether it is one of a finished sample: the file that it is from tells.
+
+        Raises:
+            ValueError: It is not one.
+        """
+        try:
+            observation = record["observation"]
+            tokens = observation.get("tokens")
+            reward = record["reward"]
+            return cls(
+                key=record["key"],
+                prompt_id=record["prompt_id"],
+                sample_index=record["sample_index"],
+                seconds=record["seconds"],
+                is_finished=is_finished,
+                is_errored=bool(record.get("is_errored")),  # like the other fields that old records lack
+                environment=record.get("environment"),
+                action=Action(
+                    message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
+                ),
+                step_result=StepResult(
+                    observation=Observation(
+                        messages=observation["messages"],
+                        metrics=observation["metrics"],
+                        tokens=None if tokens is None else TokenObservation.model_validate(tokens),
+                    ),
+                    reward=None if reward is None else RewardResult(reward=reward, info=record["reward_info"] or {}),
+                    termination_reason=TerminationReason(record["termination_reason"]),
+                    error=record["error"],
+                    reward_error=record.get("reward_error"),
+                    reward_error_is_infrastructure=bool(record.get("reward_error_is_infrastructure")),
+                ),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a record of a sample: {error!r}") from error
+
+
+def with_finite_reward(result: StepResult) -> StepResult:
+    """An episode whose reward, if any, is a number: files have no NaN, and a resumed run must not differ."""
+    if result.reward is None or math.isfinite(result.reward.reward):
+        return result
+    said = f"a reward is a finite number, not {result.reward.reward}"
+    return result.model_copy(update={"reward": None, "reward_error": said, "error": result.error or said})
+
+
+def says_something(result: StepResult) -> bool:
+    """Whether an episode's end says something of the policy, so that the sample is finished."""
+    if result.reward is not None:
+        return True
+    if result.termination_reason in _NOT_THE_POLICY or result.reward_error_is_infrastructure:
+        return False
+    metrics = result.observation.metrics
+    # Of an agent that never asked its model: `reset` failed, say.
+    was_asked = metrics.get("model_calls") != 0 and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
+    return was_asked or result.termination_reason is not TerminationReason.AGENT_ERROR
+
+
+def is_error(result: StepResult, *, is_judged: bool) -> bool:
+    """Whether an episode whose end says something of the policy ought to have a reward and has none.
+
+    Args:
+        result: The episode.
+        is_judged: Whether its environment has a reward function.
+    """
+    failed = result.reward_error is not None or result.termination_reason is TerminationReason.AGENT_ERROR
+    return result.reward is None and (is_judged or failed)
+
+
+Results = dict[str, list[EvalSample]]
+"""All samples by prompt, in the order of the tasks and of the sample indices; dropped ones included."""
+
+
+class Prompt(BaseModel):
+    """A task of an evaluation with the names that it goes by."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    digest: str
+    action: Action = Field(repr=False)
+
+
+class DuplicateTaskError(ValueError):
+    """Two different tasks have one id."""
+
+
+def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
+    """Give every task its id and digest.
+
+    The id is the task's own (`task_context.id`) or made of its digest. A task that comes again, equal in everything,
+    is a prompt of its own with `#2`, `#3` ... behind its id.
+
+    Raises:
+        DuplicateTaskError: Two different tasks have the same id.
+    """
+    prompts: list[Prompt] = []
+    times: dict[str, int] = {}
+    positions: dict[str, int] = {}
+    for position, action in enumerate(actions):
+        content = digest([action.message, action.task_context.model_dump()])
+        times[content] = occurrence = times.get(content, 0) + 1
+        prompt_id = f"task-{content[:12]}" if action.task_context.id is None else str(action.task_context.id)
+        if occurrence > 1:
+            prompt_id = f"{prompt_id}#{occurrence}"
+        if prompt_id in positions:
+            raise DuplicateTaskError(
+                f"tasks {positions[prompt_id]} and {position} (from 0) are different tasks with the same id "
+                f"{prompt_id!r}: results are kept by id, give each task its own"
+            )
+        positions[prompt_id] = position
+        prompts.append(
+            Prompt(id=prompt_id, digest=content if occurrence == 1 else digest([content, occurrence]), action=action)
+        )
+    return prompts
+
+
+# --- the files of an evaluation ---
 
 FORMAT = "strands-env evaluation 1"
 DEFAULT_NAME = "results.jsonl"
@@ -594,3 +813,70 @@ def _sync_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+# --- values as lines of JSON ---
+
+
+_DEEPEST = 100
+"""Levels. Deeper values, those that contain themselves among them, are written as text from there on."""
+
+
+def encode(value: Any) -> bytes:
+    """One line of JSON, newline included."""
+    try:
+        return orjson.dumps(value, default=nearest, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+    except (TypeError, RecursionError, ValueError):  # a lone surrogate, an integer of more than 64 bits, a cycle
+        return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """The value of a line.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)  # takes escaped lone surrogates and large integers
+
+
+def digest(value: Any) -> str:
+    """32 hexadecimal digits that equal values share, whatever the order of their keys."""
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+def nearest(value: Any) -> Any:
+    """The nearest value that JSON has a form for; text as the last resort."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"base64": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, Set):
+        return sorted(value, key=repr)
+    if isinstance(value, Mapping):
+        return dict(value)
+    for name in ("tolist", "isoformat"):  # numpy's arrays and numbers, torch's tensors; dates
+        if callable(convert := getattr(value, name, None)) and not isinstance(value, type):
+            return convert()
+    return str(value)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if value - value == 0 else None  # JSON has no infinity; orjson writes null as well
+    if depth >= _DEEPEST:
+        return str(type(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return _plain(nearest(value), depth + 1)

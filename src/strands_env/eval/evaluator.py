@@ -18,10 +18,19 @@ from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termi
 from ..core.identity import describe
 from ..core.supervision import settled
 from ..core.types import Action, Observation, StepResult
-from .checkpoint import Run, Storage
-from .json_lines import digest
+from .checkpoint import (
+    EvalSample,
+    Prompt,
+    Results,
+    Run,
+    Storage,
+    digest,
+    is_error,
+    name_prompts,
+    says_something,
+    with_finite_reward,
+)
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
-from .records import EvalSample, Prompt, Results, is_error, name_prompts, says_something, with_finite_reward
 
 if TYPE_CHECKING:
     from ..core.environment import Environment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strands_env.core import Action
-from strands_env.core.conversation import read_conversation
+from strands_env.core.environment import read_conversation
 
 PIXEL = b"\x89PNG-not-really"
 HELLO = {"role": "user", "content": [{"text": "Hello."}]}

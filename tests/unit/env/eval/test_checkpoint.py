@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from strands_env.eval.checkpoint import (
     CheckpointError,
     CheckpointFile,
+    decode,
+    digest,
+    encode,
     lock_file,
     read_record,
     read_records,
 )
-from strands_env.eval.json_lines import decode, digest, encode
 
 
 def record(number, size=10):

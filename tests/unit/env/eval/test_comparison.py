@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from strands_env.eval.checkpoint import Run
-from strands_env.eval.comparison import compare, comparison_lines
-from strands_env.eval.metrics import mean_over_prompts
+from strands_env.eval.metrics import compare, comparison_lines, mean_over_prompts
 from support.evaluation import sample
 
 
