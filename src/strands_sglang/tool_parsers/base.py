@@ -1,4 +1,4 @@
-"""What a tool parser is.
+"""What a tool parser is, and where one is found: by name, or by the model family of a chat template.
 
 `ToolParser` finds what is reasoning, what is text and where calls are, in the same way for every format. A format says
 what its marks are, how calls are read after their start mark, and how one is written where a grammar forces it. A
@@ -11,15 +11,19 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from .reading.marks import Mark, MarkedText, MarkKind, find_marks
+from ..families import find_family
 from .reading.schemas import tool_schemas
-from .reading.structure import (
+from .reading.turns import (
     CallSpan,
+    Mark,
+    MarkedText,
+    MarkKind,
     ReadCall,
     Span,
     doubtful_calls,
+    find_marks,
     reasoning_text,
     take_apart,
     visible_text,
@@ -41,8 +45,9 @@ if TYPE_CHECKING:
 RAW_SHOWN = 2000
 """Characters of an unparsable call that the model gets to see again."""
 
+# What a call is written with (`tool_choice.choice.CallWriter`), and a part of the grammar that it makes.
 Writer = Any
-"""What a call is written with, `tool_choice.choice.CallWriter`: the call, and the elements of a grammar."""
+Element = Any
 
 
 class CallFormat(Protocol):
@@ -51,7 +56,7 @@ class CallFormat(Protocol):
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read calls; see `ToolParser.read_call`."""
 
-    def write(self, call: Writer) -> Any:
+    def write(self, call: Writer) -> Element:
         """Write a call; see `ToolParser.write_call`."""
 
 
@@ -268,7 +273,7 @@ class ToolParser:
         end = turn.find(MarkKind.CALL_END, start.end)
         return CallSpan(len(turn.text), False, None) if end is None else CallSpan(end.end, True, ())
 
-    def write_call(self, call: Writer) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Return the element of a grammar that matches one call, with everything around it.
 
         Args:
@@ -337,3 +342,93 @@ def _accepted_keywords(parse: Callable[..., Any]) -> frozenset[str]:
         return optional
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return optional & {parameter.name for parameter in parameters if parameter.kind in named}
+
+
+AUTO = "auto"
+"""In place of a name: the parser of the model family."""
+
+TOOL_PARSER_REGISTRY: dict[str, type[ToolParser]] = {}
+"""The parser classes by name."""
+
+ParserT = TypeVar("ParserT", bound=ToolParser)
+
+
+class UnknownToolParserError(KeyError, ValueError):
+    """No tool parser is registered under that name, or none is known for a model family."""
+
+    def __str__(self) -> str:
+        """Return the message (a `KeyError` would put it in quotes)."""
+        return str(self.args[0])
+
+
+def register_tool_parser(name: str) -> Callable[[type[ParserT]], type[ParserT]]:
+    """Return a decorator that registers a parser class under `name`, in place of an earlier one."""
+
+    def register(parser: type[ParserT]) -> type[ParserT]:
+        TOOL_PARSER_REGISTRY[name] = parser
+        return parser
+
+    return register
+
+
+def get_tool_parser(name: str, *, tokenizer: Any = None, chat_template: str | None = None, **kwargs: Any) -> ToolParser:
+    """Return a new parser by name.
+
+    Args:
+        name: A registered name, such as `hermes` or `qwen_xml`, or `auto` for the parser of the model family that the
+            chat template belongs to.
+        tokenizer: For `auto`: the model's tokenizer, whose chat template is looked at. Of several named templates that
+            is `tool_use`, or else `default`.
+        chat_template: For `auto`: the text of the chat template (or its name, if the tokenizer has several) in place of
+            the tokenizer's own.
+        **kwargs: Arguments of the parser class.
+
+    Raises:
+        UnknownToolParserError: No parser has that name, or `auto` finds none (it is a `ValueError` and a `KeyError`).
+    """
+    if isinstance(name, type):
+        raise TypeError(
+            f"a tool parser is an object or a name, and {name.__name__} is a class: make one, {name.__name__}()"
+        )
+    if name == AUTO:
+        name = _name_by_template(tokenizer, chat_template)
+    parser = TOOL_PARSER_REGISTRY.get(name)
+    if parser is None:
+        raise UnknownToolParserError(f"there is no tool parser named {name!r}; {_known()}")
+    return parser(**kwargs)
+
+
+def _name_by_template(tokenizer: Any, chat_template: str | None) -> str:
+    """Return the name of the parser of the family that a chat template belongs to."""
+    template = _template_text(tokenizer, chat_template)
+    if template is None:
+        given = "one without a chat template" if tokenizer is not None else "none"
+        raise UnknownToolParserError(
+            f"the tool parser {AUTO!r} needs a tokenizer with a chat template, and was given {given}: "
+            f"pass tokenizer= or chat_template=, or name the tool parser; {_known()}"
+        )
+    family = find_family(template)
+    if family is None:
+        raise UnknownToolParserError(
+            f"the chat template belongs to no known model family: name the tool parser in place of {AUTO!r}; {_known()}"
+        )
+    if family.tool_parser is None:
+        raise UnknownToolParserError(
+            f"no tool parser is known for the model family {family.name!r}: "
+            f"name one in place of {AUTO!r}, or register one of your own; {_known()}"
+        )
+    return family.tool_parser
+
+
+def _template_text(tokenizer: Any, chat_template: str | None) -> str | None:
+    """Return the text of the chat template that conversations with tools are rendered with; None if there is none."""
+    templates = getattr(tokenizer, "chat_template", None)
+    if isinstance(templates, Mapping):
+        if chat_template is None:
+            return templates.get("tool_use", templates.get("default"))
+        return templates.get(chat_template, chat_template)
+    return templates if chat_template is None else chat_template
+
+
+def _known() -> str:
+    return "the tool parsers are: " + ", ".join(sorted(TOOL_PARSER_REGISTRY))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_JSON_DEPTH,
     BrokenCallError,
@@ -23,7 +23,6 @@ from ..reading import (
     shorten,
     strict_json,
 )
-from ..registry import register_tool_parser
 
 _QUOTE = '<|"|>'
 _NAME = re.compile(r"call:([^\s{}<>:]{1,256})\{")
@@ -66,7 +65,7 @@ class Gemma4ToolParser(ToolParser):
             raise BrokenCallError(error.position, wrong, name.group(1)) from None
         return CallSpan(close.end, True, (Call(name.group(1), arguments).result(turn.text[start.end : close.start]),))
 
-    def write_call(self, call: Any) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Write a call."""
         call.properties()
         return call.sequence(f"{call.start}call:{call.name}", call.json(call.GEMMA), call.end)

@@ -14,9 +14,8 @@ call is refused.
 
 from __future__ import annotations
 
-from ..base import ToolParser
+from ..base import ToolParser, register_tool_parser
 from ..reading import TaggedCalls
-from ..registry import register_tool_parser
 
 
 @register_tool_parser("glm")

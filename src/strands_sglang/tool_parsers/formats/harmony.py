@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
     Call,
@@ -27,14 +27,13 @@ from ..reading import (
     ReadCall,
     Span,
     SpanKind,
+    ToolCallStatus,
     decode_json,
     is_cut,
     json_call,
     shorten,
     skip_space,
 )
-from ..registry import register_tool_parser
-from ..results import ToolCallStatus
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -129,7 +128,7 @@ class HarmonyToolParser(ToolParser):
             call = Call(recipient, error=wrong, status=ToolCallStatus.UNKNOWN_TOOL)
         return CallSpan(end, True, (call.result(text[header.start : end]),))
 
-    def write_call(self, call: Any) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Write a message that calls a function."""
         recipient = f" to={_FUNCTIONS}{call.name}"
         return call.sequence(

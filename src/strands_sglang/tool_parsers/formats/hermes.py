@@ -1,27 +1,40 @@
-"""The Hermes format (Hermes, Qwen2.5, Qwen3, ...): a JSON object between marks.
+"""Calls that are a JSON object between marks: Hermes, SmolLM3 and Granite.
+
+The Hermes format (Hermes, Qwen2.5, Qwen3, ...): a JSON object between marks.
 
 For example `<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>`, with any white space
 around the JSON.
+
+SmolLM3 writes Hermes' calls. Its template describes tools given as `xml_tools` and asks for `<tool_call>{"name": ...,
+"arguments": {...}}` and `</tool_call>`. It drops the calls of earlier turns, so that what it asks for is all there is
+to go by. Python code between `<code>` and `</code>`, for its `python_tools`, is text here: nothing runs it.
+
+Granite 4 writes Hermes' calls, Granite 3 a JSON list after `<|tool_call|>`.
+
+Granite 4: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, once per call. Granite 3:
+`<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, ...]` (in 3.1 after `<tool_call>`), which ends the turn; its
+template only asks for that and writes no call itself.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
+    Call,
     CallSpan,
+    DecodedJSON,
     InvalidValueError,
     Mark,
     MarkedText,
     MarkKind,
     call_from_json,
     decode_json,
+    read_list_to_end,
     skip_space,
 )
-from ..registry import register_tool_parser
 
 _NAME_IN_BROKEN_JSON = re.compile(r'"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"')
 _NAME_SEARCHED = 500  # characters
@@ -52,7 +65,7 @@ class JSONObject:
         call = call_from_json(decoded.value, decoded.problem)
         return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
 
-    def write(self, call: Any) -> Any:
+    def write(self, call: Writer) -> Element:
         """Write a call."""
         return call.sequence(f"{call.start}\n", call.object(), f"\n{call.end}")
 
@@ -66,3 +79,41 @@ class HermesToolParser(ToolParser):
     """
 
     CALLS = JSONObject()
+
+
+@register_tool_parser("smollm3")
+class SmolLM3ToolParser(ToolParser):
+    """Reads SmolLM3's calls; see `HermesToolParser`."""
+
+    CALLS = JSONObject()
+
+
+_OBJECT = JSONObject()
+
+
+@register_tool_parser("granite")
+class GraniteToolParser(ToolParser):
+    """Reads Granite's calls: JSON objects between marks, or one JSON list after a mark."""
+
+    MORE_MARKS = {"<|tool_call|>": MarkKind.CALL_START}
+
+    def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
+        """Read the object or the list after a start mark."""
+        begin = skip_space(turn.text, start.end)
+        if not turn.text.startswith("[", begin) and turn.text.startswith(self.tool_start_token, start.start):
+            return _OBJECT.read(turn, start)
+        return read_list_to_end(turn, begin, _call)
+
+    def write_call(self, call: Writer) -> Element:
+        """Write a call in either way; Granite 3's template indents its JSON."""
+        space = call.INDENTED_JSON.gap
+        name = f'"name": {call.constant(call.name)},'
+        listed = call.sequence(
+            *("<|tool_call|>[", space, "{", space, name, space, '"arguments": '),
+            *(call.json(call.INDENTED_JSON), space, "}", space, "]"),
+        )
+        return call.either([_OBJECT.write(call), listed])
+
+
+def _call(item: DecodedJSON) -> Call:
+    return call_from_json(item.value, item.problem)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
     Call,
@@ -27,7 +27,6 @@ from ..reading import (
     read_list_to_end,
     skip_space,
 )
-from ..registry import register_tool_parser
 
 _ARGUMENTS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[^\[\]{}\s]{1,256}")
@@ -73,7 +72,7 @@ class MistralToolParser(ToolParser):
             raise BrokenCallError(end, f"only {self.tool_start_token} may follow a call", name, cut=cut)
         return CallSpan(end, True, (json_call(name, decoded, native_id).result(text[start.end : decoded.end]),))
 
-    def write_call(self, call: Any) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Write a call in either way."""
         native_id = call.matching("[a-zA-Z0-9]{9}")
         listed = call.sequence(

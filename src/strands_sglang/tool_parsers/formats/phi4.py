@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
+    MAX_CALLS,
     BrokenCallError,
     Call,
     CallSpan,
@@ -23,8 +24,10 @@ from ..reading import (
     Mark,
     MarkedText,
     MarkKind,
+    ToolParseResult,
     call_from_json,
     decode_json,
+    failed_call,
     is_cut,
     name_of,
     read_json_list,
@@ -32,8 +35,6 @@ from ..reading import (
     read_literal,
     skip_space,
 )
-from ..registry import register_tool_parser
-from ..results import MAX_CALLS, ToolParseResult, failed_call
 
 _FUNCTOOLS = "functools["
 _OBJECT = re.compile(r'\{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\\n]{1,64})"\s{0,8},\s{0,8}"arguments"\s{0,8}:')
@@ -58,7 +59,7 @@ class Phi4ToolParser(ToolParser):
             return _read_objects(text, start.start)
         return read_list_to_end(turn, start.end + len(_FUNCTOOLS) - 1, _call, "the call is not valid JSON")
 
-    def write_call(self, call: Any) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Write a call between marks, by itself or in a list, or after `functools`."""
         plain = call.object()
         typed = call.json_object({"type": '"function"', "function": plain})

@@ -27,9 +27,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import TaggedCalls
-from ..registry import register_tool_parser
 
 
 class _QwenCalls(TaggedCalls):
@@ -39,11 +38,11 @@ class _QwenCalls(TaggedCalls):
         """Return the value that a text means."""
         return super().value(text.removeprefix("\n").removesuffix("\n"), parameter, schema, root)
 
-    def write(self, call: Any) -> Any:
+    def write(self, call: Writer) -> Element:
         """Write a call; Nemotron's template ends the line after it."""
         return call.sequence(super().write(call), call.optional("\n"))
 
-    def written_values(self, call: Any, schema: Any) -> Mapping[str, Any]:
+    def written_values(self, call: Writer, schema: Any) -> Mapping[str, Any]:
         """Return what matches the text of a value, which may hold the end tag of a function."""
         excludes = (*self.excludes[:2], call.end)
         return {"": call.plain_value(schema, excludes, python_spellings=True)}

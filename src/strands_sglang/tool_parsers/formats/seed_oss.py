@@ -17,9 +17,8 @@ import json
 import re
 from typing import Any
 
-from ..base import ToolParser
+from ..base import ToolParser, register_tool_parser
 from ..reading import InvalidValueError, TaggedCalls, allowed_types, read_literal, skip_space
-from ..registry import register_tool_parser
 
 
 class _SeedCalls(TaggedCalls):

@@ -1,9 +1,10 @@
 """How turns are read, whatever the format: marks, structure, values, and calls of the usual shapes."""
 
-from ..results import BrokenCallError
+from ..results import MAX_CALLS, BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
 from .calls import (
     Call,
     JSONSection,
+    TaggedCalls,
     call_from_json,
     end_of_turn,
     is_cut,
@@ -14,16 +15,15 @@ from .calls import (
     read_one,
     read_section,
 )
-from .literals import read_arguments, read_literal
-from .marks import Mark, MarkedText, MarkKind
 from .schemas import JSON_TYPES, allowed_types, item_schema, property_schema
-from .structure import CallSpan, ReadCall, Span, SpanKind
-from .tagged import TaggedCalls, nested_value_end
+from .turns import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
 from .values import (
     MAX_JSON_DEPTH,
     DecodedJSON,
     InvalidValueError,
     decode_json,
+    read_arguments,
+    read_literal,
     shorten,
     skip_space,
     strict_json,
@@ -32,6 +32,7 @@ from .values import (
 
 __all__ = [
     "JSON_TYPES",
+    "MAX_CALLS",
     "MAX_JSON_DEPTH",
     "BrokenCallError",
     "Call",
@@ -46,15 +47,17 @@ __all__ = [
     "Span",
     "SpanKind",
     "TaggedCalls",
+    "ToolCallStatus",
+    "ToolParseResult",
     "allowed_types",
     "call_from_json",
     "decode_json",
     "end_of_turn",
+    "failed_call",
     "is_cut",
     "item_schema",
     "json_call",
     "name_of",
-    "nested_value_end",
     "property_schema",
     "read_arguments",
     "read_json_list",

@@ -1,4 +1,17 @@
-"""DSML, the format of DeepSeek V3.2 and V4: values stand between tags as plain text and say if they are strings.
+"""The formats of DeepSeek: JSON arguments after the tool's name up to V3.1, tags from V3.2 on.
+
+V3 and R1: JSON arguments in a fenced block after the tool's name.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search
+```json
+{"query": "x"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.1: JSON arguments after the tool's name.
+
+`<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>`
+
+DSML, the format of DeepSeek V3.2 and V4: values stand between tags as plain text and say if they are strings.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="search">
@@ -15,9 +28,40 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import ToolParser
-from ..reading import InvalidValueError, TaggedCalls, strict_json
-from ..registry import register_tool_parser
+from ..base import ToolParser, Writer, register_tool_parser
+from ..reading import InvalidValueError, JSONSection, TaggedCalls, strict_json
+
+
+@register_tool_parser("deepseek_v3")
+class DeepSeekV3ToolParser(ToolParser):
+    """Reads calls written as a name and a fenced JSON object, all of them in one section."""
+
+    DEFAULT_TOOL_START_TOKEN = "<｜tool▁calls▁begin｜>"
+    DEFAULT_TOOL_END_TOKEN = "<｜tool▁calls▁end｜>"
+    FORMAT_TOKENS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+    CALLS = JSONSection(
+        head=re.compile(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<`]+)\s*```json\s*"),
+        tail=re.compile(r"\s*```\s*<｜tool▁call▁end｜>"),
+        shape="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME and a line ```json",
+        written_head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        written_tail="\n```<｜tool▁call▁end｜>",
+    )
+
+
+@register_tool_parser("deepseek_v3_1")
+class DeepSeekV31ToolParser(ToolParser):
+    """Reads calls written as a name and a JSON object, all of them in one section."""
+
+    DEFAULT_TOOL_START_TOKEN = "<｜tool▁calls▁begin｜>"
+    DEFAULT_TOOL_END_TOKEN = "<｜tool▁calls▁end｜>"
+    FORMAT_TOKENS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+    CALLS = JSONSection(
+        head=re.compile(r"<｜tool▁call▁begin｜>\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*"),
+        tail=re.compile(r"\s*<｜tool▁call▁end｜>"),
+        shape="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        written_head="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        written_tail="<｜tool▁call▁end｜>",
+    )
 
 
 class _DSMLCalls(TaggedCalls):
@@ -36,7 +80,7 @@ class _DSMLCalls(TaggedCalls):
         except InvalidValueError as error:
             raise InvalidValueError(f'with string="false" it is not valid JSON: {error}', error.position) from None
 
-    def written_values(self, call: Any, schema: Any) -> dict[str, Any]:
+    def written_values(self, call: Writer, schema: Any) -> dict[str, Any]:
         """Return what matches the strings, and what matches all other values."""
         values = call.values_by_type(schema, self.excludes)
         others = [value for kind, value in values.items() if kind != "string"]

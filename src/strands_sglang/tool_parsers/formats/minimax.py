@@ -1,4 +1,14 @@
-"""The format of MiniMax M3: values are elements that may nest, and one token stands before every tag.
+"""The formats of MiniMax: tags in M2, elements that may nest in M3.
+
+The format of MiniMax M2 (to M2.5): values stand between tags as plain text, typed by the tool's JSON schema.
+
+<minimax:tool_call>
+<invoke name="search">
+<parameter name="query">x</parameter>
+</invoke>
+</minimax:tool_call>
+
+The format of MiniMax M3: values are elements that may nest, and one token stands before every tag.
 
     ]<]minimax[>[<tool_call>
     ]<]minimax[>[<invoke name="search">]<]minimax[>[<query>x]<]minimax[>[</query>]<]minimax[>[</invoke>
@@ -15,7 +25,7 @@ import re
 from collections.abc import Set
 from typing import Any, Union
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_JSON_DEPTH,
     BrokenCallError,
@@ -24,6 +34,7 @@ from ..reading import (
     InvalidValueError,
     Mark,
     MarkedText,
+    TaggedCalls,
     allowed_types,
     item_schema,
     property_schema,
@@ -32,11 +43,31 @@ from ..reading import (
     skip_space,
     typed_value,
 )
-from ..registry import register_tool_parser
+
+
+@register_tool_parser("minimax_m2")
+class MiniMaxM2ToolParser(ToolParser):
+    """Reads calls written as `<invoke name="...">` with `<parameter name="...">` values, all of them in one section.
+
+    A value with a line that begins with `<parameter name="...">` is refused.
+    """
+
+    DEFAULT_TOOL_START_TOKEN = "<minimax:tool_call>"
+    DEFAULT_TOOL_END_TOKEN = "</minimax:tool_call>"
+    CALLS = TaggedCalls(
+        call='<invoke name="{name}">',
+        call_end="</invoke>",
+        parameter='<parameter name="{key}">',
+        parameter_end="</parameter>",
+        name=r'[^"\n]+',
+        key=r'[^"\n]+',
+        tag_before="\n",
+    )
+
 
 _ITEM = "item"  # the elements of a list
-Element = Union[str, "list[tuple[str, Element]]"]
-"""The text of an element without elements in it, or the elements in it by name, in order."""
+# The text of an element without elements in it, or the elements in it by name, in order.
+_Content = Union[str, "list[tuple[str, _Content]]"]
 
 _TOKEN = "]<]minimax[>["
 _TAG = re.compile(re.escape(_TOKEN) + r"(?=</?[^<>\n]+>)")
@@ -62,7 +93,7 @@ class MiniMaxM3ToolParser(ToolParser):
         """Read the section after its start mark."""
         return read_section(turn, start, _read_call)
 
-    def write_call(self, call: Any) -> Any:
+    def write_call(self, call: Writer) -> Element:
         """Write a section of one call."""
         call.properties()
         opened = f'{call.start}\n{_TOKEN}<invoke name="{call.name}">'
@@ -86,18 +117,18 @@ def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:
 
 def _read_elements(
     turn: MarkedText, position: int, parent: str, name: str, depth: int
-) -> tuple[list[tuple[str, Element]], int]:
+) -> tuple[list[tuple[str, _Content]], int]:
     """Read elements up to the end tag of `parent`; return them and where that tag ends."""
     if depth == 0:
         raise BrokenCallError(position, "it is nested too deeply", name)
-    elements: list[tuple[str, Element]] = []
+    elements: list[tuple[str, _Content]] = []
     while True:
         position = skip_space(turn.text, position)
         opened = turn.match(_OPEN, position)
         if opened is None:
             return elements, _after_end_tag(turn, position, parent, name)
         key = opened["key"]
-        element: Element
+        element: _Content
         inner = skip_space(turn.text, opened.end())
         if turn.match(_OPEN, inner) is not None:
             element, position = _read_elements(turn, inner, key, name, depth - 1)
@@ -117,7 +148,7 @@ def _after_end_tag(turn: MarkedText, position: int, key: str, name: str) -> int:
     return position + len(tag)
 
 
-def _typed_element(element: Element, schema: Any, root: Any, types: Set[str] | None = None) -> Any:
+def _typed_element(element: _Content, schema: Any, root: Any, types: Set[str] | None = None) -> Any:
     """Return the value that an element means, by the JSON schema for it.
 
     Args:

@@ -1,4 +1,11 @@
-"""The format of Kimi K3: every tag is made of three tokens, values say their type.
+"""The formats of Kimi: JSON arguments after an id in K2, typed tags in K3.
+
+The format of Kimi K2 (Instruct, Thinking, K2.5): JSON arguments after an id that names the tool.
+
+`<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "x"}
+<|tool_call_end|><|tool_calls_section_end|>`, without the line break. The number counts the calls of the conversation.
+
+The format of Kimi K3: every tag is made of three tokens, values say their type.
 
 `<|open|>tools<|sep|><|open|>call tool="search" index="1"<|sep|><|open|>argument key="query" type="string"<|sep|>x
 <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>`, without the line break. In place of arguments, a
@@ -12,19 +19,42 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..base import ToolParser
+from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     JSON_TYPES,
     BrokenCallError,
     Call,
     InvalidValueError,
+    JSONSection,
     MarkedText,
     MarkKind,
     TaggedCalls,
     decode_json,
     json_call,
 )
-from ..registry import register_tool_parser
+
+
+@register_tool_parser("kimi_k2")
+class KimiK2ToolParser(ToolParser):
+    """Reads calls written as an id such as `functions.search:0` and a JSON object, all of them in one section.
+
+    The id is kept as `native_id`, of broken calls as well: tool results name it.
+    """
+
+    DEFAULT_TOOL_START_TOKEN = "<|tool_calls_section_begin|>"
+    DEFAULT_TOOL_END_TOKEN = "<|tool_calls_section_end|>"
+    FORMAT_TOKENS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    CALLS = JSONSection(
+        head=re.compile(
+            r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<|:]+):[0-9]+)"
+            r"\s*<\|tool_call_argument_begin\|>\s*"
+        ),
+        tail=re.compile(r"\s*<\|tool_call_end\|>"),
+        shape="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>",
+        written_head="<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        written_tail="<|tool_call_end|>",
+    )
+
 
 _JSON_CALL = re.compile(
     r'<\|open\|>call tool="(?P<name>[^"\n]+)" index="[0-9]+"<\|sep\|><\|open\|>json type="object"<\|sep\|>\s*'
@@ -68,11 +98,11 @@ class _KimiK3Calls(TaggedCalls):
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
         return json_call(name, decoded), tail.end()
 
-    def written_values(self, call: Any, schema: Any) -> Mapping[str, Any]:
+    def written_values(self, call: Writer, schema: Any) -> Mapping[str, Any]:
         """Return what matches the values of a parameter, by type."""
         return cast(Mapping[str, Any], call.values_by_type(schema, self.excludes))
 
-    def write(self, call: Any) -> Any:
+    def write(self, call: Writer) -> Element:
         """Write a call in the tags around it."""
         response = call.optional("<|open|>response<|sep|><|close|>response<|sep|>")
         return call.sequence(response, super().write(call), "<|close|>message<|sep|>")
