@@ -9,13 +9,15 @@ Example:
 """
 
 from .cache import home
-from .install import UnsupportedPlatformError, ensure_sglang, require_platform
-from .models import (
+from .install import (
     CHATML_TOOLS_TEMPLATE,
+    UnsupportedPlatformError,
+    ensure_sglang,
     ensure_smollm2,
     ensure_tiny_qwen2_5_vl,
     ensure_tiny_qwen3,
     ensure_tiny_qwen3_moe,
+    require_platform,
 )
 from .process import LocalServerError
 from .server import LocalServer, ServerSettings, launch_server, start_server

@@ -35,9 +35,8 @@ from ..trajectory import Caller
 from ..trajectory.episodes import Episodes, cycle_of, keep_written_names, written_names
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import Trajectory
-from .call import ChatRequest, ModelCall, OnRequest
+from .call import ChatRequest, ModelCall, OnRequest, stop_reason, stream_events
 from .config import ModelConfig, check_keys
-from .events import stop_reason, stream_events
 from .hooks import RecordingHooks
 from .server_check import check_server, known_facts
 

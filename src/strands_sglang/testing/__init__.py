@@ -11,19 +11,18 @@ The shapes are those of SGLang 0.5.23; a contract test sends the same requests t
 
 from __future__ import annotations
 
-from .routing import ScriptedExperts
-from .sampling import scripted_logprob
-from .script import (
+from .sampling import (
     Answer,
     AnswerFunction,
     ScriptedAnswer,
+    ScriptedExperts,
     ScriptedFault,
     ScriptedRefusal,
     ScriptedRequest,
     ScriptedResponse,
+    scripted_logprob,
 )
-from .server import ScriptedSGLang
-from .serving import ServedOnPort
+from .server import ScriptedSGLang, ServedOnPort
 
 __all__ = [
     "Answer",

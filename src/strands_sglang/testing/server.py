@@ -2,7 +2,9 @@
 
 Promises: bodies have the keys and types of SGLang 0.5.23 (a contract test compares them with a real server); the same
 requests give the same tokens and logprobs; the work for one request is linear in its ids; it can be used from several
-event loops and threads at once. Every request is logged.
+event loops and threads at once. Every request is logged. It is reached in process by a transport of httpx, or on a port
+by other processes. A look-up in the prefix cache is the real longest common prefix with everything inserted before, at
+a cost linear in the prompt's length, however many prompts there were; a token sequence is stored once per branch.
 """
 
 from __future__ import annotations
@@ -13,31 +15,37 @@ import threading
 import time
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import orjson
+from anyio.from_thread import start_blocking_portal
 
 from . import bodies
-from .prefix_cache import PrefixCache
-from .routing import ScriptedExperts
-from .sampling import LogprobFunction, Sampler, scripted_logprob
-from .script import (
+from .sampling import (
     Answer,
     AnswerFunction,
+    LogprobFunction,
+    Sampler,
     ScriptedAnswer,
+    ScriptedExperts,
     ScriptedFault,
     ScriptedRefusal,
     ScriptedRequest,
     ScriptedResponse,
     ScriptExhaustedError,
+    scripted_logprob,
 )
-from .serving import ScriptedTransport, ServedOnPort
 from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from ..client.client import SGLangClient
 
 _NO_HEADERS: Mapping[str, str] = {}
@@ -438,3 +446,190 @@ def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
         return HTTPAnswer(200, fault.message.encode(), {"content-type": "application/json"})
     body = _json({"error": {"message": fault.message}}, fault.status)
     return replace(body, headers={**body.headers, **fault.headers})
+
+
+_BYTES_PER_ID = 4
+_BLOCK = 4096  # bytes compared at once while looking for the first difference
+
+
+class _Node:
+    """A run of ids and what follows it; children are keyed by their first id."""
+
+    __slots__ = ("children", "run")
+
+    def __init__(self, run: bytes) -> None:
+        self.run = run
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixCache:
+    """A radix tree over packed 32-bit token ids."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._roots: dict[object, _Node] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+
+    def insert(self, packed: bytes, key: object = None) -> int:
+        """Store a sequence and tell how many of its leading ids were known before.
+
+        Args:
+            packed: 32-bit ids, 4 bytes each.
+            key: Sequences under different keys share nothing (SGLang's `extra_key`).
+
+        Returns:
+            Length of the longest common prefix with all earlier sequences of the key, in tokens.
+        """
+        node = self._roots.setdefault(key, _Node(b""))
+        position = 0
+        while position < len(packed):
+            first = packed[position : position + _BYTES_PER_ID]
+            child = node.children.get(first)
+            if child is None:
+                node.children[first] = _Node(packed[position:])
+                break
+            if not packed.startswith(child.run, position):
+                common = _common_prefix(child.run, packed, position)
+                position += common
+                if position < len(packed):
+                    upper = _split(node, child, common)
+                    upper.children[packed[position : position + _BYTES_PER_ID]] = _Node(packed[position:])
+                break
+            position += len(child.run)
+            node = child
+        return position // _BYTES_PER_ID
+
+
+def _split(parent: _Node, child: _Node, at: int) -> _Node:
+    """Cut a child's run in two and return the upper part."""
+    upper = _Node(child.run[:at])
+    parent.children[child.run[:_BYTES_PER_ID]] = upper
+    child.run = child.run[at:]
+    upper.children[child.run[:_BYTES_PER_ID]] = child
+    return upper
+
+
+def _common_prefix(run: bytes, packed: bytes, position: int) -> int:
+    """Bytes, a whole number of ids, in which `run` and `packed[position:]` agree."""
+    length = min(len(run), len(packed) - position)
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        ours, theirs = run[start:stop], packed[position + start : position + stop]
+        if ours != theirs:
+            difference = int.from_bytes(ours, "little") ^ int.from_bytes(theirs, "little")
+            first_bit = (difference & -difference).bit_length() - 1
+            return start + first_bit // (8 * _BYTES_PER_ID) * _BYTES_PER_ID
+    return length
+
+
+_MAX_BODY_BYTES = 1 << 30
+_SHUTDOWN_S = 0.2  # how long open requests may still end by themselves
+
+
+class ScriptedTransport(httpx.AsyncBaseTransport):
+    """Calls the server's handler in the task that sends the request.
+
+    Cancelling that task cancels the handler, as closing the connection would; the request's read timeout counts until
+    the whole response is there. One transport may be used from several event loops, and closing it does nothing.
+    """
+
+    def __init__(self, server: ScriptedSGLang) -> None:
+        """Reach this server."""
+        self._server = server
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request.
+
+        Raises:
+            httpx.ReadTimeout: The request has a read timeout and it has passed.
+            httpx.ReadError: The script breaks the connection.
+        """
+        content = await request.aread()
+        handler = self._server.handle(request.method, request.url.path, dict(request.headers), content)
+        timeout = request.extensions.get("timeout", {}).get("read")
+        try:
+            answer = await (handler if timeout is None else asyncio.wait_for(handler, timeout))
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise httpx.ReadTimeout(f"no response after {timeout} s", request=request) from error
+        if answer.broken_after is not None:
+            raise httpx.ReadError(f"connection broken after {answer.broken_after} bytes", request=request)
+        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
+
+
+class ServedOnPort:
+    """Serves while its `with` or `async with` block runs; the block's value is the base URL.
+
+    The server has a thread and an event loop of its own, which are gone when the block ends; requests that are still
+    open then are cut off.
+    """
+
+    def __init__(self, server: ScriptedSGLang, port: int) -> None:
+        """Prepare; nothing is opened yet."""
+        self._server = server
+        self._port = port
+        self._stack = ExitStack()
+
+    def __enter__(self) -> str:
+        """Open the port.
+
+        Returns:
+            The base URL, `http://127.0.0.1:PORT`.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            base_url = stack.enter_context(portal.wrap_async_context_manager(self._serving()))
+            self._stack = stack.pop_all()
+        return base_url
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the port and end the thread."""
+        self._stack.close()
+
+    async def __aenter__(self) -> str:
+        """As `__enter__`, without blocking the event loop."""
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As `__exit__`, without blocking the event loop."""
+        await asyncio.to_thread(self.__exit__, kind, error, traceback)
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[str]:
+        from aiohttp import web
+
+        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        # Cancelling the handler when its client disconnects makes a port behave like the in-process transport.
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", self._port).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        answer = await self._server.handle(request.method, request.path, headers, await request.read())
+        if answer.broken_after is None:
+            return web.Response(status=answer.status, headers=dict(answer.headers), body=answer.content)
+        response = web.StreamResponse(status=answer.status, headers=dict(answer.headers))
+        if answer.broken_after:
+            response.content_length = len(answer.content)
+            await response.prepare(request)
+            await response.write(answer.content[: answer.broken_after])
+        if request.transport is not None:
+            request.transport.abort() if not answer.broken_after else request.transport.close()
+        return response

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from strands_sglang.client.aborts import worker_urls
 from strands_sglang.client.client import SGLangClient
+from strands_sglang.client.connections import worker_urls
 from support.fake_server import BASE_URL, AbortableServer, FakeServer, Network
 
 

@@ -9,7 +9,7 @@ import jinja2
 import pytest
 
 from strands_sglang import local
-from strands_sglang.local.models import unpack_verified
+from strands_sglang.local.install import unpack_verified
 
 CONTENT = b"weights" * 1000
 

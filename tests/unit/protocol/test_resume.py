@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang import SGLangDecodingError
-from strands_sglang.protocol.generation import read_generation
-from strands_sglang.protocol.resume import join_parts, sampling_params_of_the_rest
+from strands_sglang.protocol.generation import join_parts, read_generation, sampling_params_of_the_rest
 
 WIDTH = 2
 PROMPT = 3

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from .arguments import as_reward, normalizes_by_group, reward_key
-from .samples import is_evaluation, main_sample
+from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, reward_key
 
 logger = logging.getLogger(__name__)
 
