@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -19,12 +17,12 @@ ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
 
 
 @pytest.fixture
-async def client(tiny_server: Any) -> AsyncIterator[SGLangClient]:
+async def client(tiny_server):
     async with SGLangClient(tiny_server.base_url, max_retries=2, retry_delay=0.1) as client:
         yield client
 
 
-async def seconds_until(base_url: str, running: int) -> float:
+async def seconds_until(base_url, running):
     """Seconds until the server has this many requests."""
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -33,7 +31,7 @@ async def seconds_until(base_url: str, running: int) -> float:
     return clock() - started
 
 
-async def test_a_generation_has_the_ids_and_logprobs_that_were_asked_for(client: SGLangClient) -> None:
+async def test_a_generation_has_the_ids_and_logprobs_that_were_asked_for(client):
     params = {"max_new_tokens": 4, "ignore_eos": True}
     response = await client.generate(PROMPT, params, return_logprob=True, rid="mine")
     meta_info = response["meta_info"]
@@ -44,14 +42,14 @@ async def test_a_generation_has_the_ids_and_logprobs_that_were_asked_for(client:
     assert meta_info["id"].startswith("mine-")
 
 
-async def test_a_request_without_prompt_logprobs_takes_its_prompt_from_the_cache(client: SGLangClient) -> None:
+async def test_a_request_without_prompt_logprobs_takes_its_prompt_from_the_cache(client):
     prompt = [*PROMPT, *range(100, 140)]
     await client.generate(prompt, {"max_new_tokens": 1}, return_logprob=True)
     again = await client.generate(prompt, {"max_new_tokens": 1}, return_logprob=True)
     assert again["meta_info"]["cached_tokens"] >= len(prompt) - 1
 
 
-async def test_the_server_tells_its_health_its_model_and_its_context(client: SGLangClient) -> None:
+async def test_the_server_tells_its_health_its_model_and_its_context(client):
     assert await client.health() is True
     assert (await client.model_info())["is_generation"] is True
     assert (await client.context_length() or 0) > 0
@@ -60,9 +58,7 @@ async def test_the_server_tells_its_health_its_model_and_its_context(client: SGL
 
 
 @pytest.mark.parametrize(("prompt_beyond", "max_new_tokens"), [(88, 1), (-4, 1), (-12, 100)])
-async def test_every_way_to_fill_the_context_is_told_as_such(
-    client: SGLangClient, prompt_beyond: int, max_new_tokens: int
-) -> None:
+async def test_every_way_to_fill_the_context_is_told_as_such(client, prompt_beyond, max_new_tokens):
     context_length = await client.context_length()
     assert context_length is not None
     with pytest.raises(SGLangContextLengthError) as caught:
@@ -78,23 +74,21 @@ async def test_every_way_to_fill_the_context_is_told_as_such(
         ({"json_schema": "{", "regex": "a"}, "json_schema"),
     ],
 )
-async def test_bad_sampling_parameters_come_back_with_the_servers_words(
-    client: SGLangClient, params: dict[str, Any], said: str
-) -> None:
+async def test_bad_sampling_parameters_come_back_with_the_servers_words(client, params, said):
     with pytest.raises(SGLangHTTPError, match=said) as caught:
         await client.generate(PROMPT, params)
     assert caught.value.status == 400
     assert not isinstance(caught.value, SGLangContextLengthError)
 
 
-async def test_a_wrong_path_is_said_to_be_no_sglang_server(tiny_server: Any) -> None:
+async def test_a_wrong_path_is_said_to_be_no_sglang_server(tiny_server):
     async with SGLangClient(f"{tiny_server.base_url}/behind", max_retries=0) as client:
         with pytest.raises(SGLangHTTPError, match="not an SGLang server"):
             await client.generate(PROMPT)
 
 
-async def test_a_cancelled_request_leaves_the_server_idle_within_a_second(client: SGLangClient) -> None:
-    async def attempt() -> float:
+async def test_a_cancelled_request_leaves_the_server_idle_within_a_second(client):
+    async def attempt():
         task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
         await seconds_until(client.base_url, 1)
         task.cancel()
@@ -105,10 +99,10 @@ async def test_a_cancelled_request_leaves_the_server_idle_within_a_second(client
     assert await at_best(attempt, goal=1.0) < 1.0
 
 
-async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_server: Any) -> None:
+async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_server):
     async with SGLangClient(tiny_server.base_url, timeout=0.3, retry_delay=0.0) as client:
 
-        async def attempt() -> float:
+        async def attempt():
             with pytest.raises(SGLangConnectionError, match="no answer in time"):
                 await client.generate(PROMPT, ENDLESS)
             return await seconds_until(client.base_url, 0)
@@ -116,7 +110,7 @@ async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_s
         assert await at_best(attempt, goal=1.0) < 1.0
 
 
-async def test_closing_the_client_returns_what_was_generated_until_then(client: SGLangClient) -> None:
+async def test_closing_the_client_returns_what_was_generated_until_then(client):
     task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
     await seconds_until(client.base_url, 1)
     await client.close()
@@ -125,11 +119,11 @@ async def test_closing_the_client_returns_what_was_generated_until_then(client: 
     await seconds_until(client.base_url, 0)
 
 
-def test_one_client_serves_event_loops_in_sequence_and_in_threads(tiny_server: Any) -> None:
+def test_one_client_serves_event_loops_in_sequence_and_in_threads(tiny_server):
     client = SGLangClient(tiny_server.base_url, max_retries=0)
-    lengths: list[int] = []
+    lengths = []
 
-    async def ask() -> None:
+    async def ask():
         responses = await asyncio.gather(
             *(client.generate(PROMPT, {"max_new_tokens": 2, "ignore_eos": True}) for _ in range(3))
         )

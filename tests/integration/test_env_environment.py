@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
@@ -12,10 +10,8 @@ from strands_sglang import SGLangClient
 from support.environments import CalculatorEnv, Contains, worked_examples
 from support.examples import run_example
 
-PROBLEMS = {"27 * 43": 1161, "64 * 18": 1152, "52 * 77": 4004, "91 * 36": 3276}
 
-
-def environment(server: Any, *, client: SGLangClient, params: dict[str, Any] | None = None, **settings: Any) -> Any:
+def environment(server, *, client, params=None, **settings):
     config = {"chat_template": server.chat_template} if server.chat_template else {}
     factory = sglang_model_factory(
         tokenizer=server.model_path,
@@ -26,16 +22,17 @@ def environment(server: Any, *, client: SGLangClient, params: dict[str, Any] | N
     return CalculatorEnv(factory, Contains(), system_prompt="You are a helpful assistant.", **settings)
 
 
-def action(expression: str, value: int) -> Action:
+def action(expression, value):
     history = worked_examples({"15 * 12": 180, "31 * 8": 248, "22 * 19": 418})
     context = TaskContext(id=expression, ground_truth=value, conversation_history=history)
     return Action(message=f"What is {expression}?", task_context=context)
 
 
-async def test_episodes_at_once_use_their_tool_and_are_recorded_exactly(smollm_server: Any) -> None:
+async def test_episodes_at_once_use_their_tool_and_are_recorded_exactly(smollm_server):
+    problems = {"27 * 43": 1161, "64 * 18": 1152, "52 * 77": 4004, "91 * 36": 3276}
     async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
         env = environment(smollm_server, client=client, max_tool_iterations=3)
-        results = await asyncio.gather(*(env.step(action(*problem)) for problem in PROBLEMS.items()))
+        results = await asyncio.gather(*(env.step(action(*problem)) for problem in problems.items()))
         for result in results:
             assert result.termination_reason not in (
                 TerminationReason.INFRASTRUCTURE_ERROR,
@@ -51,7 +48,7 @@ async def test_episodes_at_once_use_their_tool_and_are_recorded_exactly(smollm_s
     assert sum(result.reward.reward for result in results) >= 1
 
 
-async def test_an_episode_out_of_time_leaves_its_partial_answer_and_no_work(smollm_server: Any) -> None:
+async def test_an_episode_out_of_time_leaves_its_partial_answer_and_no_work(smollm_server):
     async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
         await client.model_info()
         params = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -64,7 +61,7 @@ async def test_an_episode_out_of_time_leaves_its_partial_answer_and_no_work(smol
     assert env.steps == ["reset", "cleanup"]
 
 
-async def test_a_server_that_is_not_there_is_no_reward(smollm_server: Any) -> None:
+async def test_a_server_that_is_not_there_is_no_reward(smollm_server):
     async with SGLangClient("http://127.0.0.1:9", max_retries=0) as client:
         env = environment(smollm_server, client=client, retries=1, retry_delay=0.0)
         result = await env.step(action("27 * 43", 1161))
@@ -73,7 +70,7 @@ async def test_a_server_that_is_not_there_is_no_reward(smollm_server: Any) -> No
     assert env.steps == ["reset", "cleanup"] * 2
 
 
-async def test_turns_and_tokens_are_bounded_on_a_real_server_too(smollm_server: Any) -> None:
+async def test_turns_and_tokens_are_bounded_on_a_real_server_too(smollm_server):
     async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
         for settings, reason in (
             ({"max_turns": 1}, TerminationReason.MAX_TURNS_REACHED),
@@ -87,7 +84,7 @@ async def test_turns_and_tokens_are_bounded_on_a_real_server_too(smollm_server: 
             assert result.termination_reason is (reason if called else TerminationReason.TASK_COMPLETE)
 
 
-def test_the_example_runs_on_a_real_server(smollm_server: Any, tmp_path: Path) -> None:
+def test_the_example_runs_on_a_real_server(smollm_server, tmp_path):
     command = ["--backend", "sglang", "--sglang-base-url", smollm_server.base_url]
     command += ["--tokenizer", str(smollm_server.model_path), "--max-new-tokens", "60", "--temperature", "0"]
     command += ["--worked-examples"]

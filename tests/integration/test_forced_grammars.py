@@ -9,8 +9,6 @@ import json
 import os
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -159,11 +157,11 @@ ENDS = [
     ),
     "<|close|>argument<|sep|>",
 ]
-REASONING: tuple[dict[str, bool], ...] = ({}, {}, {}, {"may_reason": True}, {"reasoning_open": True})
+REASONING = ({}, {}, {}, {"may_reason": True}, {"reasoning_open": True})
 
 
 @pytest.fixture(scope="module")
-def walked(sglang_python: Path) -> list[dict[str, Any]]:
+def walked(sglang_python):
     """A grammar for every format and schema that has one, with what the engine made of it."""
     asked = {"tokenizer": None, "stop_ids": [STOP], "seed": SEED, "jobs": []}
     asked |= {key: [[*text.encode()] for text in texts] for key, texts in (("pieces", PIECES), ("ends", ENDS))}
@@ -179,14 +177,14 @@ def walked(sglang_python: Path) -> list[dict[str, Any]]:
     return answers
 
 
-def test_the_server_compiles_every_grammar_at_once(walked) -> None:
+def test_the_server_compiles_every_grammar_at_once(walked):
     """D3: some were refused by the server, after the request."""
     refused = [(each["format"], each["tools"][0]["inputSchema"], each["error"]) for each in walked if "error" in each]
     assert not refused, refused[:3]
     assert max(each["compile_s"] for each in walked) < 10
 
 
-def test_whatever_a_grammar_lets_through_is_one_call_of_the_forced_tool_that_fits_its_schema(walked) -> None:
+def test_whatever_a_grammar_lets_through_is_one_call_of_the_forced_tool_that_fits_its_schema(walked):
     """D1, D2, D4, D5, D7: 20,000 texts, sampled with choices that a hostile model would make."""
     ended = [(ids, each) for each in walked for ids in each.get("walks", ()) if ids[-1] == STOP]
     assert len(ended) >= 20_000 * min(1, WALKS / 5)  # random reasoning may go on and on

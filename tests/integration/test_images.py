@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from strands_sglang import SGLangClient, SGLangModel, get_tokenizer
 from strands_sglang.messages.content import UnsupportedContentError
-from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from strands_sglang.tool_parsers import ToolParser
 from support.agents import make_agent
 from support.vision import image_block, load_without_videos, png
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 class NoToolCalls(ToolParser):
     """Takes whatever was sampled for text."""
 
-    def parse(self, text: str) -> list[ToolParseResult]:
+    def parse(self, text):
         return []
 
 

@@ -5,9 +5,7 @@ The tests are those of the current server, with another server behind the same f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,9 +30,7 @@ from support.oldest_server import PINS, ensure_oldest_sglang, launch_oldest
 
 
 @pytest.fixture(scope="module")
-def tiny_server(
-    external_server: Any, sglang_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[local.LocalServer]:
+def tiny_server(external_server, sglang_python, tmp_path_factory):
     if external_server is not None:
         pytest.skip("needs a server of a certain version, and --sglang-base-url names another")
     log_path = tmp_path_factory.mktemp("oldest_server") / "server.log"
@@ -44,13 +40,13 @@ def tiny_server(
         yield server
 
 
-async def test_it_is_the_version_that_the_readme_names(tiny_server: Any) -> None:
+async def test_it_is_the_version_that_the_readme_names(tiny_server):
     version = httpx.get(f"{tiny_server.base_url}/get_server_info", trust_env=False).json()["version"]
     assert PINS[0] == f"sglang=={version}"
     assert f"SGLang {version}" in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
-async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server: Any) -> None:
+async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server):
     model = SGLangModel(
         tokenizer=get_tokenizer(str(tiny_server.model_path)),
         client=SGLangClient(tiny_server.base_url),

@@ -14,13 +14,12 @@ from support.agents import EveryAnswerCallsATool
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
 from support.server_logs import LOG_EVERYTHING, logged
 
-RESTARTS = 2
-EPISODES = 150
-CONCURRENCY = 12
-
 
 @pytest.mark.timeout(1500, func_only=True)  # the server starts three times
 async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
+    restarts = 2
+    episode_count = 150
+    concurrency = 12
     model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
     tokenizer = get_tokenizer(str(model_path))
     end = tokenizer.eos_token_id
@@ -68,10 +67,10 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
     try:
         async with SGLangClient(server.base_url, max_retries=60, retry_delay=0.2, timeout=60.0) as client:
             running = asyncio.ensure_future(
-                run_episodes(EPISODES, make_model, concurrency=CONCURRENCY, seed=5, cancelled=0.15)
+                run_episodes(episode_count, make_model, concurrency=concurrency, seed=5, cancelled=0.15)
             )
             rng = random.Random(5)
-            for _ in range(RESTARTS):
+            for _ in range(restarts):
                 await some_requests(server.base_url, 20 + rng.randrange(40))
                 assert not running.done()
                 os.killpg(server.pid, signal.SIGKILL)
@@ -87,4 +86,4 @@ async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(
     assert TerminationReason.INFRASTRUCTURE_ERROR not in reasons
     assert reasons.count(TerminationReason.CANCELLED) >= 3
     recorded = assert_recorded_as_sampled(episodes, sampled(paths))
-    assert len(recorded) >= 3 * EPISODES
+    assert len(recorded) >= 3 * episode_count

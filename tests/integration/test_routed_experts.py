@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
 
 import httpx
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
-from strands_sglang.protocol.generation import Generation, read_generation
+from strands_sglang.protocol.generation import read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
-from strands_sglang.tool_parsers import ToolParser, ToolParseResult
+from strands_sglang.tool_parsers import ToolParser
 from support.agents import make_agent
 from support.forward_pass import assert_best_experts, load_reference, replayed
 from support.real_servers import abort_all, until_it_runs
@@ -26,16 +25,16 @@ PROMPT = [11, 50, 60, 70, 80]
 class NoToolCalls(ToolParser):
     """Takes whatever was sampled for text: the mark of a tool call, sampled by chance, would end the conversation."""
 
-    def parse(self, text: str) -> list[ToolParseResult]:
+    def parse(self, text):
         return []
 
 
-def make_model(server: Any, **config: Any) -> SGLangModel:
+def make_model(server, **config):
     config = {"return_routed_experts": True, "tool_parser": NoToolCalls(), **config}
     return SGLangModel(tokenizer=get_tokenizer(str(server.model_path)), base_url=server.base_url, **config)
 
 
-async def converse(model: SGLangModel) -> None:
+async def converse(model):
     """Three user turns, each answered until the limit."""
     agent = make_agent(model, system_prompt=uuid.uuid4().hex)
     for question in ("one", "two", "three"):
@@ -43,7 +42,7 @@ async def converse(model: SGLangModel) -> None:
             await agent.invoke_async(question)
 
 
-async def generate(base_url: str, input_ids: list[int], **body: Any) -> Generation:
+async def generate(base_url, input_ids, **body):
     """One request of its own; `cold=True` flushes the prefix cache before."""
     params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8, **body.pop("sampling_params", {})}
     async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
@@ -55,7 +54,7 @@ async def generate(base_url: str, input_ids: list[int], **body: Any) -> Generati
 
 
 @pytest.fixture
-def reference(tiny_moe_server: Any) -> Any:
+def reference(tiny_moe_server):
     return load_reference(tiny_moe_server.model_path)
 
 
@@ -98,12 +97,12 @@ async def test_those_of_an_answer_that_was_aborted_and_resumed_are_the_same(tiny
     assert_as_in_a_forward_pass(model, reference)
 
 
-async def abort_all_once_it_runs(server: Any) -> None:
+async def abort_all_once_it_runs(server):
     await until_it_runs(server.base_url)
     await abort_all(server.base_url)
 
 
-def assert_as_in_a_forward_pass(model: SGLangModel, reference: Any) -> None:
+def assert_as_in_a_forward_pass(model, reference):
     recorded = model.token_manager
     routed = model.trajectory.turns[-1].generation.expert_ids().reshape(-1, LAYERS, TOP_K).copy()
     logprobs, router_logits = replayed(reference, recorded.token_ids, routed)

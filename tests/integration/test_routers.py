@@ -11,10 +11,7 @@ import re
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,22 +45,22 @@ class Worker:
     server: LocalServer
 
     @property
-    def base_url(self) -> str:
+    def base_url(self):
         return self.server.base_url
 
-    def logged(self, what: str) -> list[str]:
+    def logged(self, what):
         """Ids of the requests that were received ("Receive") or answered ("Finish"), in order; not of health checks."""
         log = self.server.log_path.read_text(encoding="utf-8", errors="replace")
         rids = re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
         return [rid for rid in rids if not rid.startswith("HEALTH_CHECK")]
 
-    def kill(self) -> None:
+    def kill(self):
         """End all of its processes at once, as the kernel does when memory is short."""
         os.killpg(self.server.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def workers(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+def workers(sglang_python, tmp_path_factory):
     settings = local.ServerSettings(threads=1, extra_arguments=("--log-requests", "--log-requests-level", "0"))
     folder = tmp_path_factory.mktemp("workers")
     model_path = local.ensure_tiny_qwen3(sglang_python)
@@ -81,18 +78,16 @@ def workers(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
-def routers_python() -> Path:
+def routers_python():
     return ensure_routers()
 
 
 @pytest.fixture(scope="module")
-def fronts(
-    workers: list[Worker], routers_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, list[str]]]:
+def fronts(workers, routers_python, tmp_path_factory):
     """What to give a client as `base_url`, by the way in which the requests are spread."""
     urls = [worker.base_url for worker in workers]
     folder = tmp_path_factory.mktemp("routers")
-    started: list[Router] = []
+    started = []
     try:
         for name, policy in POLICIES.items():
             started.append(Router(routers_python, name, urls, folder / f"{name}.log", "--policy", policy))
@@ -105,15 +100,15 @@ def fronts(
 FRONTS = pytest.mark.parametrize("front", ["client", *POLICIES])
 
 
-def client_of(fronts: dict[str, list[str]], front: str, **settings: Any) -> SGLangClient:
+def client_of(fronts, front, **settings):
     return SGLangClient(fronts[front], **{"max_retries": 5, "retry_delay": 0.2, **settings})
 
 
-async def running(workers: list[Worker]) -> int:
+async def running(workers):
     return sum([await running_requests(worker.base_url) for worker in workers])
 
 
-async def until(condition: Callable[[], Any], what: str, *, at_most: float = 20.0) -> float:
+async def until(condition, what, *, at_most=20.0):
     """Seconds until an asynchronous or plain condition holds."""
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -125,11 +120,11 @@ async def until(condition: Callable[[], Any], what: str, *, at_most: float = 20.
         await asyncio.sleep(0.02)
 
 
-async def is_busy(workers: list[Worker]) -> bool:
+async def is_busy(workers):
     return await running(workers) > 0
 
 
-async def is_idle(workers: list[Worker]) -> bool:
+async def is_idle(workers):
     return await running(workers) == 0
 
 
@@ -138,12 +133,10 @@ ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadlin
 
 @FRONTS
 @pytest.mark.parametrize("way", [*ENDS, "close"])
-async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(
-    workers: list[Worker], fronts: dict[str, list[str]], front: str, way: str
-) -> None:
-    async def seconds_until_idle() -> float:
+async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(workers, fronts, front, way):
+    async def seconds_until_idle():
         """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
-        partial: list[dict[str, Any]] = []
+        partial = []
         cancel_signal, clock = threading.Event(), asyncio.get_running_loop().time
         client = client_of(fronts, front, deadline=2.0 if way == "deadline" else None)
         call = client.generate(
@@ -182,14 +175,12 @@ async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(
 
 
 @FRONTS
-async def test_a_cancelled_call_of_a_model_is_a_cut_turn(
-    workers: list[Worker], fronts: dict[str, list[str]], front: str
-) -> None:
+async def test_a_cancelled_call_of_a_model_is_a_cut_turn(workers, fronts, front):
     tokenizer = get_tokenizer(workers[0].server.model_path)
     async with client_of(fronts, front) as client:
         model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=ENDLESS)
 
-        async def ask() -> list[Any]:
+        async def ask():
             return [event async for event in model.stream([{"role": "user", "content": [{"text": "hi"}]}])]
 
         task = asyncio.create_task(ask())
@@ -204,12 +195,10 @@ async def test_a_cancelled_call_of_a_model_is_a_cut_turn(
 
 
 @FRONTS
-async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(
-    workers: list[Worker], fronts: dict[str, list[str]], front: str
-) -> None:
+async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(workers, fronts, front):
     async with client_of(fronts, front) as client:
 
-        async def converse(key: int) -> int:
+        async def converse(key):
             """How many of two later calls found the conversation in the cache."""
             prompt = [100 + 10 * list(fronts).index(front) + key, *range(200, 264)]  # no other test has cached it
             found = 0
@@ -233,9 +222,7 @@ async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(
 
 
 @pytest.mark.parametrize("router", POLICIES)
-async def test_what_a_router_loses_is_what_is_documented(
-    router: str, routers_python: Path, chatml_tokenizer: Any, tmp_path: Path
-) -> None:
+async def test_what_a_router_loses_is_what_is_documented(router, routers_python, chatml_tokenizer, tmp_path):
     fields = {
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -271,7 +258,7 @@ async def test_what_a_router_loses_is_what_is_documented(
         "json_schema": '{"type": "object"}',
     }
 
-    def documented_losses(row: str, router: str) -> set[str]:
+    def documented_losses(row, router):
         text = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
         names, cells = ["sglang-router", "smg"], {}
         for line in text.splitlines():
@@ -302,9 +289,7 @@ async def test_what_a_router_loses_is_what_is_documented(
 # --- workers that die: these two tests come last ---
 
 
-async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_recorded_twice(
-    workers: list[Worker], fronts: dict[str, list[str]]
-) -> None:
+async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_recorded_twice(workers, fronts):
     staying, dying = workers
     tokenizer = get_tokenizer(staying.server.model_path)
     tokens = 300
@@ -312,7 +297,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
     clients = {front: client_of(fronts, front, max_retries=10) for front in fronts}
     models, calls = {}, {}
 
-    async def key_on(client: SGLangClient, worker: Worker, name: str) -> str:
+    async def key_on(client, worker, name):
         """A routing key whose requests go to this worker."""
         while True:
             key = f"{name}-{uuid.uuid4().hex}"
@@ -321,7 +306,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
             if rid in worker.logged("Receive"):
                 return key
 
-    async def ask(model: SGLangModel, text: str) -> None:
+    async def ask(model, text):
         async for _ in model.stream([{"role": "user", "content": [{"text": text}]}]):
             pass
 
@@ -357,9 +342,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
     assert set(received[0]) == answered  # and nothing else was generated
 
 
-async def test_with_all_workers_dead_every_way_gives_a_clear_error(
-    workers: list[Worker], fronts: dict[str, list[str]]
-) -> None:
+async def test_with_all_workers_dead_every_way_gives_a_clear_error(workers, fronts):
     for worker in workers:
         if worker.server.exit_code is None:
             worker.kill()

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from strands_sglang.testing import ScriptedAnswer, ScriptedRequest, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 
 PROMPT = [11, 50, 60, 70, 80]
 LONG_ANSWER = ScriptedAnswer(token_ids=[300] * 4096, finish_reason="length")
@@ -38,7 +36,7 @@ class Pair:
     max_input_length: int
     eos_token_id: int
 
-    async def send(self, method: str, path: str, **kwargs: Any) -> tuple[httpx.Response, httpx.Response]:
+    async def send(self, method, path, **kwargs):
         """Send the same request to both and compare status and kind of body."""
         real = await self.real.request(method, path, **kwargs)
         scripted = await self.scripted.request(method, path, **kwargs)
@@ -46,7 +44,7 @@ class Pair:
         assert scripted.headers.get("content-type") == real.headers.get("content-type")
         return real, scripted
 
-    async def compare(self, method: str, path: str, **kwargs: Any) -> tuple[Any, Any]:
+    async def compare(self, method, path, **kwargs):
         """Send the same request to both, compare the shapes of the JSON bodies and return them."""
         real, scripted = await self.send(method, path, **kwargs)
         found = differences(real.json(), scripted.json())
@@ -54,14 +52,14 @@ class Pair:
         return real.json(), scripted.json()
 
 
-def answer(request: ScriptedRequest) -> ScriptedAnswer:
+def answer(request):
     """What the real server does below: sample the one token that it is forced to, or go on to the limit."""
     forced = [int(token_id) for token_id in request.sampling_params.get("logit_bias") or ()]
     return ScriptedAnswer(token_ids=forced * 64, finish_reason="length") if forced else LONG_ANSWER
 
 
 @pytest.fixture
-async def pair(tiny_server: Any) -> AsyncIterator[Pair]:
+async def pair(tiny_server):
     tokenizer = AutoTokenizer.from_pretrained(tiny_server.model_path)
     async with httpx.AsyncClient(base_url=tiny_server.base_url, timeout=120) as real:
         context_length = (await real.get("/v1/models")).json()["data"][0]["max_model_len"]
@@ -76,7 +74,7 @@ async def pair(tiny_server: Any) -> AsyncIterator[Pair]:
             )
 
 
-def differences(real: Any, scripted: Any, path: str = "") -> list[str]:
+def differences(real, scripted, path=""):
     """Where two JSON values differ in keys or types, one line each."""
     if path.rsplit(".", 1)[-1] in NULL_ON_ONE_SIDE and None in (real, scripted):
         return []
@@ -95,7 +93,7 @@ def differences(real: Any, scripted: Any, path: str = "") -> list[str]:
     return []
 
 
-def check_lengths(body: dict[str, Any]) -> None:
+def check_lengths(body):
     """What holds for every generation, real or scripted."""
     output_ids, meta = body["output_ids"], body["meta_info"]
     assert meta["completion_tokens"] == len(output_ids)
@@ -112,13 +110,13 @@ def check_lengths(body: dict[str, Any]) -> None:
 
 
 # `extra_key` keeps a test's prompts apart from everything that a server has cached before.
-def generate_body(**body: Any) -> dict[str, Any]:
+def generate_body(**body):
     params = {"max_new_tokens": 4, "ignore_eos": True, **body.pop("sampling_params", {})}
     return {"input_ids": PROMPT, "extra_key": uuid.uuid4().hex, **body, "sampling_params": params}
 
 
 EOS = "the model's stop token"  # replaced by its id once the model is known
-GENERATIONS: dict[str, dict[str, Any]] = {
+GENERATIONS = {
     "plain": {},
     "a request id of its own": {"rid": "contract-1"},
     "logprobs": {"return_logprob": True},
@@ -206,7 +204,7 @@ FORCED = {name for name, body in GENERATIONS.items() if "logit_bias" in body.get
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-async def test_a_generation_has_the_same_shape(pair: Pair, name: str):
+async def test_a_generation_has_the_same_shape(pair, name):
     body = generate_body(**GENERATIONS[name])
     bias = body["sampling_params"].get("logit_bias")
     if bias:
@@ -236,7 +234,7 @@ async def test_a_generation_has_the_same_shape(pair: Pair, name: str):
 
 
 @pytest.mark.parametrize("extra", [{}, {"return_logprob": True, "logprob_start_len": 2}])
-async def test_the_prefix_cache_finds_the_same(pair: Pair, extra: dict[str, Any]):
+async def test_the_prefix_cache_finds_the_same(pair, extra):
     body = generate_body(input_ids=PROMPT * 4)
     await pair.compare("POST", "/generate", json=body)
     for prompt in (PROMPT * 4, [*PROMPT * 3, 9, 9, 9], [*PROMPT * 5]):
@@ -246,7 +244,7 @@ async def test_the_prefix_cache_finds_the_same(pair: Pair, extra: dict[str, Any]
         assert scripted["meta_info"]["cached_tokens"] == pytest.approx(real["meta_info"]["cached_tokens"], abs=2)
 
 
-async def test_the_context_cuts_both_at_the_same_token(pair: Pair):
+async def test_the_context_cuts_both_at_the_same_token(pair):
     if pair.max_input_length != pair.context_length - 6:
         pytest.skip("this server has less memory than its context needs")
     prompt = PROMPT[:1] * (pair.context_length - 12)
@@ -260,7 +258,7 @@ async def test_the_context_cuts_both_at_the_same_token(pair: Pair):
         )
 
 
-REFUSALS: dict[str, dict[str, Any]] = {
+REFUSALS = {
     "no input": {},
     "null input": {"input_ids": None},
     "empty input": {"input_ids": []},
@@ -353,7 +351,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-async def test_a_refusal_has_the_same_shape_and_text(pair: Pair, name: str):
+async def test_a_refusal_has_the_same_shape_and_text(pair, name):
     real, scripted = await pair.compare("POST", "/generate", json=REFUSALS[name])
     assert scripted == real
 
@@ -361,7 +359,7 @@ async def test_a_refusal_has_the_same_shape_and_text(pair: Pair, name: str):
 @pytest.mark.parametrize(
     ("prompt_over", "max_new_tokens"), [(0, 1), (88, 2), (88, None), (-1, 2), (-12, 100), (-12, 13), (-1, 1), (-5, 0)]
 )
-async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair: Pair, prompt_over, max_new_tokens):
+async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair, prompt_over, max_new_tokens):
     if pair.max_input_length != pair.context_length - 6:
         pytest.skip("this server has less memory than its context needs")
     body = {
@@ -408,17 +406,17 @@ async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair: P
         {"input_ids": PROMPT, "kv_hints": 5},
     ],
 )
-async def test_a_wrong_type_gives_the_same_shape(pair: Pair, body: dict[str, Any]):
+async def test_a_wrong_type_gives_the_same_shape(pair, body):
     await pair.compare("POST", "/generate", json=body)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/abort_request", "/tokenize"])
 @pytest.mark.parametrize("content", [b"", b"{not json", b"[1]"])
-async def test_a_broken_body_gives_the_same_shape(pair: Pair, path: str, content: bytes):
+async def test_a_broken_body_gives_the_same_shape(pair, path, content):
     await pair.compare("POST", path, content=content, headers={"content-type": "application/json"})
 
 
-async def test_a_body_of_another_content_type_gives_the_same_shape(pair: Pair):
+async def test_a_body_of_another_content_type_gives_the_same_shape(pair):
     for headers in ({}, {"content-type": "text/plain"}):
         await pair.compare("POST", "/generate", content=b'{"input_ids":[11]}', headers=headers)
 
@@ -426,17 +424,17 @@ async def test_a_body_of_another_content_type_gives_the_same_shape(pair: Pair):
 @pytest.mark.parametrize(
     "path", ["/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/", "/nope", "/generate"]
 )
-async def test_what_can_be_read_has_the_same_shape(pair: Pair, path: str):
+async def test_what_can_be_read_has_the_same_shape(pair, path):
     await pair.compare("GET", path)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
-async def test_health_is_an_empty_body(pair: Pair, path: str):
+async def test_health_is_an_empty_body(pair, path):
     real, scripted = await pair.send("GET", path)
     assert scripted.content == real.content == b""
 
 
-async def test_server_info_is_a_part_of_the_real_one(pair: Pair):
+async def test_server_info_is_a_part_of_the_real_one(pair):
     real, scripted = await pair.send("GET", "/server_info")
     found = differences({key: real.json().get(key) for key in scripted.json()}, scripted.json())
     assert not found, "\n".join(found)
@@ -453,26 +451,26 @@ async def test_server_info_is_a_part_of_the_real_one(pair: Pair):
         {"text": "hello"},
     ],
 )
-async def test_tokenize_gives_the_same(pair: Pair, body: dict[str, Any]):
+async def test_tokenize_gives_the_same(pair, body):
     real, scripted = await pair.compare("POST", "/tokenize", json=body)
     if "tokens" in real:
         assert scripted == real
 
 
 @pytest.mark.parametrize("body", [{"rid": "nobody's"}, {"rid": None}, {}])
-async def test_aborting_nothing_is_an_empty_200(pair: Pair, body: dict[str, Any]):
+async def test_aborting_nothing_is_an_empty_200(pair, body):
     real, scripted = await pair.send("POST", "/abort_request", json=body)
     assert scripted.content == real.content == b""
 
 
-async def test_an_abort_without_a_usable_request_id_gives_the_same_shape(pair: Pair):
+async def test_an_abort_without_a_usable_request_id_gives_the_same_shape(pair):
     await pair.compare("POST", "/abort_request", json={"rid": 5})
 
 
-async def test_a_running_request_is_aborted_with_the_same_shape(pair: Pair, tiny_server: Any):
+async def test_a_running_request_is_aborted_with_the_same_shape(pair, tiny_server):
     started = asyncio.Event()
 
-    async def half_an_answer(request: ScriptedRequest) -> ScriptedAnswer:
+    async def half_an_answer(request):
         try:
             started.set()
             await asyncio.Event().wait()

@@ -9,7 +9,7 @@ from strands_sglang import SGLangClient, local
 from support.processes import has_ended
 
 
-def descendants(pid: int) -> set[int]:
+def descendants(pid):
     """Ids of all processes that a process started, and of those that they started."""
     children = {
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()

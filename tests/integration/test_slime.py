@@ -6,10 +6,9 @@ import asyncio
 import copy
 import uuid
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from strands import Agent, tool
+from strands import tool
 
 from strands_sglang import get_tokenizer
 from strands_sglang.testing import ScriptedExperts
@@ -20,17 +19,15 @@ from support.forward_pass import assert_best_experts, load_reference, replayed
 from support.real_servers import abort_all, until_it_runs
 from support.slime import Sample, check_rollouts, slime_args, slime_sampling_params
 
-EXPERTS = ScriptedExperts()  # the numbers of the tiny mixture of experts are the same
-
 
 class FirstTwoAnswersCall(ToolParser):
     """Takes the first two answers for calls of `look`: a random model writes none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.answers = 0
 
-    def parse(self, text: str) -> list[ToolParseResult]:
+    def parse(self, text):
         self.answers += 1
         return [] if self.answers >= 3 else [ToolParseResult(uuid.uuid4().hex, "look", {})]
 
@@ -41,11 +38,11 @@ def look() -> str:
     return "There is nothing to be seen."
 
 
-def rollouts(server: Any, **settings: Any) -> tuple[Any, Any]:
+def rollouts(server, **settings):
     """A `generate` function for a server, and the state whose `aborted` stops its rollouts."""
     state = SimpleNamespace(tokenizer=get_tokenizer(str(server.model_path)), aborted=False)
 
-    def agent_factory(model: Any, sample: Sample) -> Agent:
+    def agent_factory(model, sample):
         return make_agent(model, [look], system_prompt=sample.metadata["system"])
 
     generate = make_generate(
@@ -54,11 +51,11 @@ def rollouts(server: Any, **settings: Any) -> tuple[Any, Any]:
     return generate, state
 
 
-def new_sample() -> Sample:
+def new_sample():
     return Sample(index=0, group_index=0, prompt="Go on.", metadata={"system": uuid.uuid4().hex})
 
 
-async def end_rollout(base_url: str, state: Any) -> None:
+async def end_rollout(base_url, state):
     """What slime does at the end of a rollout, once a request is running."""
     await until_it_runs(base_url)
     state.aborted = True
@@ -67,14 +64,15 @@ async def end_rollout(base_url: str, state: Any) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_the_model(tiny_moe_server, parts):
+    experts = ScriptedExperts()  # the numbers of the tiny mixture of experts are the same
     generate, state = rollouts(tiny_moe_server)
     url = tiny_moe_server.base_url
     args = slime_args(
         url,
         partial_rollout=True,
         use_rollout_routing_replay=True,
-        num_layers=EXPERTS.layers,
-        moe_router_topk=EXPERTS.top_k,
+        num_layers=experts.layers,
+        moe_router_topk=experts.top_k,
     )
     params = slime_sampling_params(max_new_tokens=1500, ignore_eos=True)
     if parts == 1:  # turns that end early

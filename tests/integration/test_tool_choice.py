@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from strands_sglang.messages import to_chat_messages, to_chat_tools
 from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, get_tool_parser
-from support.families import FAMILIES, Family, load_tokenizer, require_families
+from support.families import FAMILIES, load_tokenizer, require_families
 from support.forced_calls import ARGUMENTS, TOOLS, run_grammars, wrong_with
 
 # A family for every format.
@@ -48,17 +46,17 @@ BEGINNINGS = {
 THOUGHT = "Hmm. <b>So</b>.\n"
 
 
-def parser_of(family: Family) -> Any:
+def parser_of(family):
     """The parser of a family."""
     return get_tool_parser(str(family.tool_format))
 
 
-def stops_of(family: Family) -> tuple[str, ...]:
+def stops_of(family):
     """What a server of the family stops at: in gpt-oss, `<|end|>` only ends a message."""
     return tuple(stop for stop in family.end_of_turn if (family.name, stop) != ("gpt_oss", "<|end|>"))
 
 
-def written_call(family: Family) -> str:
+def written_call(family):
     """A call as the family's chat template writes it, without what stands before it and without the stop."""
     if family.name in WRITTEN:
         return WRITTEN[family.name]
@@ -72,15 +70,15 @@ def written_call(family: Family) -> str:
     return behind[: min(stops, default=len(behind))]  # GLM's template ends a turn by the next one's token
 
 
-def asked_of(family: Family, folder: Path) -> dict[str, Any]:
+def asked_of(family, folder):
     """What is forced: any tool, perhaps behind reasoning; one behind the prompt's reasoning; one without parameters."""
     parser, tokenizer, call = parser_of(family), load_tokenizer(family.name), written_call(family)
     tokenizer.save_pretrained(folder)
     stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(family)]
     thought = f"{THOUGHT}{parser.think_end_token}{'<|start|>assistant' if family.name == 'gpt_oss' else ''}{call}"
     opening = parser.think_start_token + ("thought\n" if family.name == "gemma_4" else "")
-    jobs: list[dict[str, Any]] = []
-    pieces: list[list[int]] = []
+    jobs = []
+    pieces = []
     for choice, calls, flags, names in (
         ({"any": {}}, [call, opening + thought], {"may_reason": True}, ("look_up", "now")),
         ({"tool": {"name": "look_up"}}, [thought], {"reasoning_open": True}, ("look_up",)),
@@ -94,7 +92,7 @@ def asked_of(family: Family, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def walked(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def walked(sglang_python, tmp_path_factory):
     """By family, the jobs with what the grammar engine made of them; one process for all of them."""
     require_families()
     asked = [asked_of(FAMILIES[name], tmp_path_factory.mktemp(name)) for name in NAMES]
@@ -102,7 +100,7 @@ def walked(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, walked) -> None:
+def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, walked):
     tokenizer = load_tokenizer(name)
     for job in walked[name]:
         for ids, refused in zip(job["texts"], job["refused"], strict=True):
@@ -110,7 +108,7 @@ def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, wa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_sampled_under_the_grammar_is_one_call_that_fits_the_schema(name, walked) -> None:
+def test_whatever_is_sampled_under_the_grammar_is_one_call_that_fits_the_schema(name, walked):
     tokenizer, parser = load_tokenizer(name), parser_of(FAMILIES[name])
     stops = {tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(FAMILIES[name])}
     for job in walked[name]:
@@ -122,7 +120,7 @@ def test_whatever_is_sampled_under_the_grammar_is_one_call_that_fits_the_schema(
             assert not wrong_with(parser.parse_turn(text, tools=TOOLS, reasoning_open=reasoning_open), job["names"])
 
 
-def test_every_registered_format_can_be_forced() -> None:
+def test_every_registered_format_can_be_forced():
     assert set(TOOL_PARSER_REGISTRY.values()) == set(CALL_FORMATS)
     assert {type(parser_of(FAMILIES[name])) for name in NAMES} == set(CALL_FORMATS)
 
@@ -147,16 +145,14 @@ SHORT_TOOLS = [
 ]
 
 
-async def sample(
-    server: Any, choice: dict[str, Any], format_name: str, *, count: int = 4, bias: float = 0, **flags: bool
-) -> list[Any]:
+async def sample(server, choice, format_name, *, count=4, bias=0, **flags):
     """Force calls on a server that knows nothing of the format; `bias` makes the end of reasoning likelier."""
     template = ChatTemplate(get_tokenizer(str(server.model_path)), chat_template=server.chat_template)
     parser = get_tool_parser(format_name)
     prompt = template.opening([{"role": "user", "content": "How far is it?"}], to_chat_tools(SHORT_TOOLS)).token_ids
     if flags.get("reasoning_open"):
         prompt = prompt + template.encode(parser.think_start_token)
-    params: dict[str, Any] = {
+    params = {
         **(forced_call(parser, SHORT_TOOLS, choice, **flags) or {}),
         "max_new_tokens": 1500,
         "skip_special_tokens": False,
@@ -172,19 +168,19 @@ async def sample(
 
 
 @pytest.mark.parametrize("format_name", sorted(TOOL_PARSER_REGISTRY))
-async def test_a_model_of_noise_calls_a_tool_in_any_format_when_it_has_to(tiny_server, own_server, format_name) -> None:
+async def test_a_model_of_noise_calls_a_tool_in_any_format_when_it_has_to(tiny_server, own_server, format_name):
     for turn in await sample(tiny_server, {"any": {}}, format_name):
         assert not wrong_with(turn, ("convert", "now"), SHORT_TOOLS)
 
 
 @pytest.mark.parametrize("choice", [{"any": {}}, {"tool": {"name": "now"}}, {"tool": {"name": "convert"}}])
-async def test_a_language_model_calls_the_tool_that_it_has_to(smollm_server, own_server, choice) -> None:
+async def test_a_language_model_calls_the_tool_that_it_has_to(smollm_server, own_server, choice):
     names = (choice["tool"]["name"],) if "tool" in choice else ("convert", "now")
     for turn in await sample(smollm_server, choice, "hermes"):
         assert not wrong_with(turn, names, SHORT_TOOLS)
 
 
-async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny_server, own_server) -> None:
+async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny_server, own_server):
     choice = {"tool": {"name": "convert"}}
     turns = await sample(tiny_server, choice, "hermes", count=10, bias=4, reasoning_open=True)
     for turn in turns:
@@ -192,7 +188,7 @@ async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny
     assert any(turn.reasoning for turn in turns)  # with this bias, one in ten ends its reasoning with the first token
 
 
-async def test_grammars_of_different_shapes_do_not_disturb_each_other_on_one_server(tiny_server, own_server) -> None:
+async def test_grammars_of_different_shapes_do_not_disturb_each_other_on_one_server(tiny_server, own_server):
     for format_name in ("hermes", "qwen_xml", "glm", "hermes", "gemma4", "qwen_xml"):
         begin = time.perf_counter()
         for turn in await sample(tiny_server, {"tool": {"name": "convert"}}, format_name, count=2):

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import venv
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +53,7 @@ sys.exit("\\n".join(f"{name}: {error}" for name, error in failures.items()) or N
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     _checked(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
     (built,) = folder.glob("*.whl")
@@ -63,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(wheel, tmp_path_factory):
     """The Python of a new environment with the wheel and without extras, far from the repository."""
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder)
@@ -72,11 +70,11 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def _install(python: Path, requirement: Path | str) -> None:
+def _install(python, requirement):
     _checked(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", requirement)
 
 
-def _checked(*command: Any, cwd: Path | None = None) -> str:
+def _checked(*command, cwd=None):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     ran = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
@@ -84,7 +82,7 @@ def _checked(*command: Any, cwd: Path | None = None) -> str:
     return ran.stdout
 
 
-def test_the_quick_start_runs_without_extras(python: Path, chatml_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_quick_start_runs_without_extras(python, chatml_tokenizer, tmp_path):
     chatml_tokenizer.save_pretrained(tmp_path / "model")
     quick_start = next(block for block in blocks("python") if block.section == "Quick start")
     (tmp_path / "quick_start.py").write_text(quick_start.text)
@@ -93,10 +91,10 @@ def test_the_quick_start_runs_without_extras(python: Path, chatml_tokenizer: Any
     assert "elsewhere" in printed.splitlines()[-1]
 
 
-def test_every_module_of_the_provider_imports_without_extras(python: Path, tmp_path: Path) -> None:
+def test_every_module_of_the_provider_imports_without_extras(python, tmp_path):
     _checked(python, "-c", IMPORTS, "strands_sglang", cwd=tmp_path)
 
 
-def test_every_module_of_the_environments_imports_with_their_extra(python: Path, wheel: Path, tmp_path: Path) -> None:
+def test_every_module_of_the_environments_imports_with_their_extra(python, wheel, tmp_path):
     _install(python, f"{wheel}[env]")
     _checked(python, "-c", IMPORTS, "strands_env", cwd=tmp_path)

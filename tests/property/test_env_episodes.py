@@ -6,7 +6,6 @@ No budget is overspent beyond what it promises, and none ends an episode early.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from support.agents import call
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
 from support.tokenizers import build_chatml_tokenizer
 
-TOKENIZER = build_chatml_tokenizer()
 BROKEN = call("broken", reason="no")
 UNREADABLE = "<tool_call>\n{not json\n</tool_call>"
 UNKNOWN = call("nobody", x=1)
@@ -25,7 +23,7 @@ UNKNOWN = call("nobody", x=1)
 turns = st.lists(st.lists(st.sampled_from([CALL, BROKEN, UNREADABLE, UNKNOWN]), min_size=1, max_size=4), max_size=40)
 
 
-def limit(least: int, most: int) -> st.SearchStrategy[int | None]:
+def limit(least, most):
     return st.none() | st.integers(least, most)
 
 
@@ -40,16 +38,17 @@ def limit(least: int, most: int) -> st.SearchStrategy[int | None]:
     total=limit(1, 40_000),
 )
 def test_budgets_hold_within_a_batch_and_over_invocations(
-    turns: list[list[str]],
-    iterations: int | None,
-    calls: int | None,
-    parallel: int | None,
-    model_calls: int | None,
-    sampled: int | None,
-    total: int | None,
-) -> None:
+    turns,
+    iterations,
+    calls,
+    parallel,
+    model_calls,
+    sampled,
+    total,
+):
+    tokenizer = build_chatml_tokenizer()
     env, server = scripted_env(
-        TOKENIZER,
+        tokenizer,
         ["".join(turn) for turn in turns] + [ANSWER],
         max_tool_iterations=iterations,
         max_tool_calls=calls,
@@ -66,7 +65,7 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
     played = [len(turn) for turn in turns[:made]]
 
     # What would have stopped it after each turn, and that it is what did, at the first turn where anything does.
-    spent: list[set[TerminationReason]] = []
+    spent = []
     for turn in range(1, made + 1):
         reasons = set()
         if turn <= len(turns):
@@ -110,7 +109,7 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
 
 
 @pytest.mark.timeout(1800)  # nearly two minutes of CPU, most of it Strands copying its history
-async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer: Any) -> None:
+async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer):
     env, server = scripted_env(
         chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None
     )
@@ -125,11 +124,11 @@ async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatm
 
 
 @pytest.mark.timeout(600)
-async def test_two_thousand_episodes_at_once_complete_on_one_model(chatml_tokenizer: Any) -> None:
+async def test_two_thousand_episodes_at_once_complete_on_one_model(chatml_tokenizer):
     waiting = 0
     everybody = asyncio.Event()
 
-    async def answer(request: Any) -> str:
+    async def answer(request):
         nonlocal waiting
         if "<tool_response>" in request.text:
             return ANSWER

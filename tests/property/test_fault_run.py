@@ -14,24 +14,24 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.agents import call
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
 
-EPISODES = 700
-REQUESTS = 5000
-SEED = 20
-UPDATE_EVERY = 150
-FAULTS = {
-    "error": (0.03, ScriptedFault(status=500)),
-    "busy": (0.02, ScriptedFault(status=503)),
-    "refusal": (0.003, ScriptedFault(status=400, message="no such thing")),
-    "drop": (0.02, ScriptedFault("drop")),
-    "half": (0.02, ScriptedFault("half")),
-    "garbage": (0.015, ScriptedFault("garbage")),
-}
-
 
 @pytest.mark.timeout(900)
 async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_was_sampled(
     chatml_tokenizer, monkeypatch
 ):
+    episode_count = 700
+    requests = 5000
+    seed = 20
+    update_every = 150
+    faults = {
+        "error": (0.03, ScriptedFault(status=500)),
+        "busy": (0.02, ScriptedFault(status=503)),
+        "refusal": (0.003, ScriptedFault(status=400, message="no such thing")),
+        "drop": (0.02, ScriptedFault("drop")),
+        "half": (0.02, ScriptedFault("half")),
+        "garbage": (0.015, ScriptedFault("garbage")),
+    }
+
     class Chaos:
         """Answers at random, and remembers what it did to which request."""
 
@@ -42,12 +42,12 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
             self.versions = 0
 
         async def answer(self, request):
-            rng = random.Random(f"{SEED}:{request.index}")
-            if request.index % UPDATE_EVERY == UPDATE_EVERY - 1:
+            rng = random.Random(f"{seed}:{request.index}")
+            if request.index % update_every == update_every - 1:
                 self.versions += 1
                 self.server.update_weights(str(self.versions))
             draw = rng.random()
-            for kind, (share, fault) in FAULTS.items():
+            for kind, (share, fault) in faults.items():
                 if draw < share:
                     self.kinds[kind] += 1
                     if kind in ("drop", "half", "garbage"):
@@ -87,9 +87,9 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
                 policy = "resume" if number % 2 else "raise"
                 return SGLangModel(tokenizer=chatml_tokenizer, client=client, on_abort=policy, tool_parser="hermes")
 
-            episodes = await run_episodes(EPISODES, make_model, concurrency=64, seed=SEED, cancelled=0.12)
+            episodes = await run_episodes(episode_count, make_model, concurrency=64, seed=seed, cancelled=0.12)
         assert server.running == []
-    assert len(server.requests) >= REQUESTS
+    assert len(server.requests) >= requests
     assert_all_end_in_the_table(episodes)
     reasons = Counter(episode.reason for episode in episodes)
     for reason in ("TASK_COMPLETE", "ABORTED", "CANCELLED", "INFRASTRUCTURE_ERROR"):

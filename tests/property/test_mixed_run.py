@@ -24,8 +24,6 @@ from support.agents import call, make_agent
 from support.fault_run import Episode, Sampled, assert_recorded_as_sampled, calculator
 from support.tokenizers import build_chatml_tokenizer
 
-EPISODES = 2_000
-CONCURRENCY = 50
 SEED = 11
 
 
@@ -115,19 +113,21 @@ def same(trajectory):
 
 @pytest.mark.timeout(900)
 async def test_every_request_is_its_record_and_every_sampled_token_is_trained_once(monkeypatch):
+    episode_count = 2_000
+    concurrency = 50
     tokenizer = build_chatml_tokenizer()  # of its own: the thread leaves truncation and padding on
     server = ScriptedSGLang(tokenizer, answer)
     model = SGLangModel(tokenizer=tokenizer, client=server.client(abort_grace=60.0))
     thread = RewardThread(tokenizer)
     thread.start()
-    episodes, slots = Episodes(model), asyncio.Semaphore(CONCURRENCY)
+    episodes, slots = Episodes(model), asyncio.Semaphore(concurrency)
 
     async def play(number):
         async with slots:
             return await episodes.play(number)
 
     try:
-        trajectories = await asyncio.gather(*(play(number) for number in range(EPISODES)))
+        trajectories = await asyncio.gather(*(play(number) for number in range(episode_count)))
     finally:
         thread.stop.set()
         thread.join()

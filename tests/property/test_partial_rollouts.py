@@ -19,9 +19,6 @@ from support.slime import (
     slime_sampling_params,
 )
 
-ROLLOUTS = 200
-MOST_PARTS = 12
-
 
 class Aborting:
     """Answers at random, and has slime abort in the middle of some answers."""
@@ -44,8 +41,10 @@ class Aborting:
 
 
 async def test_partial_rollouts_keep_their_tokens_whenever_they_are_aborted(chatml_tokenizer):
+    rollout_count = 200
+    most_parts = 12
     ends = Counter()
-    for seed in range(ROLLOUTS):
+    for seed in range(rollout_count):
         rng = random.Random(seed)
         answers = Aborting(rng)
         rollouts = Rollouts(
@@ -61,7 +60,7 @@ async def test_partial_rollouts_keep_their_tokens_whenever_they_are_aborted(chat
         masked = rng.random() < 0.3
         args = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": masked, **moe_args()}
         sample = Sample(index=3, group_index=1, prompt=QUESTION)
-        for part in range(MOST_PARTS):
+        for part in range(most_parts):
             rollouts.state.aborted = rng.random() < 0.1
             kept = sample.tokens if any(sample.loss_mask or ()) else []
             sample = await rollouts(Sample.from_dict(copy.deepcopy(sample.to_dict())), params=params, **args)

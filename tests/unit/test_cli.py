@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from support.processes import has_ended
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch) -> Path:
+def installed(tmp_path, monkeypatch):
     """A cache with an environment whose SGLang is a fake; returns a model folder."""
     monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FAKE_SGLANG_PIDS", str(tmp_path / "pids"))
@@ -34,14 +33,14 @@ def installed(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def handlers_are_put_back() -> Iterator[None]:
+def handlers_are_put_back():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "strands_sglang.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,

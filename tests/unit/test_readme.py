@@ -7,9 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
 
 import pytest
 
@@ -24,11 +22,11 @@ from strands_sglang import (
     get_tool_parser,
 )
 from strands_sglang.cli import build_parser
-from strands_sglang.testing import ScriptedAnswer, ScriptedRequest, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support import slime as slime_support
 from support.agents import call, make_agent
-from support.readme import README, ROOT, Block, blocks, names_in_code, table
+from support.readme import README, ROOT, blocks, names_in_code, table
 from support.slime import check_rollouts
 
 DOCUMENTED_URL = "http://localhost:30000"
@@ -42,7 +40,7 @@ SHELL_LINES = [line for block in blocks("bash") for line in block.text.splitline
 # --- snippets ---
 
 
-def sampled_text(request: ScriptedRequest) -> str:
+def sampled_text(request):
     """What a model that does as it is told would sample for the README's prompts."""
     if "json_schema" in request.sampling_params:
         return '{"product": 425}'
@@ -56,17 +54,17 @@ def sampled_text(request: ScriptedRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def snippets(chatml_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def snippets(chatml_tokenizer, tmp_path_factory):
     """What running all snippets in their order left: their `namespace`, the `failures` by line, the `server`."""
     folder = tmp_path_factory.mktemp("model")
     chatml_tokenizer.save_pretrained(folder)
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    failures: dict[int, Exception] = {}
+    namespace = {"__name__": "readme"}
+    failures = {}
     server = ScriptedSGLang(chatml_tokenizer, sampled_text)
     with pytest.MonkeyPatch.context() as patch, server.serve() as base_url:
         slime_support.install_slime(patch, chatml_tokenizer)
 
-        def localised(text: str) -> str:
+        def localised(text):
             return text.replace(DOCUMENTED_URL, base_url).replace(DOCUMENTED_MODEL, str(folder))
 
         for block in PYTHON_BLOCKS:
@@ -79,7 +77,7 @@ def snippets(chatml_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: f"{block.section}, line {block.line}")
-def test_every_python_snippet_runs(block: Block, snippets: dict[str, Any]):
+def test_every_python_snippet_runs(block, snippets):
     if block.line in snippets["failures"]:
         raise snippets["failures"][block.line]
 
@@ -96,7 +94,7 @@ def test_the_readmes_parser_reads_its_format_and_tells_errors(snippets):
 
 
 MULTIPLY = call("multiply", a=25, b=17)
-EPISODES: dict[str, tuple[list[Any], str]] = {
+EPISODES = {
     "an answer after a tool call": ([MULTIPLY, "It is 425."], "COMPLETED"),
     "the limit on tool iterations": ([MULTIPLY] * 9, "TRUNCATED"),
     "an answer that is cut off": ([ScriptedAnswer("25 * 17", finish_reason="length")], "TRUNCATED"),
@@ -216,13 +214,12 @@ async def test_the_table_of_masks_and_logprobs_is_what_is_recorded(chatml_tokeni
 
 
 def test_the_errors_that_are_named_are_one_family():
+    def _is_client_error(value):
+        return isinstance(value, type) and issubclass(value, SGLangClientError)
+
     named = {name for name in re.findall(r"`(\w+Error)`", TEXT) if hasattr(strands_sglang, name)}
     family = {name for name in vars(strands_sglang) if _is_client_error(getattr(strands_sglang, name))}
     assert named == family
-
-
-def _is_client_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, SGLangClientError)
 
 
 def test_the_tool_parsers_that_are_named_are_those_there_are():

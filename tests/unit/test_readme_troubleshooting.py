@@ -22,51 +22,51 @@ Provocation = Callable[[Any], Awaitable[SGLangModel | None]]
 HTML = httpx.MockTransport(lambda request: httpx.Response(200, html="<html>It works!</html>"))
 
 
-def refuse(request: httpx.Request) -> httpx.Response:
+def refuse(request):
     raise httpx.ConnectError("connection refused", request=request)
 
 
 class WithoutTokenize(httpx.AsyncBaseTransport):
     """A server behind a router that does not know `/tokenize`."""
 
-    def __init__(self, server: ScriptedSGLang) -> None:
+    def __init__(self, server):
         self.inner = server.transport()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request):
         if request.url.path == "/tokenize":
             return httpx.Response(404, json={"detail": "Not Found"}, request=request)
         return await self.inner.handle_async_request(request)
 
 
-def other_tokenizer(tokenizer: Any) -> Any:
+def other_tokenizer(tokenizer):
     """A tokenizer with one more special token, and with the same template."""
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"cls_token": "<|other|>"})
     return other
 
 
-def base_tokenizer(tokenizer: Any) -> Any:
+def base_tokenizer(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = None
     return other
 
 
-async def ask(model: SGLangModel, prompt: Any = "Hi!", **kwargs: Any) -> None:
+async def ask(model, prompt="Hi!", **kwargs):
     await make_agent(model, **kwargs).invoke_async(prompt)
 
 
-def scripted(tokenizer: Any, *answers: Any, **kwargs: Any) -> SGLangModel:
+def scripted(tokenizer, *answers, **kwargs):
     server = ScriptedSGLang(tokenizer, answers or ["Hello."], **kwargs)
     return SGLangModel(tokenizer=tokenizer, client=server.client())
 
 
-def on_transport(tokenizer: Any, transport: Any) -> SGLangModel:
+def on_transport(tokenizer, transport):
     client = SGLangClient("http://server:30000", transport=transport, max_retries=1, retry_delay=0)
     return SGLangModel(tokenizer=tokenizer, client=client)
 
 
 # What brings a user into each row's trouble: a function that makes the model, and one that uses it.
-PROVOCATIONS: dict[str, tuple[Callable[[Any], SGLangModel], Callable[[SGLangModel], Awaitable[None]]]] = {
+PROVOCATIONS = {
     "`pass exactly one of client= and base_url=`": (lambda tokenizer: SGLangModel(tokenizer=tokenizer), ask),
     "`has no chat template`": (
         lambda tokenizer: SGLangModel(tokenizer=base_tokenizer(tokenizer), base_url="http://server:30000"),
@@ -114,8 +114,6 @@ PROVOCATIONS: dict[str, tuple[Callable[[Any], SGLangModel], Callable[[SGLangMode
     ),
 }
 
-NOTHING_SAMPLED = [row["What you see"] for row in ROWS[:7]] + ["`no room is left for an answer`"]
-
 
 def test_there_is_a_provocation_for_every_row():
     assert [row["What you see"] for row in ROWS] == list(PROVOCATIONS)
@@ -123,6 +121,7 @@ def test_there_is_a_provocation_for_every_row():
 
 @pytest.mark.parametrize("seen", PROVOCATIONS)
 async def test_a_user_in_trouble_sees_what_the_readme_says(seen, chatml_tokenizer, caplog):
+    nothing_sampled = [row["What you see"] for row in ROWS[:7]] + ["`no room is left for an answer`"]
     make, use = PROVOCATIONS[seen]
     model = None
     told = []
@@ -136,7 +135,7 @@ async def test_a_user_in_trouble_sees_what_the_readme_says(seen, chatml_tokenize
     [phrase] = names_in_code(seen)
     pattern = ".*".join(re.escape(part) for part in phrase.split("..."))
     assert any(re.search(pattern, message) for message in told), told
-    if model is not None and seen in NOTHING_SAMPLED:
+    if model is not None and seen in nothing_sampled:
         assert not any(model.token_manager.loss_mask)
         assert all(turn.generation is None for turn in model.trajectory.turns)
 

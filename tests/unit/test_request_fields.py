@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,27 +16,26 @@ from strands_sglang.request_fields import REFUSED_FIELDS, REQUEST_FIELDS
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, bodies
 from support.agents import call, make_agent, make_tools
 
-ACCEPTED = {
-    "priority": np.int64(3),
-    "extra_key": "v7",
-    "cache_salt": "salt",
-    "session_id": "rollout-1",
-    "custom_labels": {"team": "a"},
-    "return_entropy": True,
-    "routed_dp_rank": 0,
-    "lora_path": None,
-}
-SENT = {name: value for name, value in ACCEPTED.items() if value is not None}
-
 
 def fields_of(request):
     return {name: request.body[name] for name in request.body.keys() & {*REQUEST_FIELDS, "newer"}}
 
 
 async def test_fields_are_sent_with_every_request_and_recorded_on_its_turn(rollout, tmp_path):
+    accepted = {
+        "priority": np.int64(3),
+        "extra_key": "v7",
+        "cache_salt": "salt",
+        "session_id": "rollout-1",
+        "custom_labels": {"team": "a"},
+        "return_entropy": True,
+        "routed_dp_rank": 0,
+        "lora_path": None,
+    }
+    sent = {name: value for name, value in accepted.items() if value is not None}
     server, model = rollout(
         [call(expression="2 * 3"), "6", '{"n": 1}', "helped"],
-        request_fields=ACCEPTED,
+        request_fields=accepted,
         unchecked_request_fields={"newer": (1, np.float32(0.5))},
     )
 
@@ -46,7 +46,7 @@ async def test_fields_are_sent_with_every_request_and_recorded_on_its_turn(rollo
     async for _ in model.structured_output(Number, [{"role": "user", "content": [{"text": "one"}]}]):
         pass
     await make_agent(model.auxiliary).invoke_async("help")
-    expected = {**SENT, "newer": [1, 0.5]}
+    expected = {**sent, "newer": [1, 0.5]}
     assert [fields_of(request) for request in server.requests] == [expected] * 4
     assert [turn.request_fields for turn in model.trajectory.turns] == [expected] * 4
     assert type(model.trajectory.turns[0].request_fields["priority"]) is int
@@ -216,7 +216,9 @@ async def test_a_sequence_that_forks_before_an_odd_stop_has_the_masks_of_its_own
 async def test_a_server_that_does_not_tell_masks_is_an_error(rollout, monkeypatch):
     body_of = bodies.generation
     monkeypatch.setattr(
-        bodies, "generation", lambda *args, **kwargs: body_of(*args, **{**kwargs, "sampling_masks": None})
+        bodies,
+        "generation",
+        lambda request, sampled, **kwargs: body_of(request, replace(sampled, sampling_masks=None), **kwargs),
     )
     _, model = rollout(["ok"], **MASKS)
     with pytest.raises(SGLangDecodingError, match="masks were asked for and not returned.*older"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
@@ -22,13 +21,13 @@ URLS = ("http://one", "http://two", "http://three")
 
 
 @pytest.fixture
-def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_probes(monkeypatch):
     """Servers that are out are asked for their health at every request."""
     monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
     monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
 
 
-def busy(*in_flight: int) -> Servers:
+def busy(*in_flight):
     servers = Servers(URLS)
     for server, count in zip(servers.all, in_flight, strict=True):
         for _ in range(count):
@@ -39,7 +38,7 @@ def busy(*in_flight: int) -> Servers:
 # --- choosing ---
 
 
-def test_the_server_with_the_fewest_requests_in_flight_is_chosen() -> None:
+def test_the_server_with_the_fewest_requests_in_flight_is_chosen():
     servers = busy(2, 1, 3)
     assert servers.choose().base_url == "http://two"
     servers.started(servers["http://two"])
@@ -50,12 +49,12 @@ def test_the_server_with_the_fewest_requests_in_flight_is_chosen() -> None:
     assert servers.choose().base_url == "http://three"
 
 
-def test_idle_servers_take_turns() -> None:
+def test_idle_servers_take_turns():
     servers = Servers(URLS)
     assert Counter(servers.choose().base_url for _ in range(30)) == dict.fromkeys(URLS, 10)
 
 
-def test_a_key_stays_on_its_server_however_busy_it_is() -> None:
+def test_a_key_stays_on_its_server_however_busy_it_is():
     servers = Servers(URLS)
     first = servers.choose("a")
     for _ in range(10):
@@ -64,12 +63,12 @@ def test_a_key_stays_on_its_server_however_busy_it_is() -> None:
     assert servers.choose("b") is not first
 
 
-def test_keys_are_spread_evenly_although_nothing_is_in_flight() -> None:
+def test_keys_are_spread_evenly_although_nothing_is_in_flight():
     servers = Servers(URLS)
     assert Counter(servers.choose(str(i)).base_url for i in range(300)) == dict.fromkeys(URLS, 100)
 
 
-def test_only_so_many_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_keys_are_remembered(monkeypatch):
     monkeypatch.setattr(servers_module, "MAX_KEYS", 10)
     servers = Servers(URLS)
     for i in range(1000):
@@ -77,14 +76,14 @@ def test_only_so_many_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(server.keys for server in servers.all) == 10
 
 
-def test_a_retry_goes_elsewhere_and_leaves_the_key_where_it_is() -> None:
+def test_a_retry_goes_elsewhere_and_leaves_the_key_where_it_is():
     servers = Servers(URLS)
     first = servers.choose("a")
     assert servers.choose("a", rather_not=first) is not first
     assert servers.choose("a") is first
 
 
-def test_a_single_server_is_always_chosen() -> None:
+def test_a_single_server_is_always_chosen():
     servers = Servers(URLS[:1])
     [only] = servers.all
     servers.note_failure(only, FailureKind.UNREACHABLE)
@@ -95,7 +94,7 @@ def test_a_single_server_is_always_chosen() -> None:
 # --- leaving out and taking back ---
 
 
-def test_a_server_that_takes_no_connections_is_out_and_its_keys_move() -> None:
+def test_a_server_that_takes_no_connections_is_out_and_its_keys_move():
     servers = Servers(URLS)
     first = servers.choose("a")
     servers.note_failure(first, FailureKind.UNREACHABLE)
@@ -108,7 +107,7 @@ def test_a_server_that_takes_no_connections_is_out_and_its_keys_move() -> None:
     assert first in servers.up()
 
 
-def test_one_broken_connection_is_no_reason_but_several_in_a_row_are() -> None:
+def test_one_broken_connection_is_no_reason_but_several_in_a_row_are():
     servers = Servers(URLS)
     server = servers.all[0]
     for _ in range(10):
@@ -121,14 +120,14 @@ def test_one_broken_connection_is_no_reason_but_several_in_a_row_are() -> None:
 
 
 @pytest.mark.parametrize("kind", [FailureKind.REFUSED, FailureKind.TIMED_OUT, FailureKind.UNDECODABLE])
-def test_a_server_that_answers_or_is_slow_is_not_left_out(kind: FailureKind) -> None:
+def test_a_server_that_answers_or_is_slow_is_not_left_out(kind):
     servers = Servers(URLS)
     for _ in range(10):
         servers.note_failure(servers.all[0], kind)
     assert servers.up() == servers.all
 
 
-def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch):
     now = 0.0
     monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
     servers = Servers(URLS)
@@ -144,7 +143,7 @@ def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch: pytest
     assert gaps == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[60.0] * (len(gaps) - 6)]
 
 
-def test_with_all_servers_out_requests_go_on_and_show_who_is_back() -> None:
+def test_with_all_servers_out_requests_go_on_and_show_who_is_back():
     servers = Servers(URLS)
     for server in servers.all:
         servers.note_failure(server, FailureKind.UNREACHABLE)
@@ -158,7 +157,7 @@ def test_with_all_servers_out_requests_go_on_and_show_who_is_back() -> None:
 # --- a client with several servers ---
 
 
-async def test_requests_are_spread_and_keys_are_sent_as_header_and_field() -> None:
+async def test_requests_are_spread_and_keys_are_sent_as_header_and_field():
     network = Network(one=FakeServer(), two=FakeServer())
     client = network.client()
     for _ in range(4):
@@ -174,14 +173,14 @@ async def test_requests_are_spread_and_keys_are_sent_as_header_and_field() -> No
 
 
 @pytest.mark.parametrize("key", ["", " a", "a\nb", "\u00e4", 3, b"a"])
-async def test_a_key_that_is_no_header_value_is_refused(key: Any) -> None:
+async def test_a_key_that_is_no_header_value_is_refused(key):
     server = FakeServer()
     with pytest.raises(ValueError, match="routing_key"):
         await server.client().generate([1], routing_key=key)
     assert server.asked == []
 
 
-async def test_requests_to_a_dead_server_go_to_another_one_at_once() -> None:
+async def test_requests_to_a_dead_server_go_to_another_one_at_once():
     network = Network(one=None, two=FakeServer())
     client = network.client(retry_delay=8.0)
     started = asyncio.get_running_loop().time()
@@ -195,7 +194,7 @@ async def test_requests_to_a_dead_server_go_to_another_one_at_once() -> None:
 
 
 @pytest.mark.usefixtures("quick_probes")
-async def test_a_server_that_is_healthy_again_is_taken_back() -> None:
+async def test_a_server_that_is_healthy_again_is_taken_back():
     network = Network(one=None, two=FakeServer())
     client = network.client()
     await asyncio.gather(*(client.generate([1]) for _ in range(4)))
@@ -213,7 +212,7 @@ async def test_a_server_that_is_healthy_again_is_taken_back() -> None:
     assert Counter(network.hosts()[before:]) == {"one": 2, "two": 2}
 
 
-async def test_a_refused_request_is_tried_elsewhere() -> None:
+async def test_a_refused_request_is_tried_elsewhere():
     network = Network(one=FakeServer(httpx.Response(503)), two=FakeServer())
     client = network.client()
     for i in range(6):
@@ -222,7 +221,7 @@ async def test_a_refused_request_is_tried_elsewhere() -> None:
     assert all(after == "two" for before, after in zip(hosts, hosts[1:], strict=False) if before == "one")
 
 
-async def test_an_abort_goes_to_the_server_that_has_the_request() -> None:
+async def test_an_abort_goes_to_the_server_that_has_the_request():
     network = Network(one=FakeServer(never), two=FakeServer(never))
     client = network.client()
     tasks = [asyncio.create_task(client.generate([1])) for _ in range(2)]
@@ -239,19 +238,19 @@ async def test_an_abort_goes_to_the_server_that_has_the_request() -> None:
         assert {body["rid"] for body in server.bodies()} == {body["rid"] for body in server.bodies("/abort_request")}
 
 
-async def test_with_all_servers_dead_the_error_says_so() -> None:
+async def test_with_all_servers_dead_the_error_says_so():
     client = Network(one=None, two=None).client(max_retries=3, unreachable_after=60.0)
     with pytest.raises(SGLangConnectionError, match="could not connect.*4 attempts.*no server has ever answered"):
         await client.generate([1])
 
 
-async def test_a_server_that_never_answered_is_no_reason_to_give_up_while_another_one_does() -> None:
+async def test_a_server_that_never_answered_is_no_reason_to_give_up_while_another_one_does():
     network = Network(one=None, two=FakeServer(OK))
     client = network.client(unreachable_after=60.0)
     assert await asyncio.gather(*(client.generate([1]) for _ in range(4))) == [generation()] * 4
 
 
-async def test_health_counts_the_servers() -> None:
+async def test_health_counts_the_servers():
     healthy = {"/health": httpx.Response(200)}
     network = Network(one=FakeServer(paths=healthy), two=FakeServer(paths={"/health": httpx.Response(503)}), three=None)
     client = network.client()
@@ -260,8 +259,8 @@ async def test_health_counts_the_servers() -> None:
     assert await network.client("two", "three").health() is False
 
 
-async def test_each_server_can_be_asked_for_its_model() -> None:
-    def named(name: str) -> FakeServer:
+async def test_each_server_can_be_asked_for_its_model():
+    def named(name):
         return FakeServer(paths={"/model_info": httpx.Response(200, json={"model_path": name})})
 
     network = Network(one=named("a"), two=named("b"))
@@ -281,12 +280,12 @@ async def test_each_server_can_be_asked_for_its_model() -> None:
         ([3], "string"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(base_url: Any, said: str) -> None:
+def test_addresses_that_cannot_work_are_refused(base_url, said):
     with pytest.raises(ValueError, match=said):
         SGLangClient(base_url)
 
 
-async def test_a_thousand_requests_to_a_server_that_is_down_give_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_thousand_requests_to_a_server_that_is_down_give_a_few_lines(caplog):
     caplog.set_level(logging.INFO, "strands_sglang")
     network = Network(one=None, two=None)
     client = network.client(retry_delay=0.01, max_retries=10**6, unreachable_after=60.0)

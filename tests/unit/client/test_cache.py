@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import threading
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -11,7 +9,7 @@ import transformers
 from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
 
 
-def test_the_same_settings_give_the_same_client() -> None:
+def test_the_same_settings_give_the_same_client():
     client = get_client("http://shared:1", timeout=5)
     assert get_client("http://shared:1/", timeout=5, max_retries=60) is client
     assert get_client("http://shared:1", timeout=6) is not client
@@ -19,7 +17,7 @@ def test_the_same_settings_give_the_same_client() -> None:
     assert client.timeout == 5
 
 
-def test_the_same_slime_arguments_give_the_same_client() -> None:
+def test_the_same_slime_arguments_give_the_same_client():
     args = {"sglang_router_ip": "shared", "sglang_router_port": 3, "sglang_server_concurrency": 4}
     client = get_client_from_slime_args(Namespace(**args))
     assert get_client_from_slime_args(Namespace(**args)) is client
@@ -27,7 +25,7 @@ def test_the_same_slime_arguments_give_the_same_client() -> None:
     assert (client.base_url, client.max_connections) == ("http://shared:3", 4)
 
 
-def test_settings_that_cannot_be_compared_are_refused() -> None:
+def test_settings_that_cannot_be_compared_are_refused():
     with pytest.raises(ValueError, match="hashable"):
         get_client("http://shared:1", timeout=[])
     with pytest.raises(TypeError, match="nonsense"):
@@ -35,11 +33,11 @@ def test_settings_that_cannot_be_compared_are_refused() -> None:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def loads(monkeypatch):
     """What transformers was asked to load; "broken" cannot be."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+    asked = []
 
-    def from_pretrained(path: str, **kwargs: Any) -> object:
+    def from_pretrained(path, **kwargs):
         asked.append((path, kwargs))
         if path.endswith("broken"):
             raise ValueError("needs trust_remote_code=True")
@@ -49,8 +47,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return asked
 
 
-def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path: Path, loads: list[Any]) -> None:
-    found: list[Any] = []
+def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path, loads):
+    found = []
     threads = [threading.Thread(target=lambda: found.append(get_tokenizer(tmp_path))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -62,7 +60,7 @@ def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path: Path, loads: list[
     assert get_tokenizer(tmp_path, use_fast=False) is not found[0]
 
 
-def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path: Path, loads: list[Any]) -> None:
+def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path, loads):
     (tmp_path / "broken").mkdir()
     for _ in range(2):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
@@ -71,7 +69,7 @@ def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path: Path, loa
 
 
 @pytest.mark.parametrize("path", ["{tmp}/missing", "./missing", "~/no-such-model", "a/b/c", "missing/"])
-def test_a_path_that_does_not_exist_is_called_that(tmp_path: Path, loads: list[Any], path: str) -> None:
+def test_a_path_that_does_not_exist_is_called_that(tmp_path, loads, path):
     """Row D6."""
     path = path.format(tmp=tmp_path)
     with pytest.raises(FileNotFoundError, match=f"^{path}: no such folder$"):
@@ -83,9 +81,7 @@ def test_a_path_that_does_not_exist_is_called_that(tmp_path: Path, loads: list[A
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(
-    tmp_path: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch, is_cached: bool
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(tmp_path, loads, monkeypatch, is_cached):
     """Row D6."""
     from huggingface_hub import constants
 
@@ -101,13 +97,13 @@ def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(
     assert bool(loads) is is_cached
 
 
-def test_clients_with_the_same_headers_are_one() -> None:
+def test_clients_with_the_same_headers_are_one():
     with_key = get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is not get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer b"})
 
 
-def test_the_same_servers_give_the_same_client_in_any_spelling() -> None:
+def test_the_same_servers_give_the_same_client_in_any_spelling():
     both = get_client(["http://a:1", "http://b:1/"])
     assert both is get_client(("http://a:1/", "http://b:1"))
     assert both.base_urls == ("http://a:1", "http://b:1")

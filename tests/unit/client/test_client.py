@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 from argparse import Namespace
-from typing import Any
 
 import httpx
 import pytest
@@ -19,17 +18,17 @@ from support.fake_server import BASE_URL, OK, FakeServer
 from support.generations import generation
 
 
-async def test_the_servers_object_comes_back_as_it_was_sent() -> None:
+async def test_the_servers_object_comes_back_as_it_was_sent():
     body = {**generation(), "a_key_of_tomorrow": [1]}
     assert await FakeServer(httpx.Response(200, json=body)).client().generate([1, 2]) == body
 
 
-async def test_an_aborted_generation_comes_back_like_any_other() -> None:
+async def test_an_aborted_generation_comes_back_like_any_other():
     aborted = generation([], finish="abort")
     assert await FakeServer(httpx.Response(200, json=aborted)).client().generate([1]) == aborted
 
 
-async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_streams() -> None:
+async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_streams():
     server = FakeServer()
     await server.client().generate(
         [1, 2], {"temperature": 0.5, "logit_bias": {5: 1.0}}, return_logprob=True, stream=False, some_field={"a": 1}
@@ -45,14 +44,14 @@ async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_stre
     }
 
 
-async def test_prompt_logprobs_are_not_asked_for_unless_the_caller_does() -> None:
+async def test_prompt_logprobs_are_not_asked_for_unless_the_caller_does():
     server = FakeServer()
     await server.client().generate([1], return_logprob=True)
     await server.client().generate([1], return_logprob=True, logprob_start_len=0)
     assert [body.get("logprob_start_len") for body in server.bodies()] == [None, 0]
 
 
-async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_prefix() -> None:
+async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_prefix():
     server = FakeServer(httpx.Response(500), httpx.Response(500), OK)
     await server.client().generate([1], rid="episode-7")
     rids = [body["rid"] for body in server.bodies()]
@@ -60,10 +59,10 @@ async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_pref
     assert all(rid.startswith("episode-7-") for rid in rids)
 
 
-async def test_what_the_caller_changes_while_it_waits_is_not_sent() -> None:
+async def test_what_the_caller_changes_while_it_waits_is_not_sent():
     params, ids = {"temperature": 1.0}, [1, 2]
 
-    async def change(_: dict[str, Any]) -> httpx.Response:
+    async def change(_):
         params["temperature"] = 0.0
         ids.append(3)
         return httpx.Response(500)
@@ -76,14 +75,14 @@ async def test_what_the_caller_changes_while_it_waits_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [1, True], [1.0], ["1"], [None], [-1], [1, 100], "12", None, [[1]], [2**70]])
-async def test_a_bad_prompt_is_refused_before_anything_is_sent(bad: Any) -> None:
+async def test_a_bad_prompt_is_refused_before_anything_is_sent(bad):
     server = FakeServer()
     with pytest.raises(ValueError, match="input_ids"):
         await server.client(vocab_size=100).generate(bad)
     assert server.asked == []
 
 
-async def test_the_vocabulary_of_a_call_wins_over_the_clients() -> None:
+async def test_the_vocabulary_of_a_call_wins_over_the_clients():
     client = FakeServer().client(vocab_size=10)
     await client.generate([50], vocab_size=100)
     with pytest.raises(ValueError, match=r"input_ids\[0\] is 50 .*below 10"):
@@ -99,14 +98,14 @@ async def test_the_vocabulary_of_a_call_wins_over_the_clients() -> None:
         ({"extra": object()}, "JSON"),
     ],
 )
-async def test_requests_that_cannot_have_one_answer_are_refused(arguments: dict[str, Any], said: str) -> None:
+async def test_requests_that_cannot_have_one_answer_are_refused(arguments, said):
     server = FakeServer()
     with pytest.raises(ValueError, match=said):
         await server.client().generate([1], **arguments)
     assert server.asked == []
 
 
-async def test_respx_can_stand_in_for_the_server() -> None:
+async def test_respx_can_stand_in_for_the_server():
     with respx.mock(using="httpx") as router:
         route = router.post(f"{BASE_URL}/generate").respond(json=generation())
         async with SGLangClient(BASE_URL) as client:
@@ -115,18 +114,18 @@ async def test_respx_can_stand_in_for_the_server() -> None:
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (404, False), (500, False)])
-async def test_health_is_the_status_of_the_health_endpoint(status: int, healthy: bool) -> None:
+async def test_health_is_the_status_of_the_health_endpoint(status, healthy):
     assert await FakeServer(paths={"/health": httpx.Response(status)}).client().health() is healthy
 
 
-async def test_health_of_a_server_that_cannot_be_reached_is_false() -> None:
-    async def refuse(_: httpx.Request) -> httpx.Response:
+async def test_health_of_a_server_that_cannot_be_reached_is_false():
+    async def refuse(_):
         raise httpx.ConnectError("refused")
 
     assert await SGLangClient(BASE_URL, transport=httpx.MockTransport(refuse)).health() is False
 
 
-async def test_model_info_falls_back_to_its_older_name() -> None:
+async def test_model_info_falls_back_to_its_older_name():
     info = {"model_path": "m"}
     new = FakeServer(paths={"/model_info": httpx.Response(200, json=info)})
     old = FakeServer(paths={"/get_model_info": httpx.Response(200, json=info)})
@@ -135,11 +134,11 @@ async def test_model_info_falls_back_to_its_older_name() -> None:
         await FakeServer().client().model_info()
 
 
-def models(length: Any) -> httpx.Response:
+def models(length):
     return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "max_model_len": length}]})
 
 
-async def test_the_context_length_is_asked_for_once() -> None:
+async def test_the_context_length_is_asked_for_once():
     server = FakeServer(paths={"/v1/models": models(512)})
     client = server.client()
     assert await asyncio.gather(*(client.context_length() for _ in range(20))) == [512] * 20
@@ -150,7 +149,7 @@ async def test_the_context_length_is_asked_for_once() -> None:
 @pytest.mark.parametrize(
     "answer", [httpx.Response(404), httpx.Response(200, json={"data": []}), models(None), models("512"), models(0)]
 )
-async def test_an_unknown_context_length_is_none_and_asked_for_again(answer: httpx.Response) -> None:
+async def test_an_unknown_context_length_is_none_and_asked_for_again(answer):
     server = FakeServer(paths={"/v1/models": answer})
     client = server.client()
     assert await client.context_length() is None
@@ -158,7 +157,7 @@ async def test_an_unknown_context_length_is_none_and_asked_for_again(answer: htt
     assert await client.context_length() == 512
 
 
-async def test_a_failure_to_ask_for_the_context_length_is_not_remembered() -> None:
+async def test_a_failure_to_ask_for_the_context_length_is_not_remembered():
     server = FakeServer(paths={"/v1/models": httpx.Response(500)})
     client = server.client(max_retries=1)
     with pytest.raises(SGLangHTTPError):
@@ -167,8 +166,8 @@ async def test_a_failure_to_ask_for_the_context_length_is_not_remembered() -> No
     assert await client.context_length() == 512
 
 
-async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_it_from_the_others() -> None:
-    async def respond(_: httpx.Request) -> httpx.Response:
+async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_it_from_the_others():
+    async def respond(_):
         arrived.set()
         await go_on.wait()
         return models(512)
@@ -183,13 +182,13 @@ async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-async def test_a_server_that_cannot_tokenize_is_asked_once_and_the_answer_is_none(status: int) -> None:
+async def test_a_server_that_cannot_tokenize_is_asked_once_and_the_answer_is_none(status):
     server = FakeServer(paths={"/tokenize": httpx.Response(status, json={"message": "no tokenizer"})})
     assert await server.client(max_retries=5).tokenize("hello") is None
     assert len(server.bodies("/tokenize")) == 1
 
 
-async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no_such_endpoint() -> None:
+async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no_such_endpoint():
     server = FakeServer(paths={"/tokenize": httpx.Response(200, json={"tokens": [1, 2], "count": 2})})
     assert await server.client().tokenize("hello") == [1, 2]
     assert server.bodies("/tokenize") == [{"prompt": "hello", "add_special_tokens": False}]
@@ -198,7 +197,7 @@ async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no
         await FakeServer(paths={"/tokenize": httpx.Response(200, json={})}).client().tokenize("hello")
 
 
-def test_settings_can_be_read_back_and_the_address_is_in_the_repr() -> None:
+def test_settings_can_be_read_back_and_the_address_is_in_the_repr():
     client = SGLangClient(
         " http://h:1/ ", max_connections=3, timeout=4.0, connect_timeout=5, max_retries=6, retry_delay=7
     )
@@ -207,7 +206,7 @@ def test_settings_can_be_read_back_and_the_address_is_in_the_repr() -> None:
     assert repr(client) == "SGLangClient(base_url='http://h:1')"
 
 
-def test_the_defaults_are_those_of_a_rollout() -> None:
+def test_the_defaults_are_those_of_a_rollout():
     client = SGLangClient("http://h:1")
     assert (client.max_connections, client.timeout, client.max_retries, client.retry_delay) == (1000, None, 60, 1.0)
 
@@ -225,12 +224,12 @@ def test_the_defaults_are_those_of_a_rollout() -> None:
         {"transport": "http"},
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_by_name(setting: dict[str, Any]) -> None:
+def test_a_setting_that_cannot_work_is_refused_by_name(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         SGLangClient("http://h:1", **setting)
 
 
-def test_a_client_of_slimes_router_has_its_address_and_its_concurrency() -> None:
+def test_a_client_of_slimes_router_has_its_address_and_its_concurrency():
     args = Namespace(
         sglang_router_ip="10.0.0.1",
         sglang_router_port=3000,
@@ -245,10 +244,10 @@ def test_a_client_of_slimes_router_has_its_address_and_its_concurrency() -> None
     assert (other.base_url, other.timeout, other.max_connections) == ("http://h:1", 300.0, 8)
 
 
-async def test_a_transport_factory_is_called_once_per_event_loop() -> None:
+async def test_a_transport_factory_is_called_once_per_event_loop():
     made = []
 
-    def make() -> httpx.MockTransport:
+    def make():
         made.append(httpx.MockTransport(FakeServer()))
         return made[-1]
 
@@ -260,17 +259,17 @@ async def test_a_transport_factory_is_called_once_per_event_loop() -> None:
     assert len(made) == 2
 
 
-def test_importing_the_client_loads_neither_aiohttp_nor_transformers() -> None:
+def test_importing_the_client_loads_neither_aiohttp_nor_transformers():
     code = (
         "import strands_sglang.client, sys; print([m for m in ('httpx_aiohttp', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-async def test_headers_go_with_every_request() -> None:
-    seen: list[str] = []
+async def test_headers_go_with_every_request():
+    seen = []
 
-    async def answer(request: httpx.Request) -> httpx.Response:
+    async def answer(request):
         seen.append(f"{request.url.path} {request.headers.get('authorization')}")
         return httpx.Response(200, json={"tokens": [1], "count": 1})
 

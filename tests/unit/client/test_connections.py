@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from anyio.from_thread import start_blocking_portal
@@ -16,38 +15,38 @@ from anyio.from_thread import start_blocking_portal
 from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import SGLangConnectionError, SGLangDecodingError
 from strands_sglang.local.server import free_port
-from support.fake_server import RawRequest, RawServer, http_bytes
+from support.fake_server import RawServer, http_bytes
 from support.generations import generation
 
 
-def client_of(server: RawServer, **settings: float) -> SGLangClient:
+def client_of(server, **settings):
     return SGLangClient(server.base_url, retry_delay=0.0, **{"max_retries": 5, **settings})  # type: ignore[arg-type]
 
 
-async def answer(request: RawRequest) -> None:
+async def answer(request):
     request.writer.write(http_bytes(generation() if request.path == "/generate" else {}))
 
 
-async def hang_up(request: RawRequest) -> None:
+async def hang_up(request):
     request.writer.close()
 
 
-async def half_an_answer(request: RawRequest) -> None:
+async def half_an_answer(request):
     request.writer.write(http_bytes(generation(), missing=20))
     request.writer.close()
 
 
-async def reset(request: RawRequest) -> None:
+async def reset(request):
     request.writer.transport.abort()
 
 
 @pytest.mark.parametrize("fault", [hang_up, half_an_answer, reset])
 async def test_a_connection_that_breaks_is_aborted_and_tried_again(
-    fault: Callable[[RawRequest], Awaitable[None]],
-) -> None:
+    fault,
+):
     seen = []
 
-    async def first_then_answer(request: RawRequest) -> None:
+    async def first_then_answer(request):
         """Break the first `/generate`, and treat everything else well."""
         if request.path == "/generate" and not seen:
             seen.append(request)
@@ -63,8 +62,8 @@ async def test_a_connection_that_breaks_is_aborted_and_tried_again(
     assert first["rid"] != second["rid"]
 
 
-async def test_an_answer_that_is_not_http_is_named_as_such() -> None:
-    async def banner(request: RawRequest) -> None:
+async def test_an_answer_that_is_not_http_is_named_as_such():
+    async def banner(request):
         request.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
         request.writer.close()
 
@@ -73,7 +72,7 @@ async def test_an_answer_that_is_not_http_is_named_as_such() -> None:
             await client.generate([1])
 
 
-async def test_a_port_where_nobody_listens_is_told_as_such() -> None:
+async def test_a_port_where_nobody_listens_is_told_as_such():
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     async with SGLangClient(url, retry_delay=0.0, unreachable_after=0.0) as client:
         with pytest.raises(SGLangConnectionError, match="could not connect.*start one .*, or correct") as caught:
@@ -83,8 +82,8 @@ async def test_a_port_where_nobody_listens_is_told_as_such() -> None:
         await client.abort("r")
 
 
-async def test_https_to_a_plain_http_port_fails_at_once() -> None:
-    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_https_to_a_plain_http_port_fails_at_once():
+    async def refuse(_, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
         writer.close()
 
@@ -96,15 +95,15 @@ async def test_https_to_a_plain_http_port_fails_at_once() -> None:
     server.close()
 
 
-async def test_a_server_that_comes_up_late_is_waited_for() -> None:
+async def test_a_server_that_comes_up_late_is_waited_for():
     port = free_port("127.0.0.1")
     tries = asyncio.Event()
 
     class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             tries.set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         await reader.readuntil(b"}")
         writer.write(http_bytes(generation()))
 
@@ -121,17 +120,17 @@ async def test_a_server_that_comes_up_late_is_waited_for() -> None:
         logging.getLogger("strands_sglang").removeHandler(watch)
 
 
-async def test_more_requests_than_connections_are_all_answered() -> None:
+async def test_more_requests_than_connections_are_all_answered():
     async with RawServer(answer) as server, client_of(server, max_connections=2) as client:
         answers = await asyncio.gather(*(client.generate([1]) for _ in range(20)))
     assert len(answers) == 20
     assert len({request.writer for request in server.requests}) == 2
 
 
-async def test_an_abort_gets_out_while_every_connection_is_taken() -> None:
+async def test_an_abort_gets_out_while_every_connection_is_taken():
     arrived, aborted = asyncio.Event(), asyncio.Event()
 
-    async def respond(request: RawRequest) -> None:
+    async def respond(request):
         if request.path == "/generate":
             arrived.set()
             await aborted.wait()
@@ -146,10 +145,10 @@ async def test_an_abort_gets_out_while_every_connection_is_taken() -> None:
         assert await task == generation()
 
 
-async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_timeout_is_needed() -> None:
-    seen: list[socket.socket] = []
+async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_timeout_is_needed():
+    seen = []
 
-    async def look(request: RawRequest) -> None:
+    async def look(request):
         client = request.writer.get_extra_info("peername")
         sockets = [one for one in gc.get_objects() if issubclass(type(one), socket.socket) and one.fileno() >= 0]
         seen.extend(one for one in sockets if one.type == socket.SOCK_STREAM and one.getsockname() == client)
@@ -168,23 +167,23 @@ async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_time
 
 
 @pytest.fixture
-def threaded_server() -> Iterator[str]:
+def threaded_server():
     """A server in a thread of its own, for tests that run event loops of theirs."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(RawServer(answer)) as server:
         yield server.base_url
 
 
-def test_one_client_works_in_one_event_loop_after_the_other(threaded_server: str) -> None:
+def test_one_client_works_in_one_event_loop_after_the_other(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     for _ in range(3):
         assert asyncio.run(client.generate([1])) == generation()
 
 
-def test_one_client_works_in_several_threads_at_a_time(threaded_server: str) -> None:
+def test_one_client_works_in_several_threads_at_a_time(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     answers = []
 
-    async def several() -> None:
+    async def several():
         answers.extend(await asyncio.gather(*(client.generate([1]) for _ in range(10))))
 
     threads = [threading.Thread(target=lambda: asyncio.run(several())) for _ in range(4)]
@@ -195,9 +194,7 @@ def test_one_client_works_in_several_threads_at_a_time(threaded_server: str) -> 
     assert answers == [generation()] * 40
 
 
-def test_connections_of_loops_that_ended_leave_no_warnings(
-    threaded_server: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_connections_of_loops_that_ended_leave_no_warnings(threaded_server, caplog):
     client = SGLangClient(threaded_server, max_retries=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -209,8 +206,8 @@ def test_connections_of_loops_that_ended_leave_no_warnings(
     assert caplog.records == []
 
 
-def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def use_and_lose() -> None:
+def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server, caplog):
+    async def use_and_lose():
         await SGLangClient(threaded_server, max_retries=0).generate([1])
         cycle = [SGLangClient(threaded_server, max_retries=0)]
         await cycle[0].generate([1])
@@ -226,9 +223,7 @@ def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server: str, ca
     assert caplog.records == []
 
 
-def test_connections_of_a_loop_that_was_just_closed_are_let_go(
-    threaded_server: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_connections_of_a_loop_that_was_just_closed_are_let_go(threaded_server, caplog):
     client = SGLangClient(threaded_server, max_retries=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,12 +237,12 @@ def test_connections_of_a_loop_that_was_just_closed_are_let_go(
     assert caplog.records == []
 
 
-def test_closing_a_client_closes_the_connections_of_other_threads_too(threaded_server: str) -> None:
+def test_closing_a_client_closes_the_connections_of_other_threads_too(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     used, closed = threading.Event(), threading.Event()
     answers = []
 
-    async def stay() -> None:
+    async def stay():
         answers.append(await client.generate([1]))
         used.set()
         await asyncio.to_thread(closed.wait)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -24,19 +22,19 @@ from support.generations import generation
 NEVER_COMES_BACK = {"max_retries": 0, "abort_grace": 0.1}
 
 
-async def start(server: FakeServer, client: SGLangClient, **arguments: Any) -> asyncio.Task[dict[str, Any]]:
+async def start(server, client, **arguments):
     task = asyncio.create_task(client.generate([1], **arguments))
     await server.arrived.wait()
     return task
 
 
-async def ends(task: asyncio.Task[Any]) -> BaseException:
+async def ends(task):
     with pytest.raises(BaseException) as caught:  # noqa: B017, PT011
         await task
     return caught.value
 
 
-async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes() -> None:
+async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes():
     server, partial = AbortableServer([7, 8]), []
     task = await start(server, server.client(), on_partial=partial.append)
     task.cancel()
@@ -45,11 +43,11 @@ async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes() -> No
     assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too() -> None:
+async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too():
     server, partial = AbortableServer([7, 8], paths={}), []
     heard, go_on = asyncio.Event(), asyncio.Event()
 
-    async def respond(request: httpx.Request) -> httpx.Response:
+    async def respond(request):
         if request.url.path == "/abort_request":
             heard.set()
             await go_on.wait()
@@ -67,7 +65,7 @@ async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too() -> None:
     assert len(partial) == 1
 
 
-async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_as_it_is() -> None:
+async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_as_it_is():
     server, partial = AbortableServer(finish="stop"), []
     task = await start(server, server.client(), on_partial=partial.append)
     task.cancel()
@@ -75,7 +73,7 @@ async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_
     assert partial[0]["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_handed_over() -> None:
+async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_handed_over():
     server, partial = AbortableServer(), []
     short = {
         "text": "",
@@ -83,7 +81,7 @@ async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_ha
         "meta_info": {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}},
     }
 
-    async def queued(_: dict[str, Any]) -> httpx.Response:
+    async def queued(_):
         await server.aborted.wait()
         return httpx.Response(200, json=short)
 
@@ -94,7 +92,7 @@ async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_ha
     assert partial == [short]
 
 
-async def test_without_an_answer_within_the_grace_there_is_none() -> None:
+async def test_without_an_answer_within_the_grace_there_is_none():
     server, partial = FakeServer(never), []
     task = await start(server, server.client(abort_grace=0.05), on_partial=partial.append)
     task.cancel()
@@ -103,10 +101,10 @@ async def test_without_an_answer_within_the_grace_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("answer", [httpx.Response(500), httpx.Response(200, text="?"), httpx.ReadError("broken")])
-async def test_what_is_no_answer_is_not_handed_over(answer: httpx.Response | Exception) -> None:
+async def test_what_is_no_answer_is_not_handed_over(answer):
     server, partial = AbortableServer(), []
 
-    async def fail(_: dict[str, Any]) -> httpx.Response:
+    async def fail(_):
         await server.aborted.wait()
         if isinstance(answer, Exception):
             raise answer
@@ -119,8 +117,8 @@ async def test_what_is_no_answer_is_not_handed_over(answer: httpx.Response | Exc
     assert partial == []
 
 
-async def test_an_error_in_on_partial_does_not_take_the_place_of_the_cancellation() -> None:
-    def fail(_: dict[str, Any]) -> None:
+async def test_an_error_in_on_partial_does_not_take_the_place_of_the_cancellation():
+    def fail(_):
         raise RuntimeError("mine")
 
     server = AbortableServer()
@@ -129,11 +127,11 @@ async def test_an_error_in_on_partial_does_not_take_the_place_of_the_cancellatio
     assert isinstance(await ends(task), asyncio.CancelledError)
 
 
-async def test_an_abort_that_overtook_its_request_is_sent_again() -> None:
-    heard: list[str] = []
+async def test_an_abort_that_overtook_its_request_is_sent_again():
+    heard = []
     second = asyncio.Event()
 
-    async def respond(request: httpx.Request) -> httpx.Response:
+    async def respond(request):
         rid = json.loads(request.content)["rid"]
         if request.url.path == "/generate":
             arrived.set()
@@ -153,8 +151,8 @@ async def test_an_abort_that_overtook_its_request_is_sent_again() -> None:
     assert len(heard) == 2 and len(partial) == 1
 
 
-async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort() -> None:
-    async def respond(request: httpx.Request) -> httpx.Response:
+async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort():
+    async def respond(request):
         if request.url.path != "/generate":
             raise httpx.ConnectError("refused")
         arrived.set()
@@ -172,7 +170,7 @@ async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort() -> No
 # --- the cancel signal ---
 
 
-async def test_a_signal_that_is_set_ends_the_call_with_what_there_is() -> None:
+async def test_a_signal_that_is_set_ends_the_call_with_what_there_is():
     server, signal, partial = AbortableServer([7, 8]), threading.Event(), []
     task = await start(server, server.client(), cancel_signal=signal, on_partial=partial.append)
     threading.Thread(target=signal.set).start()
@@ -183,7 +181,7 @@ async def test_a_signal_that_is_set_ends_the_call_with_what_there_is() -> None:
     assert len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_signal_that_was_set_before_sends_nothing() -> None:
+async def test_a_signal_that_was_set_before_sends_nothing():
     server, signal = FakeServer(), threading.Event()
     signal.set()
     with pytest.raises(SGLangCancelledError):
@@ -191,7 +189,7 @@ async def test_a_signal_that_was_set_before_sends_nothing() -> None:
     assert server.asked == []
 
 
-async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection() -> None:
+async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection():
     server, signal = FakeServer(httpx.Response(500)), threading.Event()
     retrying = await start(server, server.client(retry_delay=8.0), cancel_signal=signal)
     busy = FakeServer(never)
@@ -206,28 +204,28 @@ async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection(
     await ends(first)
 
 
-async def test_an_answer_that_is_there_counts_although_the_signal_is_set() -> None:
+async def test_an_answer_that_is_there_counts_although_the_signal_is_set():
     signal = threading.Event()
 
-    async def answer(_: dict[str, Any]) -> httpx.Response:
+    async def answer(_):
         signal.set()
         return OK
 
     assert await FakeServer(answer).client().generate([1], cancel_signal=signal) == generation()
 
 
-async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monkeypatch):
     loop, timers = asyncio.get_running_loop(), []
     call_later = loop.call_later
 
-    def count(delay: float, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+    def count(delay, callback, *args, **kwargs):
         timers.append(call_later(delay, callback, *args, **kwargs))
         return timers[-1]
 
     monkeypatch.setattr(loop, "call_later", count)
     release = asyncio.Event()
 
-    async def wait(_: dict[str, Any]) -> httpx.Response:
+    async def wait(_):
         await release.wait()
         return OK
 
@@ -245,16 +243,16 @@ async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monke
 # --- timeouts and deadlines ---
 
 
-async def test_an_answer_that_comes_just_too_late_for_its_attempt_still_counts() -> None:
+async def test_an_answer_that_comes_just_too_late_for_its_attempt_still_counts():
     server = AbortableServer([7, 2], finish="stop")
     assert (await server.client(timeout=0.05).generate([1]))["output_ids"] == [7, 2]
     assert len(server.bodies()) == 1
 
 
-async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once() -> None:
+async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once():
     lengths = [3, 1]
 
-    async def respond(request: httpx.Request) -> httpx.Response:
+    async def respond(request):
         if request.url.path == "/abort_request":
             events[json.loads(request.content)["rid"]].set()
             return httpx.Response(200)
@@ -264,8 +262,8 @@ async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once() 
         await events[rid].wait()
         return httpx.Response(200, json=generation([5] * length, rid=rid, finish="abort"))
 
-    events: dict[str, asyncio.Event] = {}
-    partial: list[dict[str, Any]] = []
+    events = {}
+    partial = []
     client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), timeout=0.05, retry_delay=0.0)
     with pytest.raises(SGLangConnectionError, match="no answer in time"):
         await client.generate([1], on_partial=partial.append)
@@ -273,10 +271,10 @@ async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once() 
     assert [len(answer["output_ids"]) for answer in partial] == [3]
 
 
-async def test_a_call_that_is_answered_in_the_end_hands_over_nothing() -> None:
+async def test_a_call_that_is_answered_in_the_end_hands_over_nothing():
     aborted, partial = asyncio.Event(), []
 
-    async def respond(request: httpx.Request) -> httpx.Response:
+    async def respond(request):
         if request.url.path == "/abort_request":
             aborted.set()
             return httpx.Response(200)
@@ -290,7 +288,7 @@ async def test_a_call_that_is_answered_in_the_end_hands_over_nothing() -> None:
     assert partial == []
 
 
-async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_there_is() -> None:
+async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_there_is():
     server, partial = AbortableServer([7, 8]), []
     with pytest.raises(SGLangDeadlineError, match=r"deadline has passed after 2 tokens, 0\.05 s after") as caught:
         await server.client(deadline=0.05).generate([1], on_partial=partial.append)
@@ -298,12 +296,12 @@ async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_the
     assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_complete_answer_just_after_the_deadline_still_counts() -> None:
+async def test_a_complete_answer_just_after_the_deadline_still_counts():
     server = AbortableServer([7, 2], finish="stop")
     assert (await server.client(deadline=0.05).generate([1]))["output_ids"] == [7, 2]
 
 
-async def test_the_deadline_covers_retries_and_names_the_last_failure() -> None:
+async def test_the_deadline_covers_retries_and_names_the_last_failure():
     server = FakeServer(httpx.Response(500, text="out of order"))
     with pytest.raises(SGLangDeadlineError, match="out of order") as caught:
         await server.client(deadline=0.3, retry_delay=0.02, max_retries=10**6).generate([1])
@@ -312,14 +310,14 @@ async def test_the_deadline_covers_retries_and_names_the_last_failure() -> None:
     assert 2 <= len(server.bodies()) < 30
 
 
-async def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for() -> None:
+async def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for():
     started = asyncio.get_running_loop().time()
     with pytest.raises(SGLangDeadlineError):
         await FakeServer(httpx.Response(500)).client(deadline=4.0, retry_delay=8.0).generate([1])
     assert asyncio.get_running_loop().time() - started < 3.0
 
 
-async def test_the_deadline_covers_the_wait_for_a_connection() -> None:
+async def test_the_deadline_covers_the_wait_for_a_connection():
     server = FakeServer(never)
     client = server.client(max_connections=1, deadline=0.1)
     first, second = (asyncio.create_task(client.generate([1])) for _ in range(2))
@@ -328,7 +326,7 @@ async def test_the_deadline_covers_the_wait_for_a_connection() -> None:
     assert len(server.bodies()) == 1
 
 
-async def test_connections_that_were_given_up_are_there_for_others() -> None:
+async def test_connections_that_were_given_up_are_there_for_others():
     server = FakeServer(never)
     client = server.client(max_connections=1, deadline=0.05)
     await asyncio.gather(*(client.generate([1]) for _ in range(20)), return_exceptions=True)
@@ -339,7 +337,7 @@ async def test_connections_that_were_given_up_are_there_for_others() -> None:
 # --- closing ---
 
 
-async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_attempt() -> None:
+async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_attempt():
     server, broken = AbortableServer(), FakeServer(httpx.Response(500))
     client = server.client(max_connections=1)
     first = await start(server, client)

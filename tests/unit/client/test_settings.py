@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from strands_sglang.client.client import normalize_base_url, slime_client_argume
         ("http://[::1]:30000", "http://[::1]:30000"),
     ],
 )
-def test_addresses_lose_white_space_and_slashes_at_their_ends(given: str, normal: str) -> None:
+def test_addresses_lose_white_space_and_slashes_at_their_ends(given, normal):
     assert normalize_base_url(given) == normal
 
 
@@ -40,13 +39,13 @@ def test_addresses_lose_white_space_and_slashes_at_their_ends(given: str, normal
         (30000, "must be a string"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_with_what_to_write(given: Any, said: str) -> None:
+def test_an_address_that_cannot_work_is_refused_with_what_to_write(given, said):
     with pytest.raises(ValueError, match="base_url") as caught:
         normalize_base_url(given)
     assert said in str(caught.value)
 
 
-def slime_args(**changes: Any) -> Namespace:
+def slime_args(**changes):
     return Namespace(**{"sglang_router_ip": "h", "sglang_router_port": 1, "sglang_server_concurrency": 8, **changes})
 
 
@@ -62,9 +61,7 @@ def slime_args(**changes: Any) -> Namespace:
         ({}, 8),
     ],
 )
-def test_slimes_concurrency_is_that_of_all_engines_with_any_way_to_leave_them_out(
-    changes: dict[str, Any], connections: int
-) -> None:
+def test_slimes_concurrency_is_that_of_all_engines_with_any_way_to_leave_them_out(changes, connections):
     assert slime_client_arguments(slime_args(**changes))["max_connections"] == connections
 
 
@@ -72,11 +69,11 @@ def test_slimes_concurrency_is_that_of_all_engines_with_any_way_to_leave_them_ou
     ("ip", "base_url"),
     [("10.0.0.1", "http://10.0.0.1:1"), ("fe80::1", "http://[fe80::1]:1"), ("[::1]", "http://[::1]:1")],
 )
-def test_slimes_router_address_may_be_of_either_ip_version(ip: str, base_url: str) -> None:
+def test_slimes_router_address_may_be_of_either_ip_version(ip, base_url):
     assert slime_client_arguments(slime_args(sglang_router_ip=ip))["base_url"] == base_url
 
 
-def test_a_router_that_has_no_address_yet_is_told_unless_one_is_given() -> None:
+def test_a_router_that_has_no_address_yet_is_told_unless_one_is_given():
     with pytest.raises(ValueError, match="sglang_router_ip is None"):
         slime_client_arguments(slime_args(sglang_router_ip=None))
     assert slime_client_arguments(Namespace(), base_url="http://h:1")["base_url"] == "http://h:1"

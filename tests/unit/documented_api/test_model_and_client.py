@@ -31,8 +31,6 @@ The page of `strands-env` names nothing from `strands_sglang`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from strands import Agent
@@ -52,18 +50,18 @@ ANSWER = "25 * 17 = 425."
 
 
 @pytest.fixture
-def server(chatml_tokenizer: Any) -> ScriptedSGLang:
+def server(chatml_tokenizer):
     """A server whose model calls the calculator once and answers."""
     return ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
 
 
 @pytest.fixture
-def base_url(server: ScriptedSGLang) -> Iterator[str]:
+def base_url(server):
     with server.serve() as base_url:
         yield base_url
 
 
-async def rollout(server: ScriptedSGLang, tokenizer: Any, *, hooks: Any = (), **config: Any) -> SGLangModel:
+async def rollout(server, tokenizer, *, hooks=(), **config):
     """The documented episode; returns the model that recorded it."""
     model = SGLangModel(tokenizer=tokenizer, client=server.client(), **config)
     agent = Agent(model=model, tools=[calculator], hooks=list(hooks), callback_handler=None)

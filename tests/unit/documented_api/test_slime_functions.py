@@ -21,7 +21,6 @@ these two, and leave a response of no tokens when nothing was sampled; the READM
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from strands import Agent
@@ -50,10 +49,10 @@ LIMIT = 3
 Generate = Callable[..., Awaitable[Sample]]
 
 
-async def generate_with_iteration_limiter(args: Any, sample: Sample, sampling_params: dict[str, Any], **client: Any):
+async def generate_with_iteration_limiter(args, sample, sampling_params, **client):
     """As the first documents have it: `params=`, `model_id=`, `ToolIterationLimiter`."""
     assert not args.partial_rollout
-    clients: dict[str, SGLangClient] = {}
+    clients = {}
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     if router not in clients:
         clients[router] = SGLangClient.from_slime_args(args, **client)
@@ -69,7 +68,7 @@ async def generate_with_iteration_limiter(args: Any, sample: Sample, sampling_pa
     return fill(sample, model, tm, len(tm.segments[0]), tool_iters=limiter.iteration_count)
 
 
-async def generate_with_tool_limiter(args: Any, sample: Sample, sampling_params: dict[str, Any], **client: Any):
+async def generate_with_tool_limiter(args, sample, sampling_params, **client):
     """As later documents have it: `sampling_params=` as they are, a parser object, `ToolLimiter` and its counts."""
     model = SGLangModel(
         tokenizer=generate_state(args).tokenizer,
@@ -83,7 +82,7 @@ async def generate_with_tool_limiter(args: Any, sample: Sample, sampling_params:
     return fill(sample, model, tm, len(tm.segments[0]), **counts)
 
 
-async def generate_with_rollout(args: Any, sample: Sample, sampling_params: dict[str, Any], **client: Any):
+async def generate_with_rollout(args, sample, sampling_params, **client):
     """As slime's own example has it by now: `get_client_from_slime_args`, `model.rollout`."""
     model = SGLangModel(
         tokenizer=generate_state(args).tokenizer,
@@ -97,13 +96,13 @@ async def generate_with_rollout(args: Any, sample: Sample, sampling_params: dict
     return fill(sample, model, model.rollout, model.rollout.initial_prompt_length, **counts)
 
 
-def generate_state(args: Any) -> Any:
+def generate_state(args):
     from slime.rollout.sglang_rollout import GenerateState
 
     return GenerateState(args)
 
 
-async def run(model: SGLangModel, limiter: ToolLimiter, sample: Sample) -> None:
+async def run(model, limiter, sample):
     """The agent's episode; every exception is a truncation."""
     agent = Agent(model=model, tools=[calculator], hooks=[limiter], callback_handler=None, system_prompt=SYSTEM_PROMPT)
     prompt = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[0]["content"]
@@ -115,7 +114,7 @@ async def run(model: SGLangModel, limiter: ToolLimiter, sample: Sample) -> None:
     agent.cleanup()
 
 
-def fill(sample: Sample, model: SGLangModel, tm: Any, prompt_length: int, **counts: int) -> Sample:
+def fill(sample, model, tm, prompt_length, **counts):
     sample.tokens = tm.token_ids
     sample.loss_mask = tm.loss_mask[prompt_length:]
     sample.rollout_log_probs = tm.logprobs[prompt_length:]
@@ -130,14 +129,12 @@ def fill(sample: Sample, model: SGLangModel, tm: Any, prompt_length: int, **coun
     params=[generate_with_iteration_limiter, generate_with_tool_limiter, generate_with_rollout],
     ids=["iteration_limiter", "tool_limiter", "rollout"],
 )
-def generate(request: pytest.FixtureRequest, chatml_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Generate:
+def generate(request, chatml_tokenizer, monkeypatch):
     install_slime(monkeypatch, chatml_tokenizer)
     return request.param
 
 
-async def generate_one(
-    generate: Generate, tokenizer: Any, answers: Any, prompt: Any = QUESTION, **kwargs: Any
-) -> tuple[Sample, ScriptedSGLang]:
+async def generate_one(generate, tokenizer, answers, prompt=QUESTION, **kwargs):
     """A sample that was generated against a scripted router, and the router."""
     server = ScriptedSGLang(tokenizer, answers, **kwargs)
     with server.serve() as base_url:
@@ -145,7 +142,7 @@ async def generate_one(
         return await generate(slime_args(base_url), sample, slime_sampling_params(), max_retries=0), server
 
 
-def exchanged_ids(server: ScriptedSGLang, call_index: int) -> list[int]:
+def exchanged_ids(server, call_index):
     """What the server saw and sampled up to a call."""
     return [*server.requests[call_index].input_ids, *server.responses[call_index].body["output_ids"]]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
@@ -13,15 +11,13 @@ from support.evaluation import lines
 from support.examples import run_example
 
 
-def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(
-    chatml_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(chatml_tokenizer, tmp_path):
     chatml_tokenizer.save_pretrained(tmp_path / "tokenizer")
     problems = tmp_path / "aime.jsonl"
     rows = [{"id": n, "problem": f"Find {n} * 11.", "answer": str(11 * n), "year": "2024"} for n in (3, 4, 5)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def answer(request: Any) -> str:
+    def answer(request):
         factor = re.findall(r"Find (\d+) \* 11", request.text)[-1]
         if "<tool_response>" in request.text:
             return rf"\boxed{{{int(factor) * 11 if factor != '5' else 0}}}"

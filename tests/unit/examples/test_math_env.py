@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.examples import run_example
 
 
-def test_it_rewards_an_agent_that_uses_its_calculator(chatml_tokenizer: Any, tmp_path: Path) -> None:
+def test_it_rewards_an_agent_that_uses_its_calculator(chatml_tokenizer, tmp_path):
     chatml_tokenizer.save_pretrained(tmp_path)
 
-    def answer(request: Any) -> str:
+    def answer(request):
         _, _, question = request.text.rpartition("<|im_start|>user\n")
         if "<tool_response>" in question:
             return "It is " + question.split("<tool_response>\n")[1].split("\n")[0] + "."

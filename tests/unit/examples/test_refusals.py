@@ -16,7 +16,7 @@ from support.examples import run_example
     ],
     ids=["no model", "no such address"],
 )
-def test_what_cannot_run_is_said_in_one_line(name: str, arguments: list[str], code: int, told: str) -> None:
+def test_what_cannot_run_is_said_in_one_line(name, arguments, code, told):
     done = run_example(name, *arguments)
     assert done.returncode == code
     assert told in done.stderr.splitlines()[-1]

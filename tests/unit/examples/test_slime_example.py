@@ -9,10 +9,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ NAMES = ("python_tool", "generate_with_strands", "prepare_data")
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def example(monkeypatch):
     """Imports a module of the example, as the script's PYTHONPATH does."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
@@ -36,7 +34,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def tool(example: Any) -> ModuleType:
+def tool(example):
     return example("python_tool")
 
 
@@ -49,7 +47,7 @@ async def test_the_examples_generate_runs_python_and_its_reward_scores_the_answe
     install_slime(monkeypatch, chatml_tokenizer)
     asked = []
 
-    def compute_score(response: str, label: str, strict_box_verify: bool) -> dict[str, Any]:
+    def compute_score(response, label, strict_box_verify):
         asked.append(strict_box_verify)
         right = strict_box_verify and f"\\boxed{{{label}}}" in response
         return {"score": 1.0 if right else -1.0, "pred": "[INVALID]"}
@@ -164,7 +162,7 @@ async def test_a_run_that_is_cancelled_leaves_nothing_behind(tool, tmp_path):
 
 
 def test_several_event_loops_can_use_the_tool(tool):
-    async def many() -> list[str]:
+    async def many():
         return await asyncio.gather(*(tool.run_python(f"print({n})") for n in range(tool.CONCURRENT_RUNS + 1)))
 
     for _ in range(2):

@@ -8,16 +8,11 @@ import pytest
 from strands_sglang.local import cache
 
 
-def make(text: str):
-    def build(directory: Path) -> None:
+def make(text):
+    def build(directory):
         (directory / "content").write_text(text)
 
     return build
-
-
-def fail(directory: Path) -> None:
-    (directory / "half").touch()
-    raise RuntimeError("the disk is full")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +56,10 @@ def test_a_complete_directory_that_no_longer_works_is_built_anew(tmp_path):
 
 
 def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
+    def fail(directory):
+        (directory / "half").touch()
+        raise RuntimeError("the disk is full")
+
     target = tmp_path / "thing"
     with pytest.raises(RuntimeError, match="the disk is full"):
         cache.build_once(target, fail)
@@ -72,14 +71,14 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
 def test_two_that_want_the_same_directory_at_once_build_it_once_and_the_second_says_that_it_waits(tmp_path):
     target = tmp_path / "thing"
     building, second_waits = threading.Event(), threading.Event()
-    lines: list[str] = []
+    lines = []
 
-    def build_slowly(directory: Path) -> None:
+    def build_slowly(directory):
         building.set()
         assert second_waits.wait(30)
         (directory / "content").write_text("first")
 
-    def note(line: str) -> None:
+    def note(line):
         lines.append(line)
         second_waits.set()
 

@@ -11,7 +11,7 @@ from strands_sglang import local
 from strands_sglang.local import install
 
 
-def program(path: Path, script: str) -> Path:
+def program(path, script):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -19,7 +19,7 @@ def program(path: Path, script: str) -> Path:
 
 
 @pytest.fixture
-def old_python(monkeypatch, tmp_path) -> Path:
+def old_python(monkeypatch, tmp_path):
     """Makes this Python look like 3.10, and returns the only directory on the PATH besides the system's shell tools."""
     folder = tmp_path / "path"
     folder.mkdir()
@@ -30,7 +30,7 @@ def old_python(monkeypatch, tmp_path) -> Path:
 
 
 @pytest.fixture
-def fake_python(old_python, tmp_path) -> Path:
+def fake_python(old_python, tmp_path):
     """A Python 3.12 whose environments note what pip is told in the returned file; `pip.log.fails` makes them fail."""
     log = tmp_path / "pip.log"
     pip = f'echo "$@" >> "{log}"; if [ -e "{log}.fails" ]; then echo "no matching distribution"; exit 1; fi'
@@ -114,7 +114,7 @@ def test_every_requirement_is_pinned_to_one_version(file):
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
 def test_sglang_is_installed_once_with_and_then_without_dependencies(fake_python):
-    lines: list[str] = []
+    lines = []
     python = local.ensure_sglang(lines.append)
     calls = fake_python.read_text().splitlines()
     assert [call.split("/")[-1] for call in calls] == ["requirements-sglang.txt", "requirements-sglang-nodeps.txt"]

