@@ -75,6 +75,8 @@ class UnprovenContinuationError(Exception):
 
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
+_SHORTEST_COUNTED = 1000  # characters; for less it is not worth it
+_MOST_COUNTED = 16_000_000  # characters together; what was counted for nothing has to go
 _TAIL_TOKENS = 64
 
 
@@ -184,7 +186,9 @@ class ChatTemplate:
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, bool], bool] = {}
-        self._counted = _CountedTexts()
+        # Long texts that were encoded to be counted, until the call takes them that sends them: each is encoded once.
+        self._counted: dict[str, tuple[EncodedText, ...]] = {}
+        self._lock = threading.Lock()
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self.self_check()
 
@@ -233,11 +237,9 @@ class ChatTemplate:
         ]
         missing: set[str] = set()
         for messages, tools, expected in probes:
-            try:
-                text = self.render(messages, tools, add_generation_prompt=True)
-            except ChatTemplateError:
-                continue  # it says so itself
-            missing.update(part for part, sentinel in expected.items() if sentinel not in text)
+            text = self.try_render(messages, tools, add_generation_prompt=True)
+            if text is not None:  # a template that refuses them says so itself
+                missing.update(part for part, sentinel in expected.items() if sentinel not in text)
         return frozenset(missing)
 
     @cached_property
@@ -255,10 +257,7 @@ class ChatTemplate:
         marks = None if self.family is None else self.family.reasoning
         # Marks that were put around reasoning only so that it is shown are no proof of what closes it.
         forms = self.forms if marks else replace(self.forms, reasoning_marks=None)
-        try:
-            text = self.render(exchange, add_generation_prompt=False, forms=forms)
-        except ChatTemplateError:
-            text = ""
+        text = self.try_render(exchange, add_generation_prompt=False, forms=forms) or ""
         _, found, behind = text.partition(reasoning)
         if found and answer in behind:
             close = behind.partition(answer)[0]
@@ -305,6 +304,13 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
+    def try_render(self, messages: Sequence[ChatMessage], tools: Tools = None, **options: Any) -> str | None:
+        """The same; None where the template refuses it."""
+        try:
+            return self.render(messages, tools, **options)
+        except ChatTemplateError:
+            return None
+
     def added_tokens(self, *, special_only: bool) -> set[str]:
         """The tokens that were added to the vocabulary, or those among them that are control tokens."""
         added = self.tokenizer.added_tokens_decoder.values()
@@ -319,10 +325,7 @@ class ChatTemplate:
 
     def _survives(self, sentinel: str) -> bool:
         exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
-        try:
-            return sentinel in self.render(exchange, add_generation_prompt=False)
-        except ChatTemplateError:
-            return False
+        return sentinel in (self.try_render(exchange, add_generation_prompt=False) or "")
 
     # --- prompts ---
 
@@ -424,29 +427,32 @@ class ChatTemplate:
         if self._escapes:
             return self._control_tokens.escape(messages), self._control_tokens.escape(tools)
         for message in messages:
-            if message["role"] in ("user", "tool") and not self._warned:
-                self._warn_of_control_tokens(message)
+            if message["role"] not in ("user", "tool") or self._warned:
+                continue
+            content = message["content"]
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+            token = next(filter(None, map(self._control_tokens.special.search, texts)), None)
+            if token is not None:
+                self._warned = True
+                logger.warning(
+                    "role=<%s>, token=<%s> | the text of a message holds a control token, which becomes a real one in "
+                    "the prompt, as on the server's chat endpoint; escape_control_tokens=True keeps it text",
+                    message["role"],
+                    token.group(),
+                )
         return messages, tools
 
-    def _warn_of_control_tokens(self, message: ChatMessage) -> None:
-        found = map(self._control_tokens.special_in, texts_of(message["content"]))
-        token = next((token for token in found if token is not None), None)
-        if token is not None:
-            self._warned = True
-            logger.warning(
-                "role=<%s>, token=<%s> | the text of a message holds a control token, which becomes a real one in the "
-                "prompt, as on the server's chat endpoint; escape_control_tokens=True keeps it text",
-                message["role"],
-                token,
-            )
-
     def _encoded(self, text: str, ahead: bool) -> tuple[EncodedText, ...]:
-        encoded = self._counted.take(text)
+        with self._lock:
+            encoded = self._counted.pop(text, None)
         if encoded is None:
             pieces = self._control_tokens.pieces(text) if self._escapes else [EncodedText(text, self.encode(text))]
             encoded = tuple(pieces)
-        if ahead:
-            self._counted.put(text, encoded)
+        if ahead and _SHORTEST_COUNTED <= len(text) <= _MOST_COUNTED:
+            with self._lock:
+                self._counted[text] = encoded
+                while sum(map(len, self._counted)) > _MOST_COUNTED:
+                    del self._counted[next(iter(self._counted))]
         return encoded
 
     def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
@@ -516,8 +522,13 @@ class ChatTemplate:
             if name is not None:
                 raise ChatTemplateError(f"family={name!r}: none of its stop tokens {family.stops} is in the vocabulary")
         # None that is known, or its template on another vocabulary.
-        stop = derived_stop(self)
-        return None, () if stop is None else (stop,)
+        # It ends a turn with the first control token that it writes behind an assistant's text.
+        sentinel = self.sentinel()
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
+        after = self.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
+        special = self.added_tokens(special_only=True)
+        found = [(after.index(token), -len(token), token) for token in special if token in after]
+        return None, (min(found)[2],) if found else ()
 
 
 @dataclass(frozen=True)
@@ -690,16 +701,6 @@ def probe_result(call: Mapping[str, str]) -> ChatMessage:
 # --- what it does with parts of a conversation ---
 
 
-def derived_stop(template: ChatTemplate) -> str | None:
-    """The first control token that the template writes behind an assistant's text; None if there is none."""
-    sentinel = template.sentinel()
-    exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
-    after = template.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
-    special = template.added_tokens(special_only=True)
-    found = [(after.index(token), -len(token), token) for token in special if token in after]
-    return min(found)[2] if found else None
-
-
 def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bool) -> bool:
     """Whether the template writes a sampled turn differently once something follows it.
 
@@ -746,10 +747,7 @@ def prefix_arguments(template: ChatTemplate) -> str:
     ]
 
     def render(probe: tuple[list[ChatMessage], Tools], arguments: Mapping[str, Any]) -> str | None:
-        try:
-            return template.render(*probe, add_generation_prompt=False, arguments=arguments)
-        except ChatTemplateError:
-            return None
+        return template.try_render(*probe, add_generation_prompt=False, arguments=arguments)
 
     def changes(name: str) -> bool:
         alone = {name: template.arguments[name]}
@@ -792,8 +790,11 @@ class TemplateForms:
     def _put(self, message: ChatMessage) -> list[ChatMessage]:
         if message["role"] != "assistant":
             return [message]
-        if self.reasoning_marks is not None:
-            message = _with_marked_reasoning(message, self.reasoning_marks)
+        if self.reasoning_marks is not None and message.get("reasoning_content"):
+            opening, close = self.reasoning_marks
+            marked = f"{opening}{message['reasoning_content']}{close}{message['content']}"
+            message = {**message, "content": marked}
+            del message["reasoning_content"]
         calls = message.get("tool_calls")
         if not calls:
             return [message]
@@ -832,15 +833,6 @@ class TemplateForms:
         return renamed
 
 
-def _with_marked_reasoning(message: ChatMessage, marks: tuple[str, str]) -> ChatMessage:
-    reasoning = message.get("reasoning_content")
-    if not reasoning:
-        return message
-    marked = {key: value for key, value in message.items() if key != "reasoning_content"}
-    marked["content"] = f"{marks[0]}{reasoning}{marks[1]}{message['content']}"
-    return marked
-
-
 def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
     if isinstance(function["arguments"], str):
@@ -875,16 +867,13 @@ def find_forms(template: ChatTemplate) -> TemplateForms:
             # A template can treat the first step with a call otherwise than later ones.
             before += [assistant_turn([earlier], "earlier"), probe_result(earlier)]
             behind = [probe_result(call), *later]
-        try:
-            text = template.render(
-                [*before, turn, *behind],
-                [PROBE_TOOL],  # always: some templates render nothing without tools
-                add_generation_prompt=False,
-                forms=forms,
-            )
-        except ChatTemplateError:
-            return None
-        return all(text_of_part in text for text_of_part in texts.values())
+        text = template.try_render(
+            [*before, turn, *behind],
+            [PROBE_TOOL],  # always: some templates render nothing without tools
+            add_generation_prompt=False,
+            forms=forms,
+        )
+        return None if text is None else all(text_of_part in text for text_of_part in texts.values())
 
     def shows_reasoning(forms: TemplateForms) -> bool:
         return bool(shown(forms, "reasoning", "text") or shown(forms, "reasoning", "call"))
@@ -893,16 +882,14 @@ def find_forms(template: ChatTemplate) -> TemplateForms:
     if not shown(forms, "call") and shown(replace(forms, text_arguments=True), "call"):
         forms = replace(forms, text_arguments=True)
     if not shows_reasoning(forms):
-        marked = replace(forms, reasoning_marks=_reasoning_marks(template))
+        marks = None if template.family is None else template.family.reasoning
+        if marks is None or marks[0] == _THINK_MARKS[0].strip():
+            marks = _THINK_MARKS
+        marked = replace(forms, reasoning_marks=marks)
         forms = marked if shows_reasoning(marked) else forms
     if shown(forms, "call"):
         forms = replace(forms, text_beside_calls=_text_beside_calls(forms, shown))
     return replace(forms, numbers_calls=_numbers_calls(template, forms, call))
-
-
-def _reasoning_marks(template: ChatTemplate) -> tuple[str, str]:
-    marks = None if template.family is None else template.family.reasoning
-    return _THINK_MARKS if marks is None or marks[0] == _THINK_MARKS[0].strip() else marks
 
 
 def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) -> TextBesideCalls:
@@ -920,10 +907,7 @@ def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) 
 
 def _numbers_calls(template: ChatTemplate, forms: TemplateForms, call: Mapping[str, str]) -> bool:
     history = [{"role": "user", "content": "u"}, assistant_turn([call], "argument")]
-    try:
-        text = template.render(history, [PROBE_TOOL], add_generation_prompt=False, forms=forms)
-    except ChatTemplateError:
-        return False
+    text = template.try_render(history, [PROBE_TOOL], add_generation_prompt=False, forms=forms) or ""
     return call["id"] not in text and numbered_function(call["id"], call["name"], 0) in text
 
 
@@ -973,7 +957,8 @@ class ControlTokens:
         return re.compile(f"({_any_of(self._ids)})")
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
+    def special(self) -> re.Pattern[str]:
+        """Finds the special ones among them."""
         tokenizer = self._encoder.tokenizer
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         return re.compile(_any_of(token for token in self._ids if token in special | set(tokenizer.all_special_tokens)))
@@ -982,23 +967,15 @@ class ControlTokens:
     def _encode_without(self) -> Callable[[str], list[int]]:
         return self._encoder.without(self._ids)
 
-    def special_in(self, text: str) -> str | None:
-        """The first special token in a text; None if it holds none."""
-        found = self._special.search(text)
-        return None if found is None else found.group()
-
     def escape(self, value: Any) -> Any:
         """A JSON-like value with a mark in place of every control token in its texts; images stay as they are."""
         if isinstance(value, str):
-            return self._pattern.sub(self._mark, value)
+            return self._pattern.sub(lambda match: self._marks.setdefault(match.group(), self._new_mark()), value)
         if isinstance(value, Mapping) and not isinstance(value, ImagePart):
             return {self.escape(key): self.escape(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self.escape(entry) for entry in value]
         return value
-
-    def _mark(self, match: re.Match[str]) -> str:
-        return self._marks.setdefault(match.group(), self._new_mark())
 
     def pieces(self, text: str) -> list[EncodedText]:
         """A rendered text encoded, with control tokens in place of none of the marks.
@@ -1045,11 +1022,6 @@ class ControlTokens:
         return EncodedText(text, token_ids, is_plain=True)
 
 
-def texts_of(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts in the content of a chat message."""
-    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-
-
 def _any_of(words: Iterable[str]) -> str:
     """A pattern for the longest of many words at a place; linear in the text, however many they are.
 
@@ -1071,38 +1043,6 @@ def _any_of(words: Iterable[str]) -> str:
 
 
 # --- shared ---
-
-
-class _CountedTexts:
-    """Long texts that were encoded to be counted, until the call takes them that sends them: each is encoded once."""
-
-    SHORTEST = 1000  # characters; for less it is not worth it
-    MOST = 16_000_000  # characters together; what was counted for nothing has to go
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._texts: dict[str, tuple[EncodedText, ...]] = {}
-        self._characters = 0
-        self._lock = threading.Lock()
-
-    def put(self, text: str, encoded: tuple[EncodedText, ...]) -> None:
-        """Keep an encoded text."""
-        with self._lock:
-            if self.SHORTEST <= len(text) <= self.MOST and text not in self._texts:
-                self._texts[text] = encoded
-                self._characters += len(text)
-            while self._characters > self.MOST:
-                oldest = next(iter(self._texts))
-                self._characters -= len(oldest)
-                del self._texts[oldest]
-
-    def take(self, text: str) -> tuple[EncodedText, ...] | None:
-        """An encoded text, which is forgotten here; None if it is not kept."""
-        with self._lock:
-            encoded = self._texts.pop(text, None)
-            if encoded is not None:
-                self._characters -= len(text)
-            return encoded
 
 
 def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:

@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +61,10 @@ class Encoder:
             self.encode("")  # a tokenizer that was loaded with settings of its own applies them at its first call
             self._lock = nullcontext()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         """The ids of a text; no special tokens are added."""
         with self._lock:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
             return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -78,14 +78,9 @@ class Encoder:
     def without(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
         """What encodes any text with none of these tokens, which were added to the vocabulary."""
         backend = _backend(self.tokenizer)
-        return self._encode_split if backend is None else _without_tokens(backend, tokens)
-
-    def _encode_split(self, text: str) -> list[int]:
-        with self._lock:
-            ids: list[int] = self.tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=True, verbose=False
-            )
-            return ids
+        if backend is None:
+            return lambda text: self.encode(text, split_special_tokens=True)
+        return _without_tokens(backend, tokens)
 
 
 _encoders: weakref.WeakKeyDictionary[Any, tuple[Any, Encoder]] = weakref.WeakKeyDictionary()
@@ -168,12 +163,7 @@ def _without_tokens(backend: Tokenizer, tokens: Collection[str]) -> Callable[[st
         if token.content not in tokens and backend.model.token_to_id(token.content) == token_id
     ]
     own.add_tokens(kept)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = own.encode(text, add_special_tokens=False).ids
-        return ids
-
-    return encode
+    return lambda text: own.encode(text, add_special_tokens=False).ids
 
 
 def _with_same_parts(backend: Tokenizer) -> Tokenizer:
@@ -182,17 +172,12 @@ def _with_same_parts(backend: Tokenizer) -> Tokenizer:
 
     own = Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if getattr(backend, part) is not None:
-            setattr(own, part, _copied(getattr(backend, part)))
+        value = getattr(backend, part)
+        if value is not None:
+            with suppress(Exception):  # what is Python code nothing copies
+                value = copy.deepcopy(value)
+            setattr(own, part, value)
     return own
-
-
-def _copied(part: Any) -> Any:
-    """A part that its owner cannot change in place; the part itself if it is Python code, which nothing copies."""
-    try:
-        return copy.deepcopy(part)
-    except Exception:
-        return part
 
 
 def _state(tokenizer: Any) -> Any:

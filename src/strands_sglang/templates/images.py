@@ -88,19 +88,11 @@ class ImageProcessor:
             )
         self._processor, self._lock = _private_copy(processor)
         self._template = template
-        first, second = self._written_for_images()
-        self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
-        if not self._marks:
-            raise ValueError("processor= was given, and the chat template writes no control token for an image")
-        self.numbered = first != second
-
-    def _written_for_images(self) -> tuple[str, str]:
-        """What the template writes for the first and for the second image of a conversation."""
         text = {"type": "text", "text": _FIRST}
         contents: list[Any] = [[text], [{"type": "image"}, text], [{"type": "image"}, {"type": "image"}, text]]
         try:
             none, one, two = (
-                self._template.render(
+                template.render(
                     [{"role": "user", "content": content}, {"role": "assistant", "content": _SECOND}],
                     add_generation_prompt=False,
                 )
@@ -108,7 +100,11 @@ class ImageProcessor:
             )
         except ValueError as error:
             raise ValueError(f"processor= was given, and the chat template takes no images: {error}") from error
-        return _inserted(none, one), _inserted(one, two)
+        first, second = _inserted(none, one), _inserted(one, two)
+        self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
+        if not self._marks:
+            raise ValueError("processor= was given, and the chat template writes no control token for an image")
+        self.numbered = first != second
 
     def expand(
         self, token_ids: Sequence[int], text: str | Sequence[EncodedText], pictures: Sequence[Picture]
@@ -130,9 +126,18 @@ class ImageProcessor:
         """
         if not pictures:
             return list(token_ids), None
-        self._check_marks(token_ids, pictures)
-        images = [_opened(picture) for picture in pictures]
         where = ", ".join(picture.where for picture in pictures)
+        for found, expected in self._miscounts(token_ids, pictures):
+            if found < expected:
+                raise UnsupportedContentError(
+                    f"{where}: the chat template leaves images of such a message out ({found} placeholders for "
+                    f"{expected}); many have a place for images in user messages only"
+                )
+            raise UnsupportedContentError(
+                f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
+                f"{expected}); take it out of the text"
+            )
+        images = [_opened(picture) for picture in pictures]
         parts = [EncodedText(text, self._template.encode(text))] if isinstance(text, str) else text
         length = sum(len(part.token_ids) for part in parts)
         added, lacking = max(len(token_ids) - length, 0), max(length - len(token_ids), 0)
@@ -165,19 +170,6 @@ class ImageProcessor:
             except Exception as error:  # every processor has its own errors
                 raise UnsupportedContentError(f"{where}: the model's processor refuses the images: {error}") from error
         return outputs
-
-    def _check_marks(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
-        where = ", ".join(picture.where for picture in pictures)
-        for found, expected in self._miscounts(token_ids, pictures):
-            if found < expected:
-                raise UnsupportedContentError(
-                    f"{where}: the chat template leaves images of such a message out ({found} placeholders for "
-                    f"{expected}); many have a place for images in user messages only"
-                )
-            raise UnsupportedContentError(
-                f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
-                f"{expected}); take it out of the text"
-            )
 
     def _miscounts(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Iterator[tuple[int, int]]:
         """How often ids hold a control token of images, and how often the images need it, where that differs."""
@@ -311,11 +303,6 @@ def _opened(picture: Picture) -> Image:
 
 def _inserted(text: str, longer: str) -> str:
     """What `longer` has more than `text`, in one piece."""
-    start = _common(text, longer)
-    end = _common(text[start:][::-1], longer[start:][::-1])
+    start = len(os.path.commonprefix([text, longer]))
+    end = len(os.path.commonprefix([text[start:][::-1], longer[start:][::-1]]))
     return longer[start : len(longer) - end]
-
-
-def _common(one: str, other: str) -> int:
-    """The length of what two texts begin with."""
-    return len(os.path.commonprefix([one, other]))
