@@ -7,11 +7,12 @@ one round trip is sampled.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from strands.event_loop.streaming import process_stream
 from strands.types.content import Messages
 from strands.types.exceptions import ContextWindowOverflowException
 
@@ -187,15 +188,12 @@ def _example(template: ChatTemplate) -> list[Piece]:
     }
     result = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": use_id}
     calls = [{"id": use_id, "name": "weather"}]
-    try:
+    with suppress(ChatTemplateError, UnprovenContinuationError):
         return _pieces(template, turn, [result], calls, [_TOOL])
-    except (ChatTemplateError, UnprovenContinuationError):
-        pass
-    try:
+    with suppress(ChatTemplateError, UnprovenContinuationError):
         answer = {"role": "assistant", "content": "Rain."}
         return _pieces(template, answer, [{"role": "user", "content": "And in Rome?"}], [], None)
-    except (ChatTemplateError, UnprovenContinuationError):
-        return []
+    return []
 
 
 def _pieces(
@@ -232,13 +230,16 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
             facts = await check_server(client, model.chat_template)
             messages: Messages = [{"role": "user", "content": [{"text": "Say hello."}]}]
             for following in ("Say it again.", None):
-                blocks: list[Any] = []
-                async for event in model.stream(messages):
-                    blocks.append(event)
-                answer = _answer_of(blocks)
-                messages.append({"role": "assistant", "content": answer})
+                events = [event async for event in process_stream(model.stream(messages))]
+                answer = events[-1]["stop"][1]
+                messages.append(answer)
                 if following is not None:
-                    messages.append({"role": "user", "content": [*_results_of(answer), {"text": following}]})
+                    uses = [block["toolUse"]["toolUseId"] for block in answer["content"] if "toolUse" in block]
+                    content: list[Any] = [{"text": "There are no tools."}]
+                    results: list[Any] = [
+                        {"toolResult": {"toolUseId": use_id, "status": "error", "content": content}} for use_id in uses
+                    ]
+                    messages.append({"role": "user", "content": [*results, {"text": following}]})
         except (SGLangClientError, ChatTemplateError, ContextWindowOverflowException) as error:
             return RoundTrip(base_url, error=str(error))
         turns = model.trajectory.turns
@@ -250,30 +251,6 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
             sequences=len(model.trajectory.sequences()),
             reason=turns[-1].reason,
         )
-
-
-def _answer_of(events: Sequence[Any]) -> list[Any]:
-    """The content blocks of a stream, as an agent keeps them."""
-    blocks: list[Any] = []
-    for event in events:
-        start = event.get("contentBlockStart", {}).get("start", {})
-        if "toolUse" in start:
-            blocks.append({"toolUse": {**start["toolUse"], "input": {}}})
-        delta = event.get("contentBlockDelta", {}).get("delta", {})
-        if "text" in delta:
-            blocks.append({"text": delta["text"]})
-        elif "reasoningContent" in delta:
-            blocks.append({"reasoningContent": {"reasoningText": {"text": delta["reasoningContent"]["text"]}}})
-        elif "toolUse" in delta:
-            blocks[-1]["toolUse"]["input"] = json.loads(delta["toolUse"]["input"])
-    return blocks
-
-
-def _results_of(answer: Sequence[Any]) -> list[Any]:
-    """Results for tool calls that nobody asked for."""
-    uses = [block["toolUse"]["toolUseId"] for block in answer if "toolUse" in block]
-    content: list[Any] = [{"text": "There are no tools."}]
-    return [{"toolResult": {"toolUseId": use_id, "status": "error", "content": content}} for use_id in uses]
 
 
 def report_lines(check: ModelCheck) -> Iterator[str]:

@@ -1,7 +1,15 @@
 """Strands messages: as chat templates take them, and as fingerprints."""
 
-from .chat import ChatMessage, is_unknown_tool, pictures_of, plain_texts, system_text, to_chat_messages, to_chat_tools
-from .content import UnsupportedContentError
+from .content import (
+    ChatMessage,
+    UnsupportedContentError,
+    is_unknown_tool,
+    pictures_of,
+    plain_texts,
+    system_text,
+    to_chat_messages,
+    to_chat_tools,
+)
 from .fingerprint import (
     BLANK_TEXT,
     NO_SYSTEM_PROMPT,

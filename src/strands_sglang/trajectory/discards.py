@@ -184,7 +184,8 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
     """
     first = after.first
     stands = turn.answer_digest in after.digests
-    if turn.was_added and not stands and _is_recorded(after, turn):
+    recorded = turn.trajectory.turns if turn.trajectory is not None and turn.was_added and not stands else ()
+    if any(other.answer_digest in after.digests[:1] for other in recorded if other.answer_digest):
         return False  # the agent has begun again, in another history or with other tools
     if not taken and (stands or _is_kept_in_another_form(turn, after)):
         settle(turn, after.kept)
@@ -214,12 +215,6 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
             turn.note += f", with {block_difference(turn.answer_blocks, first)}"
             return True
     return False
-
-
-def _is_recorded(after: After, turn: Turn) -> bool:
-    """Whether the first message after a question is an answer that was sampled."""
-    turns = turn.trajectory.turns if turn.trajectory is not None else ()
-    return any(other.answer_digest in after.digests[:1] for other in turns if other.answer_digest)
 
 
 def _is_kept_in_another_form(turn: Turn, after: After) -> bool:

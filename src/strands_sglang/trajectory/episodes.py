@@ -178,14 +178,6 @@ def cycle_of(invocation_state: Any) -> str | None:
     return None if cycle is None else str(cycle)
 
 
-def _id_of(agent: KnownAgent, remembered: str | None) -> str:
-    """The id of an agent: the one that Strands remembers, unless a copy of it has that one."""
-    if agent.id is None:
-        agent.id = remembered if remembered is not None and remembered not in _holders else uuid.uuid4().hex
-        _holders[agent.id] = agent
-    return agent.id
-
-
 class Episodes:
     """The trajectories of one model. Safe to use from several threads and event loops."""
 
@@ -247,7 +239,11 @@ class Episodes:
             agent = None
             if call is not None:
                 call.agent.episode, call.agent.trajectory = name, ref(trajectory)
-                agent = _id_of(call.agent, before["agent"])
+                if call.agent.id is None:  # the one that Strands remembers, unless a copy of the agent has that one
+                    is_free = before["agent"] is not None and before["agent"] not in _holders
+                    call.agent.id = before["agent"] if is_free else uuid.uuid4().hex
+                    _holders[call.agent.id] = call.agent
+                agent = call.agent.id
             elif isinstance(model_state, dict):
                 agent = before["agent"] if before["episode"] == name else None
                 agent = agent or uuid.uuid4().hex

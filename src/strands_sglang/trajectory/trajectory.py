@@ -502,7 +502,11 @@ class Trajectory:
             warn: Whether to log, once, that other sequences hold tokens to train, too.
         """
         with self._lock:
-            if warn and not self._warned_of_several and self._has_several():
+            if (
+                warn
+                and not self._warned_of_several
+                and sum(any(sequence.loss_mask) for sequence in self.sequences()) > 1
+            ):
                 self._warned_of_several = True
                 logger.warning(
                     "turns=<%d> | token_manager is one of several sequences of this episode: train on "
@@ -529,10 +533,6 @@ class Trajectory:
             ]
             kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
             return kept[-1] if kept else ends[-1]
-
-    def _has_several(self) -> bool:
-        """Whether there is more than one sequence to train."""
-        return sum(any(sequence.loss_mask) for sequence in self.sequences()) > 1
 
     def drift(self, tokenizer: PreTrainedTokenizerBase) -> Drift:
         """How far the sequences are from what decoding and encoding them again would give.
