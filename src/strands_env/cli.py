@@ -108,74 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     for command, function in ((report, report_metrics), (compare, compare_results)):
         command.set_defaults(run=function)
         command.add_argument("--json", action="store_true", help="print JSON")
-        _add_threshold(command)
+        command.add_argument("--success-threshold", **_THRESHOLD)
     return parser
-
-
-def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--config", type=Path, metavar="FILE", help="JSON object with these options; the command line goes first")
-    tasks = command.add_argument_group("tasks")
-    tasks.add_argument("--benchmark", metavar="NAME", help="see `strands-env list`")
-    tasks.add_argument(
-        "--dataset",
-        metavar="FILE",
-        help=".jsonl, .json, .csv, .tsv or .parquet; with --benchmark: a local copy",
-    )
-    tasks.add_argument("--question-field", metavar="NAME", help="default: question, problem, prompt, ...")
-    tasks.add_argument("--answer-field", metavar="NAME", help="default: answer, ground_truth, label, ...")
-    tasks.add_argument("--id-field", metavar="NAME", help="default: id, unique_id, ...; else a task's content names it")
-    tasks.add_argument("--limit", type=at_least_one, metavar="N", help="the first N tasks only")
-    environment = command.add_argument_group("environment")
-    environment.add_argument(
-        "--env", metavar="DOTTED.PATH", help="a name of `strands-env list`, or what makes an environment: package.Class"
-    )
-    environment.add_argument("--env-args", type=json_object, default={}, metavar="JSON", help="its further arguments")
-    environment.add_argument("--system-prompt", metavar="TEXT", help="in place of the environment's own")
-    environment.add_argument(
-        "--reward",
-        default="math",
-        metavar="NAME",
-        help="a name of `strands-env list`, a dotted path, or env: its own (default: math)",
-    )
-    environment.add_argument("--reward-args", type=json_object, default={}, metavar="JSON", help="the reward's")
-    model = command.add_argument_group("model")
-    model.add_argument("--backend", choices=BACKENDS, default="sglang", help="default: %(default)s")
-    model.add_argument("--base-url", metavar="URL", help="the server (default for sglang: http://localhost:30000)")
-    model.add_argument("--model", metavar="NAME", help="the model's name")
-    model.add_argument("--tokenizer", metavar="PATH", help="sglang: folder or name (default: that of --model)")
-    model.add_argument("--chat-template", metavar="FILE", help="sglang: Jinja file in place of the model's")
-    model.add_argument("--tool-parser", metavar="NAME", help="sglang: in place of the one that the template tells")
-    model.add_argument("--region", metavar="NAME", help="bedrock: AWS region")
-    model.add_argument("--temperature", type=finite, metavar="X")
-    model.add_argument("--top-p", type=finite, metavar="X")
-    model.add_argument("--max-new-tokens", type=at_least_one, metavar="N", help="of one answer")
-    model.add_argument("--sampling-params", type=json_object, default={}, metavar="JSON", help="further ones")
-    model.add_argument("--model-args", type=json_object, default={}, metavar="JSON", help="the model's configuration")
-    model.add_argument(
-        "--client-args", type=json_object, default={}, metavar="JSON", help="sglang, openai: the client's"
-    )
-    run = command.add_argument_group("run")
-    run.add_argument("--output", metavar="DIR", help="where results are kept (needed)")
-    run.add_argument("--n-samples", type=at_least_one, default=1, metavar="N", help="of each task (default: 1)")
-    run.add_argument("--concurrency", type=at_least_one, default=10, metavar="N", help="episodes at once (default: 10)")
-    run.add_argument("--keep-tokens", action="store_true", help="keep token ids, loss masks and logprobs")
-    run.add_argument("--keep-trajectories", action="store_true", help="keep all model calls, one file per sample")
-    run.add_argument(
-        "--stop-after-failures", type=at_least_one, default=20, metavar="N", help="in a row (default: %(default)s)"
-    )
-    run.add_argument(
-        "--retry-errors", action="store_true", help="run samples again that count as wrong because something failed"
-    )
-    run.add_argument("--json", action="store_true", help="print the metrics as JSON")
-    run.add_argument("--verbose", action="store_true", help="log what happens")
-    _add_threshold(run)
-
-
-def _add_threshold(command: Any) -> None:
-    command.add_argument(
-        "--success-threshold", type=finite, default=1.0, metavar="X", help="least reward of a success (default: 1.0)"
-    )
 
 
 def at_least_one(text: str) -> int:
@@ -203,6 +137,97 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return value
+
+
+_THRESHOLD: dict[str, Any] = {
+    "type": finite,
+    "default": 1.0,
+    "metavar": "X",
+    "help": "least reward of a success (default: 1.0)",
+}
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "tasks": {
+        "--benchmark": {"metavar": "NAME", "help": "see `strands-env list`"},
+        "--dataset": {
+            "metavar": "FILE",
+            "help": ".jsonl, .json, .csv, .tsv or .parquet; with --benchmark: a local copy",
+        },
+        "--question-field": {"metavar": "NAME", "help": "default: question, problem, prompt, ..."},
+        "--answer-field": {"metavar": "NAME", "help": "default: answer, ground_truth, label, ..."},
+        "--id-field": {"metavar": "NAME", "help": "default: id, unique_id, ...; else a task's content names it"},
+        "--limit": {"type": at_least_one, "metavar": "N", "help": "the first N tasks only"},
+    },
+    "environment": {
+        "--env": {
+            "metavar": "DOTTED.PATH",
+            "help": "a name of `strands-env list`, or what makes an environment: package.Class",
+        },
+        "--env-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "its further arguments"},
+        "--system-prompt": {"metavar": "TEXT", "help": "in place of the environment's own"},
+        "--reward": {
+            "default": "math",
+            "metavar": "NAME",
+            "help": "a name of `strands-env list`, a dotted path, or env: its own (default: math)",
+        },
+        "--reward-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "the reward's"},
+    },
+    "model": {
+        "--backend": {"choices": BACKENDS, "default": "sglang", "help": "default: %(default)s"},
+        "--base-url": {"metavar": "URL", "help": "the server (default for sglang: http://localhost:30000)"},
+        "--model": {"metavar": "NAME", "help": "the model's name"},
+        "--tokenizer": {"metavar": "PATH", "help": "sglang: folder or name (default: that of --model)"},
+        "--chat-template": {"metavar": "FILE", "help": "sglang: Jinja file in place of the model's"},
+        "--tool-parser": {"metavar": "NAME", "help": "sglang: in place of the one that the template tells"},
+        "--region": {"metavar": "NAME", "help": "bedrock: AWS region"},
+        "--temperature": {"type": finite, "metavar": "X"},
+        "--top-p": {"type": finite, "metavar": "X"},
+        "--max-new-tokens": {"type": at_least_one, "metavar": "N", "help": "of one answer"},
+        "--sampling-params": {"type": json_object, "default": {}, "metavar": "JSON", "help": "further ones"},
+        "--model-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "the model's configuration"},
+        "--client-args": {
+            "type": json_object,
+            "default": {},
+            "metavar": "JSON",
+            "help": "sglang, openai: the client's",
+        },
+    },
+    "run": {
+        "--output": {"metavar": "DIR", "help": "where results are kept (needed)"},
+        "--n-samples": {"type": at_least_one, "default": 1, "metavar": "N", "help": "of each task (default: 1)"},
+        "--concurrency": {
+            "type": at_least_one,
+            "default": 10,
+            "metavar": "N",
+            "help": "episodes at once (default: 10)",
+        },
+        "--keep-tokens": {"action": "store_true", "help": "keep token ids, loss masks and logprobs"},
+        "--keep-trajectories": {"action": "store_true", "help": "keep all model calls, one file per sample"},
+        "--stop-after-failures": {
+            "type": at_least_one,
+            "default": 20,
+            "metavar": "N",
+            "help": "in a row (default: %(default)s)",
+        },
+        "--retry-errors": {
+            "action": "store_true",
+            "help": "run samples again that count as wrong because something failed",
+        },
+        "--json": {"action": "store_true", "help": "print the metrics as JSON"},
+        "--verbose": {"action": "store_true", "help": "log what happens"},
+        "--success-threshold": _THRESHOLD,
+    },
+}
+"""The options of `eval`, by their groups: arguments of `add_argument`."""
+
+
+def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="JSON object with these options; the command line goes first"
+    )
+    for title, options in _OPTIONS.items():
+        group = command.add_argument_group(title)
+        for name, settings in options.items():
+            group.add_argument(name, **settings)
 
 
 def options_in_file(path: Path) -> list[str]:

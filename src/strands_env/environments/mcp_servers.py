@@ -1,7 +1,5 @@
 """MCP servers named by plain data, as a command line gives them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards made of rewards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

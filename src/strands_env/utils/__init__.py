@@ -1,7 +1,5 @@
 """What environments share: clients that a process makes once."""
 
-from __future__ import annotations
-
 from strands_sglang import clear_clients
 from strands_sglang import get_client as get_cached_client
 from strands_sglang import get_client_from_slime_args as get_cached_client_from_slime_args

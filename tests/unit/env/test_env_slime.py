@@ -1,7 +1,5 @@
 """Environments under slime: the split functions that people know, and the ready `generate`."""
 
-from __future__ import annotations
-
 import asyncio
 import textwrap
 from types import SimpleNamespace

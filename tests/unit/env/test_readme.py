@@ -1,7 +1,5 @@
 """The README's sections on environments and evaluation: their limits, metrics, commands and options are the code's."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The forms in which an action's messages may come."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step is one whole episode: its observation, its reward, its own trajectory."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """Every way in which an environment's episode ends: its reason, its reward, what it leaves, that it is cleaned up."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

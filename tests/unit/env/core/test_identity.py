@@ -1,7 +1,5 @@
 """Results of one environment, reward or server are never taken for another's (row B13)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

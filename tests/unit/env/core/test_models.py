@@ -1,7 +1,5 @@
 """Model factories: what they make, what they share, what they refuse."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The calculator: Python's own arithmetic on what is small, and a clear error at once on what is not."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Sums and conjunctions of rewards."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -4,8 +4,6 @@
 each with other spellings (`same`) and with answers that look like it and are wrong (`other`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

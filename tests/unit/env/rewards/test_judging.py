@@ -1,7 +1,5 @@
 """JudgeReward: a score from a model, asked again where it does not fit, and never a silent 0."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Rewards that compare texts."""
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any

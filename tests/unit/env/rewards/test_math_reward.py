@@ -1,7 +1,5 @@
 """MathReward: right is right however it is written, and no text hangs or crashes this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Who waits for a worker loses nothing by it, whoever keeps the workers busy."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any
