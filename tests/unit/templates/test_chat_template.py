@@ -47,22 +47,21 @@ def template(chatml_tokenizer):
     return ChatTemplate(chatml_tokenizer)
 
 
-def follow_up(kind):
-    """The assistant's message, its calls, and the messages that follow it."""
-    result = {"role": "tool", "content": "4", "name": "calculator", "tool_call_id": "t0"}
-    user = {"role": "user", "content": "And 3+3?"}
-    if kind == "tool result":
-        return call_message(*CALLS), CALLS, [result]
-    if kind == "two tool results":
-        calls = [*CALLS, {"toolUseId": "t1", "name": "other", "id": "t1"}]
-        return call_message(*calls), calls, [result, {**result, "content": "6", "tool_call_id": "t1"}]
-    if kind == "tool result and text":
-        return call_message(*CALLS), CALLS, [result, user]
-    return {"role": "assistant", "content": "It is 4."}, [], [user]
-
-
 @pytest.mark.parametrize("kind", ["tool result", "two tool results", "tool result and text", "user turn"])
 def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, kind):
+    def follow_up(kind):
+        """The assistant's message, its calls, and the messages that follow it."""
+        result = {"role": "tool", "content": "4", "name": "calculator", "tool_call_id": "t0"}
+        user = {"role": "user", "content": "And 3+3?"}
+        if kind == "tool result":
+            return call_message(*CALLS), CALLS, [result]
+        if kind == "two tool results":
+            calls = [*CALLS, {"toolUseId": "t1", "name": "other", "id": "t1"}]
+            return call_message(*calls), calls, [result, {**result, "content": "6", "tool_call_id": "t1"}]
+        if kind == "tool result and text":
+            return call_message(*CALLS), CALLS, [result, user]
+        return {"role": "assistant", "content": "It is 4."}, [], [user]
+
     answer, calls, new = follow_up(kind)
     opening = template.opening(opening_messages(), TOOLS)
     whole = template.opening([*opening_messages(), answer, *new], TOOLS).token_ids
@@ -393,15 +392,14 @@ def test_a_template_that_takes_arguments_as_text_gets_them_as_text(chatml_tokeni
     assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
 
 
-LAST_ONLY = (  # numbers the results of the whole conversation
-    "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
-    "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}{{ m.content }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 def test_what_depends_on_everything_before_it_is_unproven_and_says_so(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=LAST_ONLY)
+    last_only = (  # numbers the results of the whole conversation
+        "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
+        "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}"
+        "{{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=last_only)
     check = template.self_check()
     assert (check["user turn"], check["cut turn"]) == (None, None)
     assert "depends on what came before it" in check["tool result"]

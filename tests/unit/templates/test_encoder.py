@@ -35,15 +35,13 @@ class ContestedTokenizer(PreTrainedTokenizerFast):
             strike()
 
 
-def truncate(tokenizer):
-    tokenizer.backend_tokenizer.enable_truncation(max_length=4)
-
-
-def pad(tokenizer):
-    tokenizer.backend_tokenizer.enable_padding(length=4000)
-
-
-@pytest.fixture(params=[truncate, pad])
+@pytest.fixture(
+    params=[
+        lambda backend: backend.enable_truncation(max_length=4),
+        lambda backend: backend.enable_padding(length=4000),
+    ],
+    ids=["truncate", "pad"],
+)
 def contested(request, chatml_tokenizer):
     tokenizer = ContestedTokenizer(
         tokenizer_object=copy.deepcopy(chatml_tokenizer.backend_tokenizer),
@@ -51,7 +49,7 @@ def contested(request, chatml_tokenizer):
         pad_token="<|endoftext|>",
     )
     tokenizer.chat_template = chatml_tokenizer.chat_template
-    tokenizer.init_kwargs["strike"] = lambda: request.param(tokenizer)
+    tokenizer.init_kwargs["strike"] = lambda: request.param(tokenizer.backend_tokenizer)
     return tokenizer
 
 

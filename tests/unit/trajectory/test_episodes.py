@@ -12,11 +12,10 @@ from strands import tool
 from support.agents import call, make_agent, make_tools
 
 
-def outputs(server):
-    return sum(len(response.body["output_ids"]) for response in server.responses)
-
-
 async def test_concurrent_episodes_are_recorded_apart(rollout):
+    def outputs(server):
+        return sum(len(response.body["output_ids"]) for response in server.responses)
+
     server, model = rollout(lambda request: call(expression="2 * 3") if "<tool_response>" not in request.text else "ok")
 
     async def episode():

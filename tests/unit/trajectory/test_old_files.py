@@ -18,33 +18,30 @@ from support.evaluation import StubEnvironment, lines, tasks
 from support.write_fixtures import COMMAND, QUESTIONS, facts, solve
 
 RELEASES = sorted((Path(__file__).parents[2] / "fixtures").iterdir())
-TRAJECTORIES = [path for release in RELEASES for path in sorted(release.glob("trajectories/*.safetensors"))]
+of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
 
 
 def told(path):
     return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def as_json(value):
-    return json.loads(json.dumps(value))
-
-
-def same(one, other):
-    """NaN equals itself here."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
-
-
-@pytest.fixture(params=RELEASES, ids=lambda path: path.name)
-def release(request):
-    return request.param
-
-
-@pytest.mark.parametrize("path", TRAJECTORIES, ids=lambda path: f"{path.parent.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path",
+    [path for release in RELEASES for path in sorted(release.glob("trajectories/*.safetensors"))],
+    ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
+)
 def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
+    def same(one, other):
+        """NaN equals itself here."""
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, list):
+            return len(one) == len(other) and all(map(same, one, other))
+        return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+
+    def as_json(value):
+        return json.loads(json.dumps(value))
+
     expected = told(path)
     del expected["messages"]
     loaded = Trajectory.load(path)
@@ -54,6 +51,7 @@ def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tool_loop", "aborts", "helpers"])
+@of_each_release
 async def test_an_old_trajectory_is_extended(release, name):
     path = release / "trajectories" / f"{name}.safetensors"
     tokenizer = AutoTokenizer.from_pretrained(release / "tokenizer")
@@ -67,6 +65,7 @@ async def test_an_old_trajectory_is_extended(release, name):
     assert server.requests[0].input_ids[: len(turn.parent.token_ids())] == turn.parent.token_ids()
 
 
+@of_each_release
 async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
     path = shutil.copytree(release / "library", tmp_path / "out") / "results.jsonl"
     before = {sample["key"]: sample for sample in map(json.loads, path.read_text("utf-8").splitlines()[:-1])}
@@ -79,6 +78,7 @@ async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
     assert {key: sample for sample in lines(path) if (key := sample["key"]) in before} == before
 
 
+@of_each_release
 def test_an_old_evaluation_by_the_command_is_resumed(release, tmp_path, monkeypatch):
     folder = shutil.copytree(release / "command", tmp_path / "run")
     os.symlink(release / "tokenizer", folder / "tokenizer")

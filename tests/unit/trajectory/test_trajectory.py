@@ -381,54 +381,61 @@ def test_an_answer_in_a_history_that_was_shortened_before_it_is_not_discarded():
     assert turn.status is TurnStatus.ANSWERED
 
 
-class TestSettle:
-    def test_the_answer_that_the_messages_end_with_is_final(self):
-        recorder = Recorder()
-        first = recorder.call([user("q")], "a", agent="A")
-        last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
-        recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("b")])
-        assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.FINAL)
+# --- settle ---
 
-    def test_of_several_answers_to_one_question_the_others_are_discarded(self):
-        recorder = Recorder()
-        tries = []
-        for answer in "abc":  # best of three: the middleware asks with one state
-            tries.append(recorder.call([user("q")], answer, agent="A"))
-        recorder.trajectory.settle([user("q"), assistant("b")])
-        assert [turn.status.value for turn in tries] == ["discarded", "final", "discarded"]
-        assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [tries[1].token_ids()]
 
-    def test_another_agents_answers_stay_as_they_are(self):
-        recorder = Recorder()
-        turns = {agent: recorder.call([user("q")], agent, agent=agent) for agent in "AB"}
-        recorder.trajectory.settle([user("q"), assistant("A")])
-        assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
-        recorder.trajectory.settle([user("q"), assistant("B")])
-        assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
+def test_the_answer_that_the_messages_end_with_is_final():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a", agent="A")
+    last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
+    recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("b")])
+    assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.FINAL)
 
-    def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_the_messages_of_that_one(self):
-        recorder = Recorder()
-        recorder.call([user("q")], "a", agent="A")
-        history = [user("q"), assistant("a"), user("r")]
-        kept = recorder.call(history, "b", agent="A")
-        thrown = recorder.call(history, "c", agent="B")
-        recorder.trajectory.settle([*history, assistant("Cancelled by user")])  # B's
-        assert kept.status is TurnStatus.ANSWERED
-        recorder.trajectory.settle([*history, assistant("b")])
-        assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
 
-    def test_messages_that_were_shortened_tell_nothing(self):
-        recorder = Recorder()
-        turn = recorder.call([user("q")], "a", agent="A")
-        recorder.trajectory.settle([user("another"), assistant("a")])
-        assert turn.status is TurnStatus.ANSWERED
+def test_of_several_answers_to_one_question_the_others_are_discarded():
+    recorder = Recorder()
+    tries = []
+    for answer in "abc":  # best of three: the middleware asks with one state
+        tries.append(recorder.call([user("q")], answer, agent="A"))
+    recorder.trajectory.settle([user("q"), assistant("b")])
+    assert [turn.status.value for turn in tries] == ["discarded", "final", "discarded"]
+    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [tries[1].token_ids()]
 
-    def test_the_last_answer_that_was_cancelled_is_discarded(self):
-        recorder = Recorder()
-        first = recorder.call([user("q")], "a", agent="A")
-        last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
-        recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("Cancelled by user")])
-        assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.DISCARDED)
+
+def test_another_agents_answers_stay_as_they_are():
+    recorder = Recorder()
+    turns = {agent: recorder.call([user("q")], agent, agent=agent) for agent in "AB"}
+    recorder.trajectory.settle([user("q"), assistant("A")])
+    assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+    recorder.trajectory.settle([user("q"), assistant("B")])
+    assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
+
+
+def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_the_messages_of_that_one():
+    recorder = Recorder()
+    recorder.call([user("q")], "a", agent="A")
+    history = [user("q"), assistant("a"), user("r")]
+    kept = recorder.call(history, "b", agent="A")
+    thrown = recorder.call(history, "c", agent="B")
+    recorder.trajectory.settle([*history, assistant("Cancelled by user")])  # B's
+    assert kept.status is TurnStatus.ANSWERED
+    recorder.trajectory.settle([*history, assistant("b")])
+    assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+
+
+def test_messages_that_were_shortened_tell_nothing():
+    recorder = Recorder()
+    turn = recorder.call([user("q")], "a", agent="A")
+    recorder.trajectory.settle([user("another"), assistant("a")])
+    assert turn.status is TurnStatus.ANSWERED
+
+
+def test_the_last_answer_that_was_cancelled_is_discarded():
+    recorder = Recorder()
+    first = recorder.call([user("q")], "a", agent="A")
+    last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
+    recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("Cancelled by user")])
+    assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.DISCARDED)
 
 
 def test_a_turn_whose_last_token_was_not_kept_ends_a_sequence_of_its_own():
