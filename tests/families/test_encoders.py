@@ -6,9 +6,7 @@ import pytest
 
 from strands_sglang.templates.chat_template import PROBE_TOOL, ChatTemplate, SampledTurn
 from strands_sglang.templates.encoder import get_encoder
-from support.families import FAMILIES, load_tokenizer, require_families
-
-pytestmark = pytest.mark.usefixtures("fetched")
+from support.families import FAMILIES, load_tokenizer
 
 TEXTS = (
     "",
@@ -17,11 +15,6 @@ TEXTS = (
     '{"name": "look", "arguments": {"argument": "a  b"}}</tool_call>',
     "<table><tr><td>&nbsp;</td></tr></table>",
 )
-
-
-@pytest.fixture(scope="module")
-def fetched():
-    require_families()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from strands_sglang.local.cache import HOME_VARIABLE
-from support.families import FAMILIES, load_tokenizer, require_families, template_names
+from support.families import FAMILIES, families_directory, load_tokenizer
 from support.families.fetch import (
     FetchError,
     Source,
@@ -197,14 +197,14 @@ def test_every_pinned_source_names_one_version_and_a_checksum():
 
 
 def test_every_family_has_its_template_and_its_tokenizer():
-    directory = require_families()
-    tokenizers = {path.name for path in (directory / "tokenizers").iterdir()}
-    assert {family.template for family in FAMILIES.values()} <= set(template_names())
-    assert {family.tokenizer for family in FAMILIES.values()} <= tokenizers
+    directory = families_directory()
+    for family in FAMILIES.values():
+        assert (directory / "templates" / f"{family.template}.jinja").is_file()
+        assert (directory / "tokenizers" / family.tokenizer / "tokenizer.json").is_file()
 
 
 def test_a_converted_tokenizer_encodes_as_its_publisher_says():
-    vectors = require_families() / "vectors" / "gemma4" / "ggml-vocab-gemma-4.gguf"
+    vectors = families_directory() / "vectors" / "gemma4" / "ggml-vocab-gemma-4.gguf"
     texts = Path(f"{vectors}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     expected = [[int(token) for token in line.split()] for line in Path(f"{vectors}.out").read_text().splitlines()]
     tokenizer = load_tokenizer("gemma_4")
@@ -213,7 +213,6 @@ def test_a_converted_tokenizer_encodes_as_its_publisher_says():
 
 @pytest.mark.parametrize("name", ["glm_4_6", "mistral_nemo"])
 def test_control_tokens_are_one_token_each_also_where_they_were_added(name):
-    require_families()
     family, tokenizer = FAMILIES[name], load_tokenizer(name)
     for token in (*family.end_of_turn, *family.control_tokens, *family.marks):
         ids = tokenizer.encode(f"a{token}b", add_special_tokens=False)

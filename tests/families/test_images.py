@@ -7,17 +7,12 @@ from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
-from support.families import load_template, load_tokenizer, require_families
+from support.families import load_template, load_tokenizer
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png
 
 FAMILIES = list(VISION_FAMILIES)
 QWEN = [family for family in FAMILIES if family.startswith("qwen")]
 RED, BLUE, GREEN = png(100, 150, "red"), png(200, 90, "blue"), png(64, 64, "green")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fetched():
-    require_families()
 
 
 def setup(family, **arguments):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import ParsedTurn
-from support.families import FAMILIES, load_tokenizer, require_families
+from support.families import FAMILIES, load_tokenizer
 from support.parser_checks import KEYS, PIECES, SCALARS, Call
 from support.round_trip_losses import (
     COMPOSING,
@@ -50,11 +50,6 @@ FAMILIES_WITH_CALLS = [family for family in FAMILIES if family not in NO_CALLS]
 FAMILIES_THAT_REASON = [
     family for family in FAMILIES_WITH_CALLS if FAMILIES[family].reasoning and family not in NO_REASONING
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fetched() -> None:
-    require_families()
 
 
 def arguments_for(family: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from strands_sglang.messages import to_chat_messages, to_chat_tools
 from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, get_tool_parser
-from support.families import FAMILIES, load_tokenizer, require_families
+from support.families import FAMILIES, load_tokenizer
 from support.forced_calls import ARGUMENTS, TOOLS, run_grammars, wrong_with
 
 # A family for every format.
@@ -94,7 +94,6 @@ def asked_of(family, folder):
 @pytest.fixture(scope="module")
 def walked(sglang_python, tmp_path_factory):
     """By family, the jobs with what the grammar engine made of them; one process for all of them."""
-    require_families()
     asked = [asked_of(FAMILIES[name], tmp_path_factory.mktemp(name)) for name in NAMES]
     return dict(zip(NAMES, run_grammars(sglang_python, asked), strict=True))
 

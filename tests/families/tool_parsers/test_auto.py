@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strands_sglang.tool_parsers import UnknownToolParserError, get_tool_parser
-from support.families import FAMILIES, load_template, require_families
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fetched() -> None:
-    require_families()
+from support.families import FAMILIES, load_template
 
 
 @pytest.mark.parametrize("family", FAMILIES)

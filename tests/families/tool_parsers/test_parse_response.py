@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.families import FAMILIES, load_tokenizer, require_families
+from support.families import FAMILIES, load_tokenizer
 from support.parser_checks import tools_for
 from support.round_trips import Message, Sampled, parse, sample
 
@@ -78,7 +78,6 @@ def readings(family: str, sampled: Sampled, calls: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("label", MESSAGES)
 @pytest.mark.parametrize("family", FAMILY_TYPES)
 def test_transformers_reads_the_same_or_there_is_a_reason(family: str, label: str) -> None:
-    require_families()
     message = MESSAGES[label]
     if message.reasoning and FAMILIES[family].reasoning is None:
         pytest.skip("the family does not reason")
@@ -105,7 +104,6 @@ def test_transformers_reads_the_same_or_there_is_a_reason(family: str, label: st
     ],
 )
 def test_what_transformers_repairs_is_refused_here(family: str, text: str, reason: str) -> None:
-    require_families()
     ids = tuple(load_tokenizer(family).encode(text, add_special_tokens=False))
     ours, theirs = readings(family, Sampled(text, ids, False), [CALL])
     assert ours[2] == []
