@@ -11,7 +11,7 @@ from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.tokenizers import build_chatml_tokenizer
 
-pytest.register_assert_rewrite("support.parser_checks", "support.listed_checks")
+pytest.register_assert_rewrite("support.parser_checks")
 
 # A deadline per example measures the machine's other work, not ours; pytest-timeout catches what hangs.
 hypothesis.settings.register_profile("default", deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang.tool_parsers import ToolCallStatus, ToolParser, ToolParseResult
-from support.hostile import MEGABYTE, assert_cheap, hostile_texts
 from support.tokenizers import build_chatml_tokenizer
 
 MAX_CALLS = 1000
+MEGABYTE = 1 << 20
 JSON_TYPE = {
     str: "string",
     bool: "boolean",
@@ -48,6 +49,35 @@ PIECES = (
 
 Call = tuple[str, dict[str, Any]]
 
+Write = Callable[[Sequence[Call]], str]
+"""Writes calls as the chat templates of a format do."""
+
+
+def json_text(value: Any) -> str:
+    """A value as most templates write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def pairs(pair: str) -> Callable[[dict[str, Any]], str]:
+    """Write arguments one after the other: a name and a value each, and strings as they are."""
+    return lambda values: "".join(
+        pair % (key, value if isinstance(value, str) else json_text(value)) for key, value in values.items()
+    )
+
+
+def writer(
+    call: str,
+    between: str = "",
+    begin: str = "",
+    end: str = "",
+    arguments: Callable[[dict[str, Any]], str] = json_text,
+) -> Write:
+    """Write calls one after the other: a name and arguments each."""
+    return lambda calls: begin + between.join(call % (name, arguments(values)) for name, values in calls) + end
+
+
+write_json_objects = writer('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', between="\n")
+
 # One property, inherited by the test class of every format.
 for_every_format = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.filter_too_much])
 
@@ -72,13 +102,13 @@ class Format:
     """
 
     parser: ToolParser
-    write: Callable[[Sequence[Call]], str]
+    write: Write
     tokens: tuple[str, ...]
     tags: tuple[str, ...]
     malformed: tuple[str, ...]
     closer: str
     loses: Callable[[str], bool] = lambda text: False
-    loses_string: Callable[[str], bool] = lambda text: False
+    loses_string: Callable[[str], object] = lambda text: None
     think: tuple[str, str] = ("<think>", "</think>")
     strict_json: bool = False
     delimits: bool = True
@@ -172,6 +202,37 @@ def summary(calls: Iterable[ToolParseResult]) -> list[tuple[str, dict[str, Any]]
 def same(found: Any, written: Any) -> bool:
     """Whether two values are equal and of equal types on every level (True is no 1)."""
     return repr(found) == repr(written)
+
+
+def hostile_texts(form: Format) -> Iterator[tuple[str, str, str]]:
+    """What to repeat, and what to put before and behind it."""
+    text = form.write([("f", {"a": "x"})])
+    inner = text[text.index(form.start) + len(form.start) : text.rindex(form.end)]
+    pieces = [*form.tokens, *form.tags, form.end, *form.think, inner, "[", "{", '{"', " \n", "<", "1", "\\"]
+    parts = [inner[: len(inner) * part // 6] for part in range(1, 6)]
+    for unit in [*pieces, *(form.start + piece for piece in (*pieces, *parts))]:
+        yield "", unit, ""
+    for unit in pieces:
+        yield form.start + inner[: inner.index("x")], unit, inner[inner.index("x") :] + form.end
+    for part in parts:
+        yield "", form.start + part + form.end, ""
+        yield "", form.start + part + form.think[1], form.end
+
+
+def assert_cheap(
+    parser: ToolParser, unit: str, length: int, before: str = "", behind: str = "", **keywords: Any
+) -> None:
+    """Fail if a turn of this length costs more CPU time than a second per megabyte."""
+    text = before + unit * (length // len(unit)) + behind
+
+    def seconds(reasoning_open: bool) -> float:
+        begin = time.process_time()
+        parser.parse_turn(text, reasoning_open=reasoning_open, **keywords)
+        return time.process_time() - begin
+
+    # A busy machine makes a run slower, never faster: one fast run shows that the work is small.
+    for reasoning_open in (False, True):
+        assert any(seconds(reasoning_open) < length / MEGABYTE for _ in range(5)), (before, unit, behind)
 
 
 class ParserChecks:
@@ -372,3 +433,57 @@ class ParserChecks:
         head = text.removesuffix(self.format.end)
         (call,) = self.format.parser.parse(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
         assert (call.status, call.attempted_name) == (ToolCallStatus.UNTERMINATED, "f")
+
+
+class ListedChecks(ParserChecks):
+    """The suite where nothing may follow the calls, and where a broken call takes the rest of the turn along."""
+
+    def test_several_calls_keep_their_order_and_the_text_around_them(self) -> None:
+        calls: list[Call] = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
+        turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\n")
+        assert summary(turn.tool_calls) == calls
+        assert turn.text == "First."
+
+    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self) -> None:
+        text = self.format.write([("f", {"a": 1, "b": "x"})])
+        begin = text.index(self.format.start) + len(self.format.start)
+        for end in range(begin, len(text) - len(self.format.end)):
+            for result in self.format.parser.parse_turn(text[:end], truncated=True).tool_calls:
+                if result.is_error:
+                    assert (result.status, result.input) == (ToolCallStatus.UNTERMINATED, {}), text[:end]
+                    assert "cut off" in (result.error or "")
+                else:
+                    assert summary([result]) == [("f", {"a": 1, "b": "x"})]
+
+    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self) -> None:
+        for body in self.format.malformed:
+            turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}\n")
+            assert turn.tool_calls, body
+            result = turn.tool_calls[-1]
+            assert (result.status, result.name) == (ToolCallStatus.MALFORMED, ToolParseResult.UNKNOWN_NAME), body
+            assert result.input == {}
+            assert result.error
+            assert (result.raw or "").strip() in body
+            assert turn.text == "A"
+
+    def test_a_broken_call_does_not_take_the_one_before_it_along(self) -> None:
+        pytest.skip("the calls of such a format stand and fall together, or a file of its own says otherwise")
+
+    def test_hostile_text_costs_no_more_than_its_length(self) -> None:
+        for before, unit, behind in hostile_texts(self.format):
+            if unit:
+                assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
+
+    def test_text_behind_a_call_keeps_it_from_running(self) -> None:
+        text = self.format.write([("f", {"a": 1})])
+        turn = self.format.parser.parse_turn(f"{text} and that is it.")
+        assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
+        assert turn.text == ""
+
+    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self) -> None:
+        if not self.format.end:
+            pytest.skip("the format has no end mark")
+        tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()
+        head = text.removesuffix(self.format.end)
+        turn = self.format.parser.parse_turn(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
+        assert all(call.is_error for call in turn.tool_calls)

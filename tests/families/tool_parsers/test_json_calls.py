@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -18,22 +19,23 @@ from strands_sglang.tool_parsers import (
     ToolCallStatus,
     get_tool_parser,
 )
-from support.parser_checks import KEYS, Call, Format, ParserChecks, summary, tools_for
+from support.parser_checks import (
+    KEYS,
+    Call,
+    Format,
+    ParserChecks,
+    json_text,
+    summary,
+    tools_for,
+    write_json_objects,
+    writer,
+)
 
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 
-def deepseek_v3_call(name: str, arguments: str) -> str:
-    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
-
-
-def deepseek_v3_written(calls: Sequence[Call]) -> str:
-    """Calls as the chat template writes them."""
-    return (
-        DEEPSEEK_BEGIN
-        + "\n".join(deepseek_v3_call(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
-        + DEEPSEEK_END
-    )
+DEEPSEEK_V3_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
+deepseek_v3_written = writer(DEEPSEEK_V3_CALL, "\n", DEEPSEEK_BEGIN, DEEPSEEK_END)
 
 
 class TestDeepSeekV3(ParserChecks):
@@ -47,13 +49,13 @@ class TestDeepSeekV3(ParserChecks):
             "text",
             "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>",
-            deepseek_v3_call("", "{}"),
-            deepseek_v3_call("f g", "{}"),
-            deepseek_v3_call("f", ""),
-            deepseek_v3_call("f", "{"),
-            deepseek_v3_call("f", '{"a": 1} // first'),
-            deepseek_v3_call("f", '{"a": 1, "a": 2}'),
-            deepseek_v3_call("f", "{}").replace("\n```<", "<"),
+            DEEPSEEK_V3_CALL % ("", "{}"),
+            DEEPSEEK_V3_CALL % ("f g", "{}"),
+            DEEPSEEK_V3_CALL % ("f", ""),
+            DEEPSEEK_V3_CALL % ("f", "{"),
+            DEEPSEEK_V3_CALL % ("f", '{"a": 1} // first'),
+            DEEPSEEK_V3_CALL % ("f", '{"a": 1, "a": 2}'),
+            (DEEPSEEK_V3_CALL % ("f", "{}")).replace("\n```<", "<"),
         ),
         closer="\n```<｜tool▁call▁end｜>" + DEEPSEEK_END,
         strict_json=True,
@@ -61,7 +63,7 @@ class TestDeepSeekV3(ParserChecks):
 
 
 def test_deepseek_v3_arguments_that_are_no_object_are_said_to_be_none() -> None:
-    (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + deepseek_v3_call("f", "[]") + DEEPSEEK_END)
+    (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_CALL % ("f", "[]") + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
@@ -75,23 +77,13 @@ def test_white_space_around_the_fence_does_not_matter() -> None:
     assert summary(found) == [("f", {"a": 1})]
 
 
-def deepseek_v3_1_call(name: str, arguments: str) -> str:
-    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
-
-
-def deepseek_v3_1_written(calls: Sequence[Call]) -> str:
-    """Calls as the chat template writes them."""
-    return (
-        DEEPSEEK_BEGIN
-        + "".join(deepseek_v3_1_call(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
-        + DEEPSEEK_END
-    )
+DEEPSEEK_V3_1_CALL = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
 
 
 class TestDeepSeekV31(ParserChecks):
     format = Format(
         parser=DeepSeekV31ToolParser(),
-        write=deepseek_v3_1_written,
+        write=writer(DEEPSEEK_V3_1_CALL, begin=DEEPSEEK_BEGIN, end=DEEPSEEK_END),
         tokens=(
             DEEPSEEK_BEGIN,
             DEEPSEEK_END,
@@ -104,13 +96,13 @@ class TestDeepSeekV31(ParserChecks):
             "",
             "text",
             "f<｜tool▁sep｜>{}",
-            deepseek_v3_1_call("", "{}"),
-            deepseek_v3_1_call("f g", "{}"),
-            deepseek_v3_1_call("f", ""),
-            deepseek_v3_1_call("f", "```json\n{}\n```"),
-            deepseek_v3_1_call("f", '{"a": 1,}'),
-            deepseek_v3_1_call("f", '{"a": 1, "a": 2}'),
-            deepseek_v3_1_call("f", "{}{}"),
+            DEEPSEEK_V3_1_CALL % ("", "{}"),
+            DEEPSEEK_V3_1_CALL % ("f g", "{}"),
+            DEEPSEEK_V3_1_CALL % ("f", ""),
+            DEEPSEEK_V3_1_CALL % ("f", "```json\n{}\n```"),
+            DEEPSEEK_V3_1_CALL % ("f", '{"a": 1,}'),
+            DEEPSEEK_V3_1_CALL % ("f", '{"a": 1, "a": 2}'),
+            DEEPSEEK_V3_1_CALL % ("f", "{}{}"),
         ),
         closer="}<｜tool▁call▁end｜>" + DEEPSEEK_END,
         strict_json=True,
@@ -118,21 +110,20 @@ class TestDeepSeekV31(ParserChecks):
 
 
 def test_deepseek_v3_1_arguments_that_are_no_object_are_said_to_be_none() -> None:
-    (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + deepseek_v3_1_call("f", '"{}"') + DEEPSEEK_END)
+    (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_1_CALL % ("f", '"{}"') + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
 KIMI_K2_BEGIN, KIMI_K2_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
 
-def kimi_k2_call(native_id: str, arguments: str) -> str:
-    return f"<|tool_call_begin|>{native_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+KIMI_K2_CALL = "<|tool_call_begin|>%s<|tool_call_argument_begin|>%s<|tool_call_end|>"
 
 
 def kimi_k2_written(calls: Sequence[Call]) -> str:
     """Calls as the chat template writes them."""
     texts = [
-        kimi_k2_call(f"functions.{name}:{index}", json.dumps(arguments, ensure_ascii=False))
+        KIMI_K2_CALL % (f"functions.{name}:{index}", json_text(arguments))
         for index, (name, arguments) in enumerate(calls)
     ]
     return KIMI_K2_BEGIN + "".join(texts) + KIMI_K2_END
@@ -148,15 +139,15 @@ class TestKimiK2(ParserChecks):
             "",
             "text",
             "{}",
-            kimi_k2_call("0", "{}"),
-            kimi_k2_call("f", "{}"),
-            kimi_k2_call("functions.f:x", "{}"),
-            kimi_k2_call("functions.f:0", ""),
-            kimi_k2_call("functions.f:0", "{"),
-            kimi_k2_call("functions.f:0", "{} x"),
-            kimi_k2_call("functions.f:0", "{'a': 1}"),
-            kimi_k2_call("functions.f:0", '{"a": 1, "a": 2}'),
-            kimi_k2_call("functions.f:0", '{"a": NaN}'),
+            KIMI_K2_CALL % ("0", "{}"),
+            KIMI_K2_CALL % ("f", "{}"),
+            KIMI_K2_CALL % ("functions.f:x", "{}"),
+            KIMI_K2_CALL % ("functions.f:0", ""),
+            KIMI_K2_CALL % ("functions.f:0", "{"),
+            KIMI_K2_CALL % ("functions.f:0", "{} x"),
+            KIMI_K2_CALL % ("functions.f:0", "{'a': 1}"),
+            KIMI_K2_CALL % ("functions.f:0", '{"a": 1, "a": 2}'),
+            KIMI_K2_CALL % ("functions.f:0", '{"a": NaN}'),
             "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>",
             "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
         ),
@@ -167,7 +158,7 @@ class TestKimiK2(ParserChecks):
 
 def test_the_models_own_id_is_kept_and_is_not_the_calls_id() -> None:
     calls = KimiK2ToolParser().parse(
-        KIMI_K2_BEGIN + kimi_k2_call("functions.f:3", "{}") + kimi_k2_call("search:14", "{}") + KIMI_K2_END
+        KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", "{}") + KIMI_K2_CALL % ("search:14", "{}") + KIMI_K2_END
     )
     assert [(found.name, found.native_id) for found in calls] == [("f", "functions.f:3"), ("search", "search:14")]
     assert all(found.id != found.native_id for found in calls)
@@ -176,13 +167,13 @@ def test_the_models_own_id_is_kept_and_is_not_the_calls_id() -> None:
 @pytest.mark.parametrize("arguments", ["{", "[]", '{"a": 1, "a": 1}', "{} x"])
 def test_a_call_that_failed_keeps_the_models_own_id(arguments: str) -> None:
     for behind in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
-        (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + kimi_k2_call("functions.f:3", arguments) + behind)
+        (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", arguments) + behind)
         assert (found.is_error, found.native_id, found.attempted_name) == (True, "functions.f:3", "f")
 
 
 @pytest.mark.parametrize("arguments", ["[]", '"x"', "1", "null"])
 def test_kimi_k2_arguments_that_are_no_object_are_said_to_be_none(arguments: str) -> None:
-    (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + kimi_k2_call("functions.f:0", arguments) + KIMI_K2_END)
+    (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:0", arguments) + KIMI_K2_END)
     assert found.status is ToolCallStatus.NOT_AN_OBJECT
 
 
@@ -193,19 +184,14 @@ def test_white_space_between_marks_and_around_arguments_does_not_matter() -> Non
 
 
 def test_a_call_without_a_section_is_text() -> None:
-    turn = KimiK2ToolParser().parse_turn(kimi_k2_call("functions.f:0", "{}"))
-    assert (turn.tool_calls, turn.text) == ((), kimi_k2_call("functions.f:0", "{}"))
-
-
-def write(calls: Sequence[Call]) -> str:
-    bodies = (json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls)
-    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    turn = KimiK2ToolParser().parse_turn(KIMI_K2_CALL % ("functions.f:0", "{}"))
+    assert (turn.tool_calls, turn.text) == ((), KIMI_K2_CALL % ("functions.f:0", "{}"))
 
 
 class TestSmolLM3(ParserChecks):
     format = Format(
         parser=SmolLM3ToolParser(),
-        write=write,
+        write=write_json_objects,
         tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"),
         tags=("<code>", "</code>", '{"name": '),
         malformed=("", "f", '{"name": "f"} x', "[]", '{"arguments": {}}'),
@@ -233,14 +219,8 @@ def element(key: str, value: Any) -> str:
     return f"{NS}<{key}>{text}{NS}</{key}>"
 
 
-def m3_call(name: str, body: str) -> str:
-    return f'{NS}<invoke name="{name}">{body}{NS}</invoke>\n'
-
-
-def m3_written(calls: Sequence[Call]) -> str:
-    """Calls as the chat template writes them."""
-    bodies = ("".join(element(*item) for item in arguments.items()) for _, arguments in calls)
-    return f"{M3_BEGIN}\n{''.join(m3_call(name, body) for (name, _), body in zip(calls, bodies, strict=True))}{M3_END}"
+M3_CALL = f'{NS}<invoke name="%s">%s{NS}</invoke>\n'
+m3_written = writer(M3_CALL, "", f"{M3_BEGIN}\n", M3_END, lambda values: "".join(starmap(element, values.items())))
 
 
 def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
@@ -271,16 +251,16 @@ class TestMiniMaxM3(ParserChecks):
             "text",
             f'{NS}<invoke name="f">',
             '<invoke name="f"></invoke>',
-            m3_call("f", "text"),
-            m3_call("f", f"{NS}<a>1"),
-            m3_call("f", f"{NS}<a>1</a>"),
-            m3_call("f", f"{NS}<a>1{NS}</b>"),
-            m3_call("f", f"{NS}<a>1{NS}<b>2{NS}</b>{NS}</a>"),
-            m3_call("f", f"{NS}<a>{NS}<b>2{NS}</b>1{NS}</a>"),
-            m3_call("f", element("a", 1) * 2),
-            m3_call("f", element("a", {"b": 1}).replace(f"{NS}</b>", f"{NS}</b>{NS}<b>1{NS}</b>")),
-            m3_call("f", f"{NS}<a>" * 65 + f"{NS}</a>" * 65),
-            m3_call("f", "") + "text",
+            M3_CALL % ("f", "text"),
+            M3_CALL % ("f", f"{NS}<a>1"),
+            M3_CALL % ("f", f"{NS}<a>1</a>"),
+            M3_CALL % ("f", f"{NS}<a>1{NS}</b>"),
+            M3_CALL % ("f", f"{NS}<a>1{NS}<b>2{NS}</b>{NS}</a>"),
+            M3_CALL % ("f", f"{NS}<a>{NS}<b>2{NS}</b>1{NS}</a>"),
+            M3_CALL % ("f", element("a", 1) * 2),
+            M3_CALL % ("f", element("a", {"b": 1}).replace(f"{NS}</b>", f"{NS}</b>{NS}<b>1{NS}</b>")),
+            M3_CALL % ("f", f"{NS}<a>" * 65 + f"{NS}</a>" * 65),
+            M3_CALL % ("f", "") + "text",
         ),
         delimits=False,
         closer=f"{NS}</a>{NS}</invoke>\n{M3_END}",
@@ -291,7 +271,9 @@ class TestMiniMaxM3(ParserChecks):
 
 def value_of(body: str, schema: Any, **root: Any) -> Any:
     tools = [{"name": "f", "inputSchema": {"json": {"type": "object", "properties": {"x": schema}, **root}}}]
-    (found,) = MiniMaxM3ToolParser().parse(f"{M3_BEGIN}\n{m3_call('f', f'{NS}<x>{body}{NS}</x>')}{M3_END}", tools=tools)
+    (found,) = MiniMaxM3ToolParser().parse(
+        f"{M3_BEGIN}\n{M3_CALL % ('f', f'{NS}<x>{body}{NS}</x>')}{M3_END}", tools=tools
+    )
     assert found.status is ToolCallStatus.OK, found.error
     return found.input["x"]
 
@@ -342,4 +324,4 @@ def test_a_token_without_a_tag_behind_it_is_text() -> None:
 
 def test_white_space_between_elements_does_not_matter() -> None:
     body = f"\n  {NS}<a>\n  {NS}<item>1{NS}</item>\n  {NS}</a>\n"
-    assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{m3_call('f', body)}{M3_END}")) == [("f", {"a": [1]})]
+    assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{M3_CALL % ('f', body)}{M3_END}")) == [("f", {"a": [1]})]

@@ -19,26 +19,27 @@ from strands_sglang.tool_parsers import (
     ToolCallStatus,
     get_tool_parser,
 )
-from support.families import load_template, load_tokenizer, require_families
-from support.listed_checks import ListedChecks
-from support.parser_checks import Call, Format, ParserChecks, same, summary, tools_for
+from support.families import load_template, load_tokenizer
+from support.parser_checks import (
+    Call,
+    Format,
+    ListedChecks,
+    ParserChecks,
+    json_text,
+    same,
+    summary,
+    tools_for,
+    write_json_objects,
+    writer,
+)
 
 GRANITE_TOKENS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<think>", "</think>")
-
-
-def write_objects(calls: Sequence[Call]) -> str:
-    bodies = (json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls)
-    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-
-
-def granite_write_list(calls: Sequence[Call]) -> str:
-    return "<|tool_call|>" + json.dumps([{"name": name, "arguments": values} for name, values in calls])
 
 
 class TestGranite4(ParserChecks):
     format = Format(
         parser=GraniteToolParser(),
-        write=write_objects,
+        write=write_json_objects,
         tokens=GRANITE_TOKENS,
         tags=('{"name": ',),
         malformed=("", "f", '{"name": "f"} x', "{}", '{"arguments": {}}', '{"name": "f", "arguments": {}, "id": 1}'),
@@ -57,7 +58,7 @@ def granite_3() -> GraniteToolParser:
 class TestGranite3(ListedChecks):
     format = Format(
         parser=granite_3(),
-        write=granite_write_list,
+        write=writer('{"name": "%s", "arguments": %s}', ", ", "<|tool_call|>[", "]", json.dumps),
         tokens=GRANITE_TOKENS,
         tags=('{"name": ', "["),
         malformed=("[]", '[{"name": "f"}] x', "[{}]", '[{"name": "f"}, 1]'),
@@ -86,18 +87,17 @@ def test_more_calls_than_a_thousand_are_an_error() -> None:
     assert "more than 1000 calls" in (call.error or "")
 
 
-def written(name: str, values: dict) -> str:
-    return f'{{"name": "{name}", "parameters": {json.dumps(values, ensure_ascii=False)}}}'
+LLAMA3_CALL = '{"name": "%s", "parameters": %s}'
 
 
-def llama3_json_write(calls: Sequence[Call]) -> str:
-    return "<|python_tag|>" + "; ".join(written(name, values) for name, values in calls)
+def written(name: str, values: dict[str, Any]) -> str:
+    return LLAMA3_CALL % (name, json_text(values))
 
 
 class TestLlama3JSON(ListedChecks):
     format = Format(
         parser=Llama3JSONToolParser(),
-        write=llama3_json_write,
+        write=writer(LLAMA3_CALL, "; ", begin="<|python_tag|>"),
         tokens=("<|python_tag|>", "<think>", "</think>"),
         tags=('{"name": ', ";", "f.call(", '"parameters": '),
         malformed=(
@@ -199,7 +199,6 @@ def test_text_behind_llama_4s_marks_keeps_the_call_from_running() -> None:
 
 
 def test_calls_come_back_from_the_template_that_has_llama_4_write_json() -> None:
-    require_families()
     tokenizer = copy.copy(load_tokenizer("llama_4"))
     tokenizer.chat_template = load_template("vllm/tool_chat_template_llama4_json")
     calls: list[Call] = [("f", {"x": 'a"b\n', "n": None, "l": [1, {"k": "<|eot|>é"}]}), ("g", {})]
@@ -220,18 +219,13 @@ def keywords(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={spell(value)}" for key, value in values.items())
 
 
-def bare(calls: Sequence[Call]) -> str:
-    return f"[{', '.join(f'{name}({keywords(values)})' for name, values in calls)}]"
-
-
-def llama4_pythonic_write(calls: Sequence[Call]) -> str:
-    return f"<|python_start|>{bare(calls)}<|python_end|>"
+bare = writer("%s(%s)", ", ", "[", "]", keywords)
 
 
 class TestLlama4Pythonic(ListedChecks):
     format = Format(
         parser=Llama4PythonicToolParser(),
-        write=llama4_pythonic_write,
+        write=lambda calls: f"<|python_start|>{bare(calls)}<|python_end|>",
         tokens=("<|python_start|>", "<|python_end|>", "<think>", "</think>"),
         tags=("[f(", ")]", "'", '"""', "=", ", "),
         malformed=(
@@ -319,19 +313,15 @@ def test_what_begins_as_a_list_of_calls_and_is_none_is_an_error(text: str, statu
 MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
 
-def write_named(calls: Sequence[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(values, ensure_ascii=False)}" for name, values in calls)
-
-
 def mistral_write_list(calls: Sequence[Call]) -> str:
     listed = [{"name": name, "arguments": values, "id": f"abcDE{i:04d}"} for i, (name, values) in enumerate(calls)]
-    return "[TOOL_CALLS]" + json.dumps(listed, ensure_ascii=False)
+    return "[TOOL_CALLS]" + json_text(listed)
 
 
 class TestMistralNamed(ListedChecks):
     format = Format(
         parser=MistralToolParser(),
-        write=write_named,
+        write=writer("[TOOL_CALLS]%s[ARGS]%s"),
         tokens=MISTRAL_TOKENS,
         tags=('{"name": ', "[", "[INST]", "[TOOL_RESULTS]"),
         malformed=('f{"a": 1}', "f[ARGS]{a: 1}", 'f[ARGS]{"a": 1}}', "[ARGS]{}", "f g[ARGS]{}", "f[CALL_ID]ab[ARGS]{}"),

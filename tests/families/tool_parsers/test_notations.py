@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,18 +15,19 @@ from strands_sglang.tool_parsers import (
     ToolCallStatus,
     ToolParseResult,
 )
-from support.listed_checks import ListedChecks
 from support.parser_checks import (
     KEYS,
     SCALARS,
-    Call,
     Format,
+    ListedChecks,
     ParserChecks,
+    json_text,
     same,
     sampled,
     summary,
     tokenizer_with,
     tools_for,
+    writer,
 )
 
 QUOTE = '<|"|>'
@@ -44,10 +43,6 @@ def value(of: Any) -> str:
     return "[" + ",".join(map(value, of)) + "]" if isinstance(of, list) else str(of)
 
 
-def gemma4_write(calls: Sequence[Call]) -> str:
-    return "".join(f"<|tool_call>call:{name}{value(values)}<tool_call|>" for name, values in calls)
-
-
 def carried(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     """Values of the format: keys are bare words."""
     return st.recursive(
@@ -60,7 +55,7 @@ def carried(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
 class TestGemma4(ParserChecks):
     format = Format(
         parser=Gemma4ToolParser(),
-        write=gemma4_write,
+        write=writer("<|tool_call>call:%s%s<tool_call|>", arguments=value),
         tokens=("<|tool_call>", "<tool_call|>", QUOTE, "<|channel>", "<channel|>"),
         tags=("call:f{", "thought\n", "{", "}", ":", ","),
         malformed=(
@@ -127,16 +122,7 @@ TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
 HARMONY_PARSER = HarmonyToolParser()
 
 
-def body(values: dict) -> str:
-    return json.dumps(values, ensure_ascii=False)
-
-
-def harmony_write(calls: Sequence[Call]) -> str:
-    return "".join(
-        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        f"{body(values)}<|call|>"
-        for name, values in calls
-    )
+harmony_write = writer("<|start|>assistant<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s<|call|>")
 
 
 class TestHarmony(ListedChecks):
@@ -210,7 +196,7 @@ HEADERS = (
 
 @given(st.sampled_from(HEADERS), TestHarmony.format.arguments)
 def test_every_way_to_write_a_header_is_read_and_the_stop_token_may_be_gone(header: str, arguments: dict) -> None:
-    turn = HARMONY_PARSER.parse_turn(header + body(arguments), tools=tools_for([("f", arguments)]))
+    turn = HARMONY_PARSER.parse_turn(header + json_text(arguments), tools=tools_for([("f", arguments)]))
     assert same(summary(turn.tool_calls), [("f", arguments)])
     assert (turn.text, turn.reasoning) == ("", None)
 
@@ -261,15 +247,10 @@ def test_a_turn_ends_in_reasoning_where_its_last_message_is_an_unended_analysis(
     assert HARMONY_PARSER.parse_turn(text, truncated=True).ends_in_reasoning is unclosed
 
 
-def phi4_write(calls: Sequence[Call]) -> str:
-    bodies = (json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls)
-    return "".join(f"<|tool_call|>{body}<|/tool_call|>" for body in bodies)
-
-
 class TestPhi4(ParserChecks):
     format = Format(
         parser=Phi4ToolParser(),
-        write=phi4_write,
+        write=writer('<|tool_call|>{"name": "%s", "arguments": %s}<|/tool_call|>'),
         tokens=("<|tool_call|>", "<|/tool_call|>", "<think>", "</think>"),
         tags=('{"name": ', "functools[", "["),
         malformed=("", "f", '{"name": "f"} x', "{}", "[]", '[{"name": "f"}', '{"type": "function"}', "1"),

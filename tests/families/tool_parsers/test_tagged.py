@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -18,7 +19,17 @@ from strands_sglang.tool_parsers import (
     SeedOSSToolParser,
     ToolCallStatus,
 )
-from support.parser_checks import JSON_TYPE, Call, Format, ParserChecks, same, summary, tools_for
+from support.parser_checks import (
+    JSON_TYPE,
+    Call,
+    Format,
+    ParserChecks,
+    pairs,
+    same,
+    summary,
+    tools_for,
+    writer,
+)
 
 DSML_BEGIN, DSML_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
 
@@ -29,19 +40,7 @@ def parameter(key: str, value: Any) -> str:
     return f'<｜DSML｜parameter name="{key}" string="{"true" if is_string else "false"}">{text}</｜DSML｜parameter>'
 
 
-def dsml_call(name: str, body: str) -> str:
-    return f'<｜DSML｜invoke name="{name}">\n{body}\n</｜DSML｜invoke>'
-
-
-def dsml_written(calls: Sequence[Call]) -> str:
-    """Calls as the model's own encoder writes them."""
-    bodies = ("\n".join(parameter(*item) for item in arguments.items()) for _, arguments in calls)
-    texts = "\n".join(dsml_call(name, body) for (name, _), body in zip(calls, bodies, strict=True))
-    return f"{DSML_BEGIN}\n{texts}\n{DSML_END}"
-
-
-# A tag of the format in a value; the encoder writes it as the token that it is.
-DSML_LOST_IN_THE_FORMAT = re.compile("｜DSML｜(?:parameter|invoke)")
+DSML_CALL = '<｜DSML｜invoke name="%s">\n%s\n</｜DSML｜invoke>'
 
 MALFORMED = (
     "",
@@ -50,17 +49,28 @@ MALFORMED = (
     '<｜DSML｜invoke name="f">',
     '<invoke name="f">\n</invoke>',
     "<｜DSML｜invoke>\n</｜DSML｜invoke>",
-    dsml_call("f", "text"),
-    dsml_call("f", '{"a": 1}'),
-    dsml_call("f", '<｜DSML｜parameter name="a">1</｜DSML｜parameter>'),
-    dsml_call("f", '<｜DSML｜parameter name="a" string="yes">1</｜DSML｜parameter>'),
-    dsml_call("f", '<｜DSML｜parameter name="a" string="false">one</｜DSML｜parameter>'),
-    dsml_call("f", '<｜DSML｜parameter name="a" string="false">True</｜DSML｜parameter>'),
-    dsml_call("f", '<｜DSML｜parameter name="a" string="true">1'),
-    dsml_call("f", '<｜DSML｜parameter name="a" string="true">1\n' + parameter("b", 2)),
-    dsml_call("f", parameter("a", 1) + parameter("a", 1)),
-    dsml_call("f", parameter("a", 1)) + "text",
+    DSML_CALL % ("f", "text"),
+    DSML_CALL % ("f", '{"a": 1}'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a">1</｜DSML｜parameter>'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a" string="yes">1</｜DSML｜parameter>'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a" string="false">one</｜DSML｜parameter>'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a" string="false">True</｜DSML｜parameter>'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a" string="true">1'),
+    DSML_CALL % ("f", '<｜DSML｜parameter name="a" string="true">1\n' + parameter("b", 2)),
+    DSML_CALL % ("f", parameter("a", 1) + parameter("a", 1)),
+    DSML_CALL % ("f", parameter("a", 1)) + "text",
 )
+
+
+dsml_written = writer(
+    DSML_CALL,
+    "\n",
+    f"{DSML_BEGIN}\n",
+    f"\n{DSML_END}",
+    lambda values: "\n".join(starmap(parameter, values.items())),
+)
+# A tag of the format in a value; the encoder writes it as the token that it is.
+dsml_loses = re.compile("｜DSML｜(?:parameter|invoke)").search
 
 
 class TestDeepSeekV32(ParserChecks):
@@ -77,7 +87,7 @@ class TestDeepSeekV32(ParserChecks):
         ),
         malformed=MALFORMED,
         closer=f"</｜DSML｜parameter>\n</｜DSML｜invoke>\n{DSML_END}",
-        loses_string=lambda text: DSML_LOST_IN_THE_FORMAT.search(text) is not None,
+        loses_string=dsml_loses,
     )
 
 
@@ -89,12 +99,12 @@ class TestDeepSeekV4(ParserChecks):
         tags=('<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>"),
         malformed=MALFORMED,
         closer="</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
-        loses_string=lambda text: DSML_LOST_IN_THE_FORMAT.search(text) is not None,
+        loses_string=dsml_loses,
     )
 
 
 def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says() -> None:
-    text = f"{DSML_BEGIN}\n{dsml_call('f', parameter('a', '3'))}\n{DSML_END}"
+    text = f"{DSML_BEGIN}\n{DSML_CALL % ('f', parameter('a', '3'))}\n{DSML_END}"
     tools = [{"name": "f", "inputSchema": {"json": {"properties": {"a": {"type": "integer"}}}}}]
     (found,) = DeepSeekV32ToolParser().parse(text, tools=tools)
     assert (found.status, found.input) == (ToolCallStatus.OK, {"a": "3"})
@@ -103,26 +113,16 @@ def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says() -> N
 @pytest.mark.parametrize("value", ['"a"', "3", "[1]", "null"])
 def test_a_value_that_says_it_is_no_string_is_json(value: str) -> None:
     body = f'<｜DSML｜parameter name="a" string="false">{value}</｜DSML｜parameter>'
-    (found,) = DeepSeekV32ToolParser().parse(f"{DSML_BEGIN}\n{dsml_call('f', body)}\n{DSML_END}")
+    (found,) = DeepSeekV32ToolParser().parse(f"{DSML_BEGIN}\n{DSML_CALL % ('f', body)}\n{DSML_END}")
     assert found.input == {"a": json.loads(value)}
 
 
 _ARGUMENT = r"<arg_key>[^<\n]+</arg_key>\s*<arg_value>"
-# What closes a value, and what could as well be the rest of a call whose value was never closed.
-GLM_LOST_IN_THE_FORMAT = re.compile(rf"</arg_value>\s*(?:{_ARGUMENT}|</tool_call>)|{_ARGUMENT}")
-
-
-def glm_written(calls: Sequence[Call], newline: str = "\n") -> str:
-    """Calls as the template of GLM-4.5 and GLM-4.6 writes them, or GLM-4.7's without line breaks."""
-    texts = []
-    for name, arguments in calls:
-        pairs = "".join(
-            f"<arg_key>{key}</arg_key>{newline}<arg_value>"
-            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}</arg_value>{newline}"
-            for key, value in arguments.items()
-        )
-        texts.append(f"<tool_call>{name}{newline}{pairs}</tool_call>")
-    return newline.join(texts)
+glm_written = writer(
+    "<tool_call>%s\n%s</tool_call>",
+    "\n",
+    arguments=pairs("<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"),
+)
 
 
 class TestGLM(ParserChecks):
@@ -146,14 +146,16 @@ class TestGLM(ParserChecks):
             "f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>1</arg_value>",
         ),
         closer="</arg_value>\n</tool_call>",
-        loses_string=lambda text: GLM_LOST_IN_THE_FORMAT.search(text) is not None,
+        # What closes a value, and what could as well be the rest of a call whose value was never closed.
+        loses_string=re.compile(rf"</arg_value>\s*(?:{_ARGUMENT}|</tool_call>)|{_ARGUMENT}").search,
     )
 
 
-@pytest.mark.parametrize("newline", ["\n", ""])
-def test_calls_with_and_without_line_breaks_are_read(newline: str) -> None:
+def test_calls_with_and_without_line_breaks_are_read() -> None:
+    glm_4_7 = writer("<tool_call>%s%s</tool_call>", arguments=pairs("<arg_key>%s</arg_key><arg_value>%s</arg_value>"))
     calls: list[Call] = [("f", {"a": "  x\n", "b": [1, {"c": None}]}), ("g", {})]
-    assert summary(GLMToolParser().parse(glm_written(calls, newline), tools=tools_for(calls))) == calls
+    for write in (glm_written, glm_4_7):
+        assert summary(GLMToolParser().parse(write(calls), tools=tools_for(calls))) == calls
 
 
 def test_glm_without_a_schema_json_is_json_and_anything_else_is_text() -> None:
@@ -211,10 +213,6 @@ def kimi_k3_written(calls: Sequence[Call]) -> str:
     return opened("tools") + "".join(texts) + closed("tools")
 
 
-# A tag of the format in a value; the template writes it as the tokens that it is.
-KIMI_K3_LOST_IN_THE_FORMAT = re.compile(r"<\|(?:open|close)\|>(?:argument|call)")
-
-
 class TestKimiK3(ParserChecks):
     format = Format(
         parser=KimiK3ToolParser(),
@@ -240,7 +238,8 @@ class TestKimiK3(ParserChecks):
             kimi_k3_call("f", "") + "text",
         ),
         closer=closed("argument") + closed("call") + closed("tools"),
-        loses_string=lambda text: KIMI_K3_LOST_IN_THE_FORMAT.search(text) is not None,
+        # A tag of the format in a value; the template writes it as the tokens that it is.
+        loses_string=re.compile(r"<\|(?:open|close)\|>(?:argument|call)").search,
         think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     )
 
@@ -278,30 +277,15 @@ def test_names_of_arguments_are_unescaped(key: str) -> None:
 MINIMAX_M2_BEGIN, MINIMAX_M2_END = "<minimax:tool_call>", "</minimax:tool_call>"
 
 
-def minimax_m2_call(name: str, body: str) -> str:
-    return f'<invoke name="{name}">\n{body}</invoke>\n'
-
-
-def minimax_m2_written(calls: Sequence[Call]) -> str:
-    """Calls as the chat template writes them."""
-    texts = [
-        minimax_m2_call(
-            name,
-            "".join(
-                f'<parameter name="{key}">'
-                f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}</parameter>\n"
-                for key, value in arguments.items()
-            ),
-        )
-        for name, arguments in calls
-    ]
-    return f"{MINIMAX_M2_BEGIN}\n{''.join(texts)}{MINIMAX_M2_END}"
-
-
+MINIMAX_M2_CALL = '<invoke name="%s">\n%s</invoke>\n'
+minimax_m2_written = writer(
+    MINIMAX_M2_CALL,
+    begin=f"{MINIMAX_M2_BEGIN}\n",
+    end=MINIMAX_M2_END,
+    arguments=pairs('<parameter name="%s">%s</parameter>\n'),
+)
 _PARAMETER = r'<parameter name="[^"\n]+">'
 _CALL_ENDS = r'</invoke>\s*(?:<invoke name="[^"\n]+">|</minimax:tool_call>)'
-# What closes a value, and what could as well be the rest of a call whose value was never closed.
-MINIMAX_M2_LOST_IN_THE_FORMAT = re.compile(rf"</parameter>\s*{_PARAMETER}|\n{_PARAMETER}|{_CALL_ENDS}")
 
 
 class TestMiniMaxM2(ParserChecks):
@@ -316,16 +300,17 @@ class TestMiniMaxM2(ParserChecks):
             '{"name": "f"}',
             '<invoke name="f">',
             "<invoke>\n</invoke>",
-            minimax_m2_call("f", "text"),
-            minimax_m2_call("f", '<parameter name="a">1'),
-            minimax_m2_call("f", '<parameter name="a">1</parameter> and'),
-            minimax_m2_call("f", '<parameter name="a">1\n<parameter name="b">2</parameter>'),
-            minimax_m2_call("f", '<parameter name="a">1</parameter><parameter name="a">1</parameter>'),
-            minimax_m2_call("f", '<parameter name="">1</parameter>'),
-            minimax_m2_call("f", "") + "text",
+            MINIMAX_M2_CALL % ("f", "text"),
+            MINIMAX_M2_CALL % ("f", '<parameter name="a">1'),
+            MINIMAX_M2_CALL % ("f", '<parameter name="a">1</parameter> and'),
+            MINIMAX_M2_CALL % ("f", '<parameter name="a">1\n<parameter name="b">2</parameter>'),
+            MINIMAX_M2_CALL % ("f", '<parameter name="a">1</parameter><parameter name="a">1</parameter>'),
+            MINIMAX_M2_CALL % ("f", '<parameter name="">1</parameter>'),
+            MINIMAX_M2_CALL % ("f", "") + "text",
         ),
         closer=f"</parameter>\n</invoke>\n{MINIMAX_M2_END}",
-        loses_string=lambda text: MINIMAX_M2_LOST_IN_THE_FORMAT.search(text) is not None,
+        # What closes a value, and what could as well be the rest of a call whose value was never closed.
+        loses_string=re.compile(rf"</parameter>\s*{_PARAMETER}|\n{_PARAMETER}|{_CALL_ENDS}").search,
     )
 
 
@@ -358,18 +343,16 @@ def test_a_value_that_closes_its_own_section_runs_nothing() -> None:
     assert all(found.is_error for found in calls)
 
 
-def write(calls: Sequence[Call]) -> str:
-    texts = []
-    for name, values in calls:
-        body = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in values.items())
-        texts.append(f"<seed:tool_call>\n<function={name}>\n{body}</function>\n</seed:tool_call>")
-    return "\n".join(texts)
-
-
 class TestSeedOSS(ParserChecks):
     format = Format(
         parser=SeedOSSToolParser(),
-        write=write,
+        write=writer(
+            "<seed:tool_call>\n<function=%s>\n%s</function>\n</seed:tool_call>",
+            "\n",
+            arguments=lambda values: "".join(
+                f"<parameter={key}>{value}</parameter>\n" for key, value in values.items()
+            ),
+        ),
         tokens=("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
         tags=("<function=f>", "</function>", "<parameter=a>", "</parameter>"),
         malformed=(
