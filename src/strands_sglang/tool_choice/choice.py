@@ -3,8 +3,6 @@
 A parser writes the call that it reads (`ToolParser.write_call`), with a `CallWriter`.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,11 @@ from typing import Any
 from ..templates.chat_template import ChatTemplate, Prompt
 from ..tool_parsers import TOOL_PARSER_REGISTRY, ToolParser
 from .grammar import (
+    INDENTED_JSON,
+    JSON,
+    PYTHON,
     Element,
+    Notation,
     constant_text,
     either,
     free_text,
@@ -21,11 +23,12 @@ from .grammar import (
     matching,
     members,
     optional,
+    plain_value,
     sequence,
     structural_tag,
+    values_by_type,
 )
 from .schemas import Property, Schema, alternatives, argument_schema, object_properties
-from .values import GEMMA, INDENTED_JSON, JSON, MINIMAX_M3, PYTHON, Notation, plain_value, values_by_type
 
 GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's sampling parameters that constrain what is sampled; a request may have one of them."""
@@ -51,8 +54,7 @@ class CallWriter:
 
     INDENTED_JSON = INDENTED_JSON
     PYTHON = PYTHON
-    GEMMA = GEMMA
-    MINIMAX_M3 = MINIMAX_M3
+    notation = Notation
     constant = staticmethod(constant_text)
     either = staticmethod(either)
     json_object = staticmethod(json_object)

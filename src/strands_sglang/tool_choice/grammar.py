@@ -10,7 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from ..tool_parsers.reading.schemas import same_json, type_name
+from ..tool_parsers.reading.values import InvalidValueError, typed_value
+from .schemas import Property, Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
 
 Element = dict[str, Any]  # a part of a structural tag: what SGLang's documentation calls a format
 
@@ -18,6 +23,9 @@ _CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # EBNF, s
 _PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings hold as they are
 _ESCAPES = r'["\\/bfnrt]'
 _SPECIAL_IN_CLASS = re.compile(r"[\\\]\[^-]")
+_MOST_VALUES = 5000  # of one grammar; the server would compile more of them for too long
+_SPELLED_OUT: dict[str, tuple[str, ...]] = {"boolean": ("true", "false"), "null": ("null",)}
+_PYTHON_SPELLINGS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 def structural_tag(element: Element) -> dict[str, str]:
@@ -159,3 +167,189 @@ def json_object(values: Mapping[str, Element | str]) -> Element:
     """Return what matches a JSON object with these keys in this order, spaced as chat templates do."""
     parts = [(sequence(f"{constant_text(key)}: ", value), True) for key, value in values.items()]
     return sequence("{", members(parts, ", "), "}")
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How a format writes values; without arguments as JSON, spaced as chat templates write it.
+
+    Attributes:
+        quote: What stands on both sides of a string.
+        escapes: What may follow a backslash in a string, as a class of characters; no `u`, which could write half of a
+            surrogate pair. Empty where strings are not escaped.
+        excludes: Marks that no string may hold where strings are not escaped.
+        keys: Pattern of the keys that can be written, as they are; empty where keys are JSON strings.
+        member: What stands around the value of an object's property, with `{}` for the key.
+        item: What stands around an item of a list.
+        brackets: What stands around a list and around an object.
+        comma: What stands between items and between properties.
+        gap: White space inside of brackets.
+        is_sorted: The properties of an object are in alphabetical order.
+        is_typed: The parser types text by the schema.
+        nested: What lists and objects are written in; None for the same notation.
+    """
+
+    quote: str = '"'
+    escapes: str = '["\\\\/bfnrt]'
+    excludes: Sequence[str] = ()
+    keys: str = ""
+    member: tuple[str, str] = ("{}: ", "")
+    item: tuple[str, str] = ("", "")
+    brackets: Sequence[str] = ("[]", "{}")
+    comma: Element | str = ", "
+    gap: Element | str = ""
+    is_sorted: bool = False
+    is_typed: bool = False
+    nested: Notation | None = None
+
+    def value(self, schema: Schema) -> Element:
+        """Return what matches a value by its schema.
+
+        Raises:
+            NotImplementedError: There is no grammar for that, or the parser would not always read what it lets through.
+        """
+        options = alternatives(schema)
+        if self.is_typed:
+            options = self._told_apart(schema, options)
+        return either(map(self.alternative, options))
+
+    def alternative(self, schema: Schema) -> Element:
+        """Return what matches one of the `alternatives` of a schema.
+
+        Raises:
+            NotImplementedError: There is no grammar for that.
+        """
+        if next(schema.written) > _MOST_VALUES:
+            raise schema.unsupported("the schema is too large for a grammar")
+        if "enum" in schema.value:
+            return either([self._constant(value, schema) for value in schema.value["enum"]])
+        kind = schema.value["type"]
+        if kind == "string":
+            return self._string(schema)
+        if kind in ("number", "integer"):
+            return json_number(number_bounds(schema), whole=kind == "integer")
+        if kind == "array":
+            return (self.nested or self)._array(schema)
+        if kind == "object":
+            return (self.nested or self)._object(schema)
+        return either(_SPELLED_OUT[kind])
+
+    def _told_apart(self, schema: Schema, options: list[Schema]) -> list[Schema]:
+        """Return the alternatives of a schema that a typed text is one of; any other value is a free text as well."""
+        for option in options:
+            for value in option.value.get("enum", ()):
+                if not _reads(value, schema):
+                    raise schema.unsupported(f"the format cannot tell the value {value!r} from others")
+        strings = [option for option in options if option.value.get("type") == "string"]
+        nested = [option for option in options if option.value.get("type") in ("array", "object")]
+        if len(nested) > 1 and self.nested is None:
+            raise schema.unsupported("the format does not tell the alternatives of this schema apart")
+        plain = [option for option in options if option.value.keys() == {"type"} and option not in nested]
+        if strings and any(option not in plain and option not in strings for option in options):
+            raise schema.unsupported("the format does not tell strings from the other values of this schema")
+        free = [option for option in strings if option in plain]
+        return free[:1] or options
+
+    def _string(self, schema: Schema) -> Element:
+        pattern, sizes = string_pattern(schema), schema.sizes("minLength", "maxLength")
+        if pattern is not None:
+            characters = matching(pattern)
+        elif self.escapes:
+            characters = json_characters(*sizes, escapes=self.escapes)
+        else:
+            characters = free_text(self.excludes, *sizes)
+        return sequence(self.quote, characters, self.quote)
+
+    def _array(self, schema: Schema) -> Element:
+        first, item, least, most = array_items(schema)
+        begin, end = self.item
+        one = literal("") if item is None else sequence(begin, self.value(item), end)
+        if item is None or most == 0:
+            items = members([(sequence(begin, self.value(each), end), True) for each in first], self.comma)
+        elif not self.comma:
+            items = repeated(one, least, most)
+        else:
+            more = repeated(sequence(self.comma, one), max(least - 1, 0), None if most is None else most - 1)
+            items = one if most == 1 else sequence(one, more)
+            items = items if least else optional(items)
+        return self._bracketed(self.brackets[0], items)
+
+    def _object(self, schema: Schema) -> Element:
+        properties = object_properties(schema)
+        if self.is_sorted:
+            properties.sort(key=lambda found: found.name.lower())
+        parts = []
+        for found in properties:
+            begin, end = (around.format(self._key(found)) for around in self.member)
+            parts.append((sequence(begin, self.value(found.schema), end), found.required))
+        return self._bracketed(self.brackets[1], members(parts, self.comma))
+
+    def _bracketed(self, brackets: str, content: Element) -> Element:
+        return sequence(brackets[:1], self.gap, content, self.gap, brackets[1:])
+
+    def _key(self, found: Property) -> str:
+        if not self.keys:
+            return constant_text(found.name)
+        if re.fullmatch(self.keys, found.name) is None:
+            raise found.schema.unsupported(f"the format cannot write the key {found.name!r}")
+        return found.name
+
+    def _constant(self, value: Any, schema: Schema) -> Element:
+        if self.keys and isinstance(value, (list, dict)):
+            raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
+        if self.escapes or not isinstance(value, str):
+            return literal(constant_text(value))
+        if "\x00" in value or any(mark in value for mark in self.excludes):
+            raise schema.unsupported(f"the format cannot write the value {value!r}")
+        return sequence(self.quote, value, self.quote)
+
+
+JSON = Notation()
+INDENTED_JSON = Notation(comma=sequence(",", matching(r"[ \n]{0,32}")), gap=matching(r"[ \n]{0,32}"))
+PYTHON = Notation(escapes='["\\\\bfnrt]')  # no escape for `/`; parsers read `true`, `false` and `null` too
+
+
+def plain_text(excludes: Sequence[str]) -> Notation:
+    """Return the notation of formats that write a value as plain text between marks, lists and objects as JSON."""
+    return Notation(quote="", escapes="", excludes=excludes, is_typed=True, nested=JSON)
+
+
+def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bool = False) -> Element:
+    """Return what matches a value as plain text between marks, its type left to the schema; the rest is JSON.
+
+    Args:
+        schema: The schema.
+        excludes: Marks that no string may hold.
+        python_spellings: `True`, `False` and `None` too, which some chat templates write, where no text can be meant.
+
+    Raises:
+        NotImplementedError: There is no grammar for that.
+    """
+    written = plain_text(excludes).value(schema)
+    kinds = [option.value.get("type", "constants") for option in alternatives(schema)]
+    if not python_spellings or "string" in kinds or "constants" in kinds:
+        return written
+    return either([written, *(word for kind in kinds for word in _PYTHON_SPELLINGS.get(kind, ()))])
+
+
+def values_by_type(schema: Schema, excludes: Sequence[str]) -> dict[str, Element]:
+    """Return what matches the values of a schema by their JSON type: strings as plain text between marks, or JSON."""
+    notation = plain_text(excludes)
+    found: dict[str, list[Element]] = {}
+    for option in alternatives(schema):
+        constants: dict[str, list[Any]] = {}
+        for value in option.value.get("enum", ()):
+            constants.setdefault(type_name(value), []).append(value)
+        typed = {kind: option.at({"enum": values}) for kind, values in constants.items()}
+        for kind, part in (typed or {option.value["type"]: option}).items():
+            found.setdefault("number" if kind == "integer" else kind, []).append(notation.alternative(part))
+    return {kind: either(elements) for kind, elements in found.items()}
+
+
+def _reads(value: Any, schema: Schema) -> bool:
+    """Tell whether the parser reads a constant as itself."""
+    written = value if isinstance(value, str) else constant_text(value)
+    try:
+        return same_json(typed_value(written, schema.value, schema.root), value)
+    except InvalidValueError:
+        return False

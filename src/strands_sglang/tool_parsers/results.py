@@ -21,22 +21,22 @@ MAX_CALLS = 1000
 
 
 class ToolCallStatus(str, Enum):
-    """How a tool call came out of the parser."""
+    """How a tool call came out of the parser.
+
+    Attributes:
+        OK: The call is complete and well formed.
+        MALFORMED: The call does not follow its format, or a value is not of the type that the tool declares.
+        UNTERMINATED: The call begins but its end never comes.
+        UNKNOWN_TOOL: The call is well formed, and goes to something that no agent's tool can be, such as a built-in of
+            the model.
+        NOT_AN_OBJECT: The arguments are JSON, but not an object of named arguments.
+    """
 
     OK = "ok"
-    """The call is complete and well formed."""
-
     MALFORMED = "malformed"
-    """The call does not follow its format, or a value is not of the type that the tool declares."""
-
     UNTERMINATED = "unterminated"
-    """The call begins but its end never comes."""
-
     UNKNOWN_TOOL = "unknown_tool"
-    """The call is well formed, and goes to something that no agent's tool can be, such as a built-in of the model."""
-
     NOT_AN_OBJECT = "not_an_object"
-    """The arguments are JSON, but not an object of named arguments."""
 
 
 # Apart from the `random` module's own generator, which training code seeds alike in all its processes.

@@ -5,8 +5,6 @@ JSON's (`None` in the first template), lists and objects have brackets, and keys
 `<|channel>thought` with a newline and `<channel|>`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -68,7 +66,16 @@ class Gemma4ToolParser(ToolParser):
     def write_call(self, call: Writer) -> Element:
         """Write a call."""
         call.properties()
-        return call.sequence(f"{call.start}call:{call.name}", call.json(call.GEMMA), call.end)
+        notation = call.notation(
+            quote=_QUOTE,
+            escapes="",
+            excludes=(_QUOTE,),
+            keys=r"[^:,{}\[\]<>\n]{1,256}",
+            member=("{}:", ""),
+            comma=",",
+            is_sorted=True,
+        )
+        return call.sequence(f"{call.start}call:{call.name}", call.json(notation), call.end)
 
 
 def _value(turn: MarkedText, position: int, depth: int) -> tuple[Any, int]:

@@ -12,8 +12,6 @@ value, except a key with the opening tag of its value: that could as well follow
 call is refused.
 """
 
-from __future__ import annotations
-
 from ..base import ToolParser, register_tool_parser
 from ..reading import TaggedCalls
 

@@ -16,16 +16,12 @@ Granite 4: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, once p
 template only asks for that and writes no call itself.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
-    Call,
     CallSpan,
-    DecodedJSON,
     InvalidValueError,
     Mark,
     MarkedText,
@@ -62,7 +58,7 @@ class JSONObject:
         except InvalidValueError as error:
             name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
             raise BrokenCallError(error.position, str(error), name and name.group(1)) from None
-        call = call_from_json(decoded.value, decoded.problem)
+        call = call_from_json(decoded)
         return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
 
     def write(self, call: Writer) -> Element:
@@ -102,7 +98,7 @@ class GraniteToolParser(ToolParser):
         begin = skip_space(turn.text, start.end)
         if not turn.text.startswith("[", begin) and turn.text.startswith(self.tool_start_token, start.start):
             return _OBJECT.read(turn, start)
-        return read_list_to_end(turn, begin, _call)
+        return read_list_to_end(turn, begin, call_from_json)
 
     def write_call(self, call: Writer) -> Element:
         """Write a call in either way; Granite 3's template indents its JSON."""
@@ -113,7 +109,3 @@ class GraniteToolParser(ToolParser):
             *(call.json(call.INDENTED_JSON), space, "}", space, "]"),
         )
         return call.either([_OBJECT.write(call), listed])
-
-
-def _call(item: DecodedJSON) -> Call:
-    return call_from_json(item.value, item.problem)

@@ -15,14 +15,13 @@ name and `(` is one. `<|python_start|>` and `<|python_end|>` may stand around it
 double quotes as it is, so that what they show of numbers, and of quotes inside strings, is not what was called.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..base import Element, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_CALLS,
     BrokenCallError,
+    Call,
     CallSpan,
     InvalidValueError,
     Mark,
@@ -69,8 +68,7 @@ class Llama3JSONToolParser(ToolParser):
         try:
             if built_in is not None:
                 arguments, end = read_arguments(text, built_in.end())
-                call = call_from_json({"name": built_in.group(1), "parameters": arguments}, arguments="parameters")
-                calls = [call.result(text[begin:end])]
+                calls = [Call(built_in.group(1), arguments).result(text[begin:end])]
             else:
                 calls, end = _read_objects(turn, begin)
         except InvalidValueError as error:
@@ -100,7 +98,7 @@ def _read_objects(turn: MarkedText, position: int) -> tuple[list[ToolParseResult
             raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
         decoded = decode_json(text, position)
         others = {"type": lambda value: value == "function"}
-        call = call_from_json(decoded.value, decoded.problem, arguments="parameters", others=others)
+        call = call_from_json(decoded, arguments="parameters", others=others)
         calls.append(call.result(text[position : decoded.end]))
         position = skip_space(text, decoded.end)
         if position == len(text) or turn.mark_at(MarkKind.CALL_END, position) is not None:
@@ -138,7 +136,7 @@ class Llama4PythonicToolParser(ToolParser):
                     raise InvalidValueError("a call must begin with a name and '('", position)
                 name = call.group(1)
                 arguments, end = read_arguments(text, call.end())
-                calls.append(call_from_json({"name": name, "arguments": arguments}).result(text[position:end]))
+                calls.append(Call(name, arguments).result(text[position:end]))
                 position = skip_space(text, end)
                 if not text.startswith("]", position):
                     position = _expect(",", text, position)

@@ -19,8 +19,6 @@ empty string, list or object, whichever the schema allows. A text ends at the fi
 the ids known, ordinary tokens that spell the token are text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Set
 from typing import Any, Union
@@ -96,8 +94,19 @@ class MiniMaxM3ToolParser(ToolParser):
     def write_call(self, call: Writer) -> Element:
         """Write a section of one call."""
         call.properties()
+        notation = call.notation(
+            quote="",
+            escapes="",
+            excludes=(_TOKEN,),
+            keys=r"(?!/)[^<>\n]+",
+            member=(f"{_TOKEN}<{{}}>", f"{_TOKEN}</{{}}>"),
+            item=(f"{_TOKEN}<{_ITEM}>", f"{_TOKEN}</{_ITEM}>"),
+            brackets=("", ""),
+            comma="",
+            is_typed=True,
+        )
         opened = f'{call.start}\n{_TOKEN}<invoke name="{call.name}">'
-        return call.sequence(opened, call.json(call.MINIMAX_M3), f"{_TOKEN}</invoke>\n{call.end}")
+        return call.sequence(opened, call.json(notation), f"{_TOKEN}</invoke>\n{call.end}")
 
 
 def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:

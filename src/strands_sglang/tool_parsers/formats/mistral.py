@@ -5,8 +5,6 @@ later models write `[TOOL_CALLS]f[ARGS]{...}` per call, Small 3.2 with `[CALL_ID
 nine letters and digits. Reasoning stands between `[THINK]` and `[/THINK]`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -89,7 +87,7 @@ class MistralToolParser(ToolParser):
 
 def _listed_call(item: DecodedJSON) -> Call:
     native_id = item.value.get("id") if isinstance(item.value, dict) else None
-    return call_from_json(item.value, item.problem, others={"id": _is_native_id}, native_id=native_id)
+    return call_from_json(item, others={"id": _is_native_id}, native_id=native_id)
 
 
 def _is_native_id(value: Any) -> bool:

@@ -8,8 +8,6 @@ writes them (`{'x': True}`). A turn that begins with the name and arguments of s
 object is text; it is read as JSON, or as Python where it is no JSON.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -29,10 +27,10 @@ from ..reading import (
     decode_json,
     failed_call,
     is_cut,
+    json_or_python,
     name_of,
     read_json_list,
     read_list_to_end,
-    read_literal,
     skip_space,
 )
 
@@ -99,7 +97,7 @@ def _read_objects(text: str, position: int) -> CallSpan:
             if begins is None:
                 raise InvalidValueError("a call must begin with its name and arguments", position)
             name = name or begins.group(1)
-            item = _json_or_python(text, position)
+            item = json_or_python(text, position)
             calls.append(_call(item).result(text[position : item.end]))
             position = skip_space(text, item.end)
             if position == len(text):
@@ -112,21 +110,8 @@ def _read_objects(text: str, position: int) -> CallSpan:
         raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
 
 
-def _json_or_python(text: str, position: int) -> DecodedJSON:
-    """Return the object at `position`, as JSON or else as a Python literal.
-
-    Raises:
-        InvalidValueError: It is neither.
-    """
-    try:
-        return decode_json(text, position)
-    except InvalidValueError:
-        value, end = read_literal(text, position)
-        return DecodedJSON(value, end, None)
-
-
 def _call(item: DecodedJSON) -> Call:
     call: Any = item.value
     if isinstance(call, dict) and call.keys() == {"type", "function"} and call["type"] == "function":
-        call = call["function"]
-    return call_from_json(call, item.problem)
+        item = item._replace(value=call["function"])
+    return call_from_json(item)

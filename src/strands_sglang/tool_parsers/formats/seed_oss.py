@@ -11,34 +11,24 @@ The template writes lists and objects as Python does, so that those are read as 
 Reasoning stands between `<seed:think>` and `</seed:think>`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 from ..base import ToolParser, register_tool_parser
-from ..reading import InvalidValueError, TaggedCalls, allowed_types, read_literal, skip_space
+from ..reading import TaggedCalls, json_or_python, skip_space
 
 
 class _SeedCalls(TaggedCalls):
     """Lists and objects are written as Python does, or as JSON."""
 
-    def nested_end(self, text: str, position: int, schema: Any, root: Any) -> int | None:
-        """Return where a list or an object ends, in JSON or in Python."""
-        end = super().nested_end(text, position, schema, root)
-        begin = skip_space(text, position)
-        if end is not None or text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
-            return end
-        try:
-            return skip_space(text, read_literal(text, begin)[1])
-        except InvalidValueError:
-            return None
+    literal = staticmethod(json_or_python)
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
         """Return the value that a text means, as JSON or else as Python."""
-        if super().nested_end(text, 0, schema, root) is None and self.nested_end(text, 0, schema, root) == len(text):
-            text = json.dumps(read_literal(text, skip_space(text, 0))[0])
+        if self.nested_end(text, 0, schema, root) == len(text):
+            decoded = self.literal(text, skip_space(text, 0))
+            text = json.dumps(decoded.value) if decoded.problem is None else text
         return super().value(text, parameter, schema, root)
 
 

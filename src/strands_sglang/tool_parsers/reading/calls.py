@@ -8,8 +8,6 @@ call whose value was never closed: the end of a call with what follows there, an
 the format puts one. Such a call is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,8 +63,7 @@ def json_call(name: str, arguments: DecodedJSON, native_id: str | None = None) -
 
 
 def call_from_json(
-    call: Any,
-    problem: str | None = None,
+    decoded: DecodedJSON,
     *,
     arguments: str = "arguments",
     others: Mapping[str, Callable[[Any], bool]] = {},  # noqa: B006 - never changed
@@ -75,18 +72,18 @@ def call_from_json(
     """Return a call that is a JSON object of a name and arguments.
 
     Args:
-        call: The decoded object.
-        problem: What is wrong with it although its syntax is right.
+        decoded: The object.
         arguments: The key of the arguments, which may be left out.
         others: Further keys that may be there, each with a test of its value.
         native_id: The id that the model wrote.
     """
+    call = decoded.value
     if not isinstance(call, dict):
         return Call(None, error="a call must be a JSON object")
     name = call.get("name")
     name = name if isinstance(name, str) and name else None
-    if problem is not None:
-        return Call(name, error=f"the call is not valid JSON: {problem}")
+    if decoded.problem is not None:
+        return Call(name, error=f"the call is not valid JSON: {decoded.problem}")
     if name is None:
         return Call(name, error='the call must have a "name" that is a string')
     for key, value in call.items():
@@ -262,34 +259,17 @@ def is_cut(text: str, error: InvalidValueError) -> bool:
 _SPACE = r"[ \t\n\r]*"
 
 
-def nested_value_end(text: str, position: int, schema: Any, root: Any = None) -> int | None:
-    """Return where a list or an object ends, for a parameter that can be no string; None for any other value.
-
-    Its JSON says where it ends, so that tags inside its strings belong to them. However many values are asked for, the
-    work is linear in the length of the text: a value inside the strings of two others would have to begin in a string
-    of both, and of two values one of which begins in a string of the other, one is outside its strings anywhere.
-
-    Args:
-        text: The turn.
-        position: Where the value begins, perhaps with white space.
-        schema: Schema of the parameter; None if it is not known.
-        root: The schema that `$ref`s point into.
-    """
-    begin = skip_space(text, position)
-    if text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
-        return None
-    try:
-        return skip_space(text, decode_json(text, begin).end)
-    except InvalidValueError:
-        return None
-
-
 class TaggedCalls:
     """The tags of a format, from which its calls are read and written. Types come from the tool's JSON schema.
 
     A declared string is kept as it is, white space included. Without a schema, a value that is JSON (other than a JSON
     string) is that value; any other is its text.
+
+    Attributes:
+        literal: Reads a list or an object.
     """
+
+    literal = staticmethod(decode_json)
 
     def __init__(
         self,
@@ -353,8 +333,26 @@ class TaggedCalls:
         return property_schema(schema, parameter["key"], schema)
 
     def nested_end(self, text: str, position: int, schema: Any, root: Any) -> int | None:
-        """Return where a list or an object at `position` ends; None for any other value."""
-        return nested_value_end(text, position, schema, root)
+        """Return where a list or an object ends, for a parameter that can be no string; None for any other value.
+
+        Its JSON says where it ends, so that tags inside its strings belong to them. However many values are asked for,
+        the work is linear in the length of the text: a value inside the strings of two others would have to begin in a
+        string of both, and of two values one of which begins in a string of the other, one is outside its strings
+        anywhere.
+
+        Args:
+            text: The turn.
+            position: Where the value begins, perhaps with white space.
+            schema: Schema of the parameter; None if it is not known.
+            root: The schema that `$ref`s point into.
+        """
+        begin = skip_space(text, position)
+        if text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
+            return None
+        try:
+            return skip_space(text, self.literal(text, begin).end)
+        except InvalidValueError:
+            return None
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
         """Return the value that a text means.

@@ -8,8 +8,6 @@ Of Python, literals and keyword arguments are read, nothing that would have to b
 seconds for a hostile megabyte and warns about odd escapes, so they are read here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -70,7 +68,7 @@ def decode_json(text: str, start: int = 0) -> DecodedJSON:
             value, end, problem = _DECODER.decode(cut)
         except json.JSONDecodeError as error:
             if whole or not (error.msg.startswith("Unterminated") or error.pos >= len(cut) - _CUT_MARGIN):
-                raise InvalidValueError(_lower_first(error.msg), start + error.pos) from None
+                raise InvalidValueError(error.msg[:1].lower() + error.msg[1:], start + error.pos) from None
         except RecursionError:
             raise InvalidValueError("it is nested too deeply", start) from None
         else:
@@ -124,7 +122,10 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = _json_or_template_literal(text, "string" not in types)
+        if "string" not in types and text.strip() in _TEMPLATE_LITERALS:
+            value = _TEMPLATE_LITERALS[text.strip()]
+        else:
+            value = strict_json(text)
     except InvalidValueError as error:
         if "string" in types:
             return text
@@ -136,12 +137,6 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
     if "string" in types and text in (listed := listed_values(schema, root)):
         return value if any(same_json(value, other) for other in listed) else text
     return value
-
-
-def _json_or_template_literal(text: str, literals: bool) -> Any:
-    if literals and text.strip() in _TEMPLATE_LITERALS:
-        return _TEMPLATE_LITERALS[text.strip()]
-    return strict_json(text)
 
 
 _TYPE_WORDS = {"integer": "an integer", "array": "an array", "object": "an object", "null": "null"}
@@ -224,10 +219,6 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def _lower_first(message: str) -> str:
-    return message[:1].lower() + message[1:]
-
-
 def shorten(text: str, limit: int = 60) -> str:
     """Return `repr(text)`, with at most `limit` characters of the text."""
     return repr(text) if len(text) <= limit else repr(text[:limit]) + "..."
@@ -276,6 +267,19 @@ def read_literal(text: str, position: int, depth: int = MAX_JSON_DEPTH) -> tuple
     if (name := _NAME.match(text, position)) is not None and name.group() in _NAMES:
         return _NAMES[name.group()], name.end()
     raise InvalidValueError("a literal is expected", position)
+
+
+def json_or_python(text: str, start: int = 0) -> DecodedJSON:
+    """Return the value at `start`, as JSON or else as a Python literal.
+
+    Raises:
+        InvalidValueError: It is neither.
+    """
+    try:
+        return decode_json(text, start)
+    except InvalidValueError:
+        value, end = read_literal(text, start)
+        return DecodedJSON(value, end, None)
 
 
 def read_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
