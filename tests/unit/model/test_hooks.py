@@ -33,7 +33,7 @@ async def test_a_repeated_call_is_known_without_a_later_one(rollout):
     _, model = rollout(numbered)
     agent = listened(model)
 
-    def retry(event: AfterModelCallEvent):
+    def retry(event):
         event.retry = has_text("Answer-0")(event)
 
     agent.add_hook(retry, AfterModelCallEvent)
@@ -46,7 +46,7 @@ async def test_an_answer_that_was_replaced_is_known_without_a_later_call(rollout
     _, model = rollout(numbered)
     agent = listened(model)
 
-    def redact(event: AfterModelCallEvent):
+    def redact(event):
         event.stop_response.message["content"] = [{"text": "REDACTED"}]
 
     agent.add_hook(redact, AfterModelCallEvent)
@@ -62,7 +62,7 @@ async def test_an_answer_that_a_cancelled_task_never_got_into_its_history_is_dis
     _, model = rollout(numbered)
     agent = listened(model)
 
-    def cancel(event: AfterModelCallEvent):
+    def cancel(event):
         raise asyncio.CancelledError
 
     agent.add_hook(cancel, AfterModelCallEvent)
@@ -105,7 +105,7 @@ async def test_what_another_hook_says_of_a_call_that_did_not_parse_stands(rollou
     server, model = rollout(["<tool_call>\n{not json}\n</tool_call>", "Sorry."])
     agent = listened(model, make_tools()[0])
 
-    def replace(event: AfterToolCallEvent):
+    def replace(event):
         event.result = {**event.result, "content": [{"text": "BETTER SAID"}]}
 
     agent.add_hook(replace, AfterToolCallEvent)
@@ -167,7 +167,7 @@ async def test_what_is_asked_on_behalf_of_an_agent_before_its_first_call_is_auxi
     _, model = rollout(numbered)
     agent = listened(model)
 
-    async def sum_up(event: BeforeModelCallEvent):
+    async def sum_up(event):
         async for _ in model.stream([{"role": "user", "content": [{"text": "Sum up."}]}]):
             pass
 
@@ -213,7 +213,7 @@ async def test_hooks_that_an_agent_has_twice_do_no_harm(rollout):
     _, model = rollout(numbered)
     agent = make_agent(model, hooks=[model.hooks, model.hooks])
 
-    def edit(event: AfterModelCallEvent):
+    def edit(event):
         event.retry = has_text("Answer-0")(event)
         if has_text("Answer-2")(event):
             event.stop_response.message["content"] = [{"text": "REDACTED"}]
@@ -254,7 +254,7 @@ async def test_environments_know_what_became_of_an_answer(rollout):
 
     class Repeats:
         def register_hooks(self, registry, **kwargs):
-            def retry(event: AfterModelCallEvent):
+            def retry(event):
                 event.retry = has_text("First.")(event)
 
             registry.add_callback(AfterModelCallEvent, retry)
@@ -275,7 +275,7 @@ async def test_what_another_hook_makes_of_an_answer_in_the_history_is_known(roll
     _, model = rollout(numbered)
     agent = listened(model)
 
-    def edit(event: MessageAddedEvent):
+    def edit(event):
         if event.message["role"] == "assistant" and len(event.agent.messages) == 2:
             event.message["content"][:] = [{"text": word} for word in text.split(" ")]
 

@@ -48,480 +48,523 @@ def assert_exact(server, model):
     assert len(tm) == position
 
 
-class TestExactness:
-    async def test_one_answer_is_recorded_as_it_came(self, rollout):
-        server, model = rollout(["It is 4."])
-        result = await make_agent(model).invoke_async("What is 2+2?")
-        assert str(result).strip() == "It is 4."
-        assert result.stop_reason == "end_turn"
-        assert_exact(server, model)
-
-    async def test_a_conversation_of_30_tool_turns_is_one_sequence(self, rollout):
-        answers = [f"Step {i}: " + call(expression=f"{i} * 7") for i in range(30)]
-        server, model = rollout([*answers, "Done."])
-        tools, ran = make_tools()
-        result = await make_agent(model, tools).invoke_async("Compute a lot.")
-        assert str(result).strip() == "Done."
-        assert ran == [f"{i} * 7" for i in range(30)]
-        assert len(model.trajectory.sequences()) == 1
-        assert_exact(server, model)
-
-    async def test_tokens_that_do_not_survive_decoding_are_kept(self, rollout, chatml_tokenizer):
-        # "17" as two single-digit tokens, which encoding its text would never give.
-        odd = [chatml_tokenizer.encode(digit)[0] for digit in "17"]
-        assert chatml_tokenizer.encode(chatml_tokenizer.decode(odd)) != odd
-        server, model = rollout([ScriptedAnswer(token_ids=odd), "Right."])
-        agent = make_agent(model)
-        await agent.invoke_async("Say 17.")
-        await agent.invoke_async("Again.")
-        prompt = server.requests[1].input_ids
-        start = len(server.requests[0].input_ids)
-        assert prompt[start : start + 2] == odd
-        assert_exact(server, model)
-
-    async def test_the_prompt_is_what_the_template_writes(self, rollout, chatml_tokenizer):
-        server, model = rollout([call(expression="2 * 3"), "6"])
-        tools, _ = make_tools()
-        await make_agent(model, tools).invoke_async("2 times 3?")
-        assert server.requests[1].text.endswith(
-            "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-
-    async def test_usage_names_prompt_output_and_cached_tokens(self, rollout):
-        server, model = rollout(["One.", "Two."])
-        agent = make_agent(model)
-        await agent.invoke_async("a")
-        result = await agent.invoke_async("b")
-        usage = result.metrics.accumulated_usage
-        prompts = [len(request.input_ids) for request in server.requests]
-        outputs = [len(response.body["output_ids"]) for response in server.responses]
-        assert usage["inputTokens"] == sum(prompts)
-        assert usage["outputTokens"] == sum(outputs)
-        assert usage["totalTokens"] == sum(prompts) + sum(outputs)
-        assert usage["cacheReadInputTokens"] == sum(request.cached_tokens for request in server.requests) > 0
-
-    async def test_the_prefix_cache_is_not_defeated_by_default(self, rollout):
-        server, model = rollout(["x"])
-        await make_agent(model).invoke_async("a")
-        assert "logprob_start_len" not in server.requests[0].body
-
-    async def test_prompt_logprobs_are_recorded_when_asked_for(self, rollout):
-        server, model = rollout(["One.", "Two."], return_prompt_logprobs=True)
-        agent = make_agent(model)
-        await agent.invoke_async("a")
-        await agent.invoke_async("b")
-        tm = model.token_manager
-        assert tm.logprobs[0] is None
-        assert all(isinstance(logprob, float) and logprob < 0 for logprob in tm.logprobs[1:])
-        assert (
-            server.requests[1].body["logprob_start_len"]
-            == len(server.requests[0].input_ids) + len(server.responses[0].body["output_ids"]) - 1
-        )
-
-    async def test_without_logprobs_everything_else_is_recorded(self, rollout):
-        server, model = rollout(["x"], return_logprob=False)
-        await make_agent(model).invoke_async("a")
-        tm = model.token_manager
-        assert tm.segments[1].token_ids == server.responses[0].body["output_ids"]
-        assert set(tm.logprobs) == {None}
-
-    async def test_reset_starts_a_new_episode_and_leaves_the_old_record_valid(self, rollout):
-        _, model = rollout(["One.", "Two."])
-        await make_agent(model).invoke_async("a")
-        old = model.token_manager
-        ids = old.token_ids
-        model.reset()
-        assert model.token_manager.token_ids == []
-        await make_agent(model).invoke_async("b")
-        assert old.token_ids == ids
-        assert len(model.trajectory) == 1
-
-    async def test_a_reset_while_a_call_is_running_does_not_split_it(self, rollout):
-        asked = asyncio.Event()
-        go_on = asyncio.Event()
-
-        async def slow(request):
-            asked.set()
-            await go_on.wait()
-            return "late"
-
-        _, model = rollout(slow)
-        old = model.trajectory
-        running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
-        await asked.wait()
-        model.reset()
-        go_on.set()
-        await running
-        assert [turn.status for turn in old.turns] == [TurnStatus.ANSWERED]
-        assert len(model.trajectory) == 0
-
-    async def test_rollout_and_token_manager_are_the_same(self, rollout):
-        _, model = rollout(["x"])
-        await make_agent(model).invoke_async("a")
-        assert isinstance(model.rollout, TokenManager)
-        assert model.rollout.tokens == model.token_manager.tokens
+# --- exactness ---
 
 
-class TestToolCalls:
-    async def test_parallel_calls_run_and_their_results_come_in_order(self, rollout):
-        answer = "".join(call(expression=f"{i} * 10") for i in range(12))
-        server, model = rollout([answer, "Done."])
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert sorted(ran) == sorted(f"{i} * 10" for i in range(12))
-        results = server.requests[1].text.rpartition("assistant\n<tool_call>")[2].split("<tool_response>\n")[1:]
-        assert [int(result.partition("\n")[0]) for result in results] == [i * 10 for i in range(12)]
-        assert_exact(server, model)
+async def test_one_answer_is_recorded_as_it_came(rollout):
+    server, model = rollout(["It is 4."])
+    result = await make_agent(model).invoke_async("What is 2+2?")
+    assert str(result).strip() == "It is 4."
+    assert result.stop_reason == "end_turn"
+    assert_exact(server, model)
 
-    async def test_a_failing_tool_is_told_to_the_model(self, rollout):
-        server, model = rollout([call("broken", reason="no luck"), "Sorry."])
-        tools, _ = make_tools()
-        result = await make_agent(model, tools).invoke_async("go")
-        assert result.stop_reason == "end_turn"
-        assert "no luck" in server.requests[1].text
-        assert_exact(server, model)
 
-    async def test_a_call_in_reasoning_of_another_spelling_never_runs(self, chatml_tokenizer):
-        server = ScriptedSGLang(chatml_tokenizer, [f"draft {call(expression='6 * 6')} hmm"])
-        model = SGLangModel(
-            tokenizer=chatml_tokenizer,
-            client=server.client(),
-            tool_parser=HermesToolParser(think_start_token="<thinking>", think_end_token="</thinking>"),
-            chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<thinking>\n{% endif %}",
-        )
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert ran == []
+async def test_a_conversation_of_30_tool_turns_is_one_sequence(rollout):
+    answers = [f"Step {i}: " + call(expression=f"{i} * 7") for i in range(30)]
+    server, model = rollout([*answers, "Done."])
+    tools, ran = make_tools()
+    result = await make_agent(model, tools).invoke_async("Compute a lot.")
+    assert str(result).strip() == "Done."
+    assert ran == [f"{i} * 7" for i in range(30)]
+    assert len(model.trajectory.sequences()) == 1
+    assert_exact(server, model)
 
-    @pytest.mark.parametrize("with_marks", [True, False])
-    @pytest.mark.parametrize("by", ["string", "token"])
-    async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(self, with_marks, by):
-        from support.tokenizers import build_chatml_tokenizer
 
-        tokenizer = build_chatml_tokenizer(with_marks=with_marks)
-        if by == "token" and not with_marks:
-            return  # the end mark is not one token there
-        stop = {"stop": ["</tool_call>"]}
-        if by == "token":
-            stop = {"stop_token_ids": [tokenizer.convert_tokens_to_ids("</tool_call>")]}
-        server = ScriptedSGLang(tokenizer, [call(expression="2 * 3"), "6"])
-        model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=stop)
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert ran == ["2 * 3"]
-        assert len(model.trajectory.sequences()) == 1
-        assert_exact(server, model)
+async def test_tokens_that_do_not_survive_decoding_are_kept(rollout, chatml_tokenizer):
+    # "17" as two single-digit tokens, which encoding its text would never give.
+    odd = [chatml_tokenizer.encode(digit)[0] for digit in "17"]
+    assert chatml_tokenizer.encode(chatml_tokenizer.decode(odd)) != odd
+    server, model = rollout([ScriptedAnswer(token_ids=odd), "Right."])
+    agent = make_agent(model)
+    await agent.invoke_async("Say 17.")
+    await agent.invoke_async("Again.")
+    prompt = server.requests[1].input_ids
+    start = len(server.requests[0].input_ids)
+    assert prompt[start : start + 2] == odd
+    assert_exact(server, model)
 
-    async def test_a_cut_turn_is_told_to_the_parser(self, rollout):
-        seen = []
 
-        class Watching(HermesToolParser):
-            def parse_turn(self, text, **context):
-                seen.append((context["truncated"], context["token_ids"]))
-                return super().parse_turn(text, **context)
-
-        server, model = rollout(["A long answer that does not fit."], sampling_params={"max_new_tokens": 3})
-        model.tool_parser = Watching()
-        with pytest.raises(MaxTokensReachedException):
-            await make_agent(model).invoke_async("go")
-        assert seen == [(True, server.responses[0].body["output_ids"])]
-
-    async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(self, rollout):
-        server, model = rollout([call("rm", path="/"), "Sorry."])
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert ran == []
-        shown = server.requests[1].text.rpartition("<tool_response>")[2]
-        assert "Unknown tool: rm" in shown
-        assert model.tool_parse_errors == {}
-
-    @pytest.mark.parametrize(
-        "broken",
-        [
-            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"\n</tool_call>',
-            '<tool_call>\n{"name": "calculator", "arguments": "2 * 3"}\n</tool_call>',
-            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}',
-            "<tool_call>\ncalculator(2 * 3)\n</tool_call>",
-        ],
+async def test_the_prompt_is_what_the_template_writes(rollout, chatml_tokenizer):
+    server, model = rollout([call(expression="2 * 3"), "6"])
+    tools, _ = make_tools()
+    await make_agent(model, tools).invoke_async("2 times 3?")
+    assert server.requests[1].text.endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
-    async def test_a_call_that_does_not_parse_runs_nothing_and_the_model_sees_why(self, rollout, broken):
-        server, model = rollout([broken, call(expression="2 * 3"), "6"])
-        tools, ran = make_tools()
-        agent = make_agent(model, tools)
-        await agent.invoke_async("go")
-        assert ran == ["2 * 3"]
-        shown = server.requests[1].text.rpartition("<tool_response>")[2]
-        assert broken.removeprefix("<tool_call>").removesuffix("</tool_call>").strip() in shown
-        assert "Unknown tool" not in shown
-        assert sum(model.tool_parse_errors.values()) == 1
-        use = agent.messages[1]["content"][-1]["toolUse"]
-        assert (use["name"], use["input"]) == ("unknown_tool", {})
-        assert len(model.trajectory.sequences()) == 1
-        assert_exact(server, model)
-
-    async def test_good_calls_beside_a_broken_one_run(self, rollout):
-        server, model = rollout([call(expression="2 * 3") + "<tool_call>oops</tool_call>", "ok"])
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert ran == ["2 * 3"]
-        first, second = server.requests[1].text.split("<tool_response>\n")[-2:]
-        assert first.startswith("6\n")
-        assert "oops" in second
-
-    async def test_tool_use_ids_are_unique_across_models(self, rollout):
-        ids = set()
-        for _ in range(3):
-            _, model = rollout([call(expression="1 * 1") * 2, "ok"])
-            tools, _ = make_tools()
-            agent = make_agent(model, tools)
-            await agent.invoke_async("go")
-            ids |= {block["toolUse"]["toolUseId"] for block in agent.messages[1]["content"]}
-        assert len(ids) == 6
-
-    async def test_the_agent_sees_reasoning_text_and_calls_apart(self, rollout):
-        draft = call(expression="6 * 6")
-        _, model = rollout([f"<think>\nmaybe {draft}\n</think>\n\nLet me see.\n{call(expression='2 * 3')}", "ok"])
-        tools, ran = make_tools()
-        agent = make_agent(model, tools)
-        await agent.invoke_async("go")
-        reasoning, text, use = agent.messages[1]["content"]
-        assert draft in reasoning["reasoningContent"]["reasoningText"]["text"]
-        assert text == {"text": "Let me see."}
-        assert use["toolUse"]["input"] == {"expression": "2 * 3"}
-        assert ran == ["2 * 3"]
-        assert len(model.trajectory.sequences()) == 1
-
-    async def test_a_call_in_reasoning_that_the_prompt_opened_never_runs(self, rollout, chatml_tokenizer):
-        template = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
-        answers = [f"draft {call(expression='6 * 6')}</think>" + call(expression="2 * 3"), f"never closed {call()}"]
-        _, model = rollout(answers, chat_template=template)
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("go")
-        assert ran == ["2 * 3"]
-
-    async def test_an_error_that_a_parser_gave_a_real_name_runs_nothing(self, chatml_tokenizer):
-        class Naming(ToolParser):
-            def parse(self, text):
-                return [ToolParseResult.from_parse_error("c1", text, "calculator")] if "calculator" in text else []
-
-        server = ScriptedSGLang(chatml_tokenizer, ["calculator(", "Sorry."])
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Naming())
-        tools, ran = make_tools()
-        result = await make_agent(model, tools).invoke_async("go")
-        assert (ran, result.stop_reason) == ([], "end_turn")
-        assert model.tool_parse_errors == {"calculator": 1}
-
-    async def test_a_tool_with_the_name_of_unparsable_calls_is_refused(self, rollout):
-        server, model = rollout(["never"])
-
-        @tool
-        def unknown_tool() -> str:
-            """Take over."""
-            return "x"
-
-        with pytest.raises(ValueError, match="'unknown_tool'.*another name"):
-            await make_agent(model, [unknown_tool]).invoke_async("go")
-        assert server.requests == []
-
-    async def test_a_parser_that_raises_loses_no_tokens(self, rollout, chatml_tokenizer):
-        class Broken(ToolParser):
-            def parse(self, text):
-                raise ZeroDivisionError("bug in the parser")
-
-        server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Broken())
-        with pytest.raises(ZeroDivisionError):
-            await make_agent(model).invoke_async("go")
-        assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
 
 
-class TestEnds:
-    async def test_an_empty_answer_goes_on_to_be_one_sequence(self, rollout):
-        server, model = rollout(["", "Second."])
-        agent = make_agent(model)
-        result = await agent.invoke_async("a")
-        assert result.stop_reason == "end_turn"
-        await agent.invoke_async("b")
-        assert len(model.trajectory.sequences()) == 1
-        assert_exact(server, model)
+async def test_usage_names_prompt_output_and_cached_tokens(rollout):
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    result = await agent.invoke_async("b")
+    usage = result.metrics.accumulated_usage
+    prompts = [len(request.input_ids) for request in server.requests]
+    outputs = [len(response.body["output_ids"]) for response in server.responses]
+    assert usage["inputTokens"] == sum(prompts)
+    assert usage["outputTokens"] == sum(outputs)
+    assert usage["totalTokens"] == sum(prompts) + sum(outputs)
+    assert usage["cacheReadInputTokens"] == sum(request.cached_tokens for request in server.requests) > 0
 
-    async def test_an_answer_cut_by_max_new_tokens_is_not_complete_and_can_go_on(self, rollout, chatml_tokenizer):
-        server, model = rollout(
-            ["A long answer that does not fit.", "And on."], sampling_params={"max_new_tokens": 4, "temperature": 1.0}
-        )
-        agent = make_agent(model)
-        with pytest.raises(MaxTokensReachedException):
-            await agent.invoke_async("a")
-        assert len(model.token_manager.segments[1]) == 4
-        with pytest.raises(MaxTokensReachedException):
-            await agent.invoke_async("go on")
-        # The end of turn that was never sampled stands in the prompt, with mask 0.
-        end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
-        observation = model.token_manager.segments[2]
-        assert (observation[0].token_id, observation[0].loss_mask) == (end, False)
-        assert_exact(server, model)
 
-    async def test_a_cut_tool_call_is_not_run_and_ends_its_sequence(self, rollout):
-        answer = call(expression="2 * 3")
-        server, model = rollout([answer, "ok"], sampling_params={"max_new_tokens": 12})
-        tools, ran = make_tools()
-        agent = make_agent(model, tools)
-        with pytest.raises(MaxTokensReachedException):
-            await agent.invoke_async("a")
-        assert ran == []
-        await agent.invoke_async("b")
-        first, second = model.trajectory.sequences()
-        assert first.segments[-1].finish_reason == "length"
-        assert "message 1 (assistant) is not the recorded one" in model.trajectory.turns[1].reason
-        assert sum(second.loss_mask) == len(server.responses[1].body["output_ids"])
+async def test_the_prefix_cache_is_not_defeated_by_default(rollout):
+    server, model = rollout(["x"])
+    await make_agent(model).invoke_async("a")
+    assert "logprob_start_len" not in server.requests[0].body
 
-    async def test_an_abort_keeps_the_partial_answer_and_raises(self, rollout):
-        server, model = rollout([ScriptedAnswer("A partial", finish_reason="abort")])
-        with pytest.raises(SGLangAbortedError, match="weight updates") as caught:
-            await make_agent(model).invoke_async("a")
-        assert caught.value.response == server.responses[0].body
-        (turn,) = model.trajectory.turns
-        assert turn.status is TurnStatus.CUT
-        assert_exact(server, model)
 
-    async def test_a_cancelled_call_leaves_its_prompt_and_no_sampled_token(self, rollout):
-        asked = asyncio.Event()
+async def test_prompt_logprobs_are_recorded_when_asked_for(rollout):
+    server, model = rollout(["One.", "Two."], return_prompt_logprobs=True)
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    tm = model.token_manager
+    assert tm.logprobs[0] is None
+    assert all(isinstance(logprob, float) and logprob < 0 for logprob in tm.logprobs[1:])
+    assert (
+        server.requests[1].body["logprob_start_len"]
+        == len(server.requests[0].input_ids) + len(server.responses[0].body["output_ids"]) - 1
+    )
 
-        async def hang(request):
-            asked.set()
-            await asyncio.Event().wait()
 
-        server, model = rollout(hang)
-        running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
-        await asked.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert model.token_manager.segment_info == [(False, len(server.requests[0].input_ids))]
-        assert server.aborted == [server.requests[0].rid]
+async def test_without_logprobs_everything_else_is_recorded(rollout):
+    server, model = rollout(["x"], return_logprob=False)
+    await make_agent(model).invoke_async("a")
+    tm = model.token_manager
+    assert tm.segments[1].token_ids == server.responses[0].body["output_ids"]
+    assert set(tm.logprobs) == {None}
 
-    async def test_retrying_a_failed_call_duplicates_nothing(self, rollout):
-        server, model = rollout([call(expression="2 * 3")])  # the script runs out: HTTP 501
+
+async def test_reset_starts_a_new_episode_and_leaves_the_old_record_valid(rollout):
+    _, model = rollout(["One.", "Two."])
+    await make_agent(model).invoke_async("a")
+    old = model.token_manager
+    ids = old.token_ids
+    model.reset()
+    assert model.token_manager.token_ids == []
+    await make_agent(model).invoke_async("b")
+    assert old.token_ids == ids
+    assert len(model.trajectory) == 1
+
+
+async def test_a_reset_while_a_call_is_running_does_not_split_it(rollout):
+    asked = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def slow(request):
+        asked.set()
+        await go_on.wait()
+        return "late"
+
+    _, model = rollout(slow)
+    old = model.trajectory
+    running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
+    await asked.wait()
+    model.reset()
+    go_on.set()
+    await running
+    assert [turn.status for turn in old.turns] == [TurnStatus.ANSWERED]
+    assert len(model.trajectory) == 0
+
+
+async def test_rollout_and_token_manager_are_the_same(rollout):
+    _, model = rollout(["x"])
+    await make_agent(model).invoke_async("a")
+    assert isinstance(model.rollout, TokenManager)
+    assert model.rollout.tokens == model.token_manager.tokens
+
+
+# --- tool calls ---
+
+
+async def test_parallel_calls_run_and_their_results_come_in_order(rollout):
+    answer = "".join(call(expression=f"{i} * 10") for i in range(12))
+    server, model = rollout([answer, "Done."])
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert sorted(ran) == sorted(f"{i} * 10" for i in range(12))
+    results = server.requests[1].text.rpartition("assistant\n<tool_call>")[2].split("<tool_response>\n")[1:]
+    assert [int(result.partition("\n")[0]) for result in results] == [i * 10 for i in range(12)]
+    assert_exact(server, model)
+
+
+async def test_a_failing_tool_is_told_to_the_model(rollout):
+    server, model = rollout([call("broken", reason="no luck"), "Sorry."])
+    tools, _ = make_tools()
+    result = await make_agent(model, tools).invoke_async("go")
+    assert result.stop_reason == "end_turn"
+    assert "no luck" in server.requests[1].text
+    assert_exact(server, model)
+
+
+async def test_a_call_in_reasoning_of_another_spelling_never_runs(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, [f"draft {call(expression='6 * 6')} hmm"])
+    model = SGLangModel(
+        tokenizer=chatml_tokenizer,
+        client=server.client(),
+        tool_parser=HermesToolParser(think_start_token="<thinking>", think_end_token="</thinking>"),
+        chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<thinking>\n{% endif %}",
+    )
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert ran == []
+
+
+@pytest.mark.parametrize("with_marks", [True, False])
+@pytest.mark.parametrize("by", ["string", "token"])
+async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(with_marks, by):
+    from support.tokenizers import build_chatml_tokenizer
+
+    tokenizer = build_chatml_tokenizer(with_marks=with_marks)
+    if by == "token" and not with_marks:
+        return  # the end mark is not one token there
+    stop = {"stop": ["</tool_call>"]}
+    if by == "token":
+        stop = {"stop_token_ids": [tokenizer.convert_tokens_to_ids("</tool_call>")]}
+    server = ScriptedSGLang(tokenizer, [call(expression="2 * 3"), "6"])
+    model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=stop)
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert ran == ["2 * 3"]
+    assert len(model.trajectory.sequences()) == 1
+    assert_exact(server, model)
+
+
+async def test_a_cut_turn_is_told_to_the_parser(rollout):
+    seen = []
+
+    class Watching(HermesToolParser):
+        def parse_turn(self, text, **context):
+            seen.append((context["truncated"], context["token_ids"]))
+            return super().parse_turn(text, **context)
+
+    server, model = rollout(["A long answer that does not fit."], sampling_params={"max_new_tokens": 3})
+    model.tool_parser = Watching()
+    with pytest.raises(MaxTokensReachedException):
+        await make_agent(model).invoke_async("go")
+    assert seen == [(True, server.responses[0].body["output_ids"])]
+
+
+async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(rollout):
+    server, model = rollout([call("rm", path="/"), "Sorry."])
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert ran == []
+    shown = server.requests[1].text.rpartition("<tool_response>")[2]
+    assert "Unknown tool: rm" in shown
+    assert model.tool_parse_errors == {}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"\n</tool_call>',
+        '<tool_call>\n{"name": "calculator", "arguments": "2 * 3"}\n</tool_call>',
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}',
+        "<tool_call>\ncalculator(2 * 3)\n</tool_call>",
+    ],
+)
+async def test_a_call_that_does_not_parse_runs_nothing_and_the_model_sees_why(rollout, broken):
+    server, model = rollout([broken, call(expression="2 * 3"), "6"])
+    tools, ran = make_tools()
+    agent = make_agent(model, tools)
+    await agent.invoke_async("go")
+    assert ran == ["2 * 3"]
+    shown = server.requests[1].text.rpartition("<tool_response>")[2]
+    assert broken.removeprefix("<tool_call>").removesuffix("</tool_call>").strip() in shown
+    assert "Unknown tool" not in shown
+    assert sum(model.tool_parse_errors.values()) == 1
+    use = agent.messages[1]["content"][-1]["toolUse"]
+    assert (use["name"], use["input"]) == ("unknown_tool", {})
+    assert len(model.trajectory.sequences()) == 1
+    assert_exact(server, model)
+
+
+async def test_good_calls_beside_a_broken_one_run(rollout):
+    server, model = rollout([call(expression="2 * 3") + "<tool_call>oops</tool_call>", "ok"])
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert ran == ["2 * 3"]
+    first, second = server.requests[1].text.split("<tool_response>\n")[-2:]
+    assert first.startswith("6\n")
+    assert "oops" in second
+
+
+async def test_tool_use_ids_are_unique_across_models(rollout):
+    ids = set()
+    for _ in range(3):
+        _, model = rollout([call(expression="1 * 1") * 2, "ok"])
         tools, _ = make_tools()
         agent = make_agent(model, tools)
-        for _ in range(3):
-            with pytest.raises(Exception, match="501"):
-                await agent.invoke_async("go" if not agent.messages else None)
-        assert [turn.status for turn in model.trajectory.turns] == [TurnStatus.COMMITTED, TurnStatus.FAILED] or [
-            turn.status for turn in model.trajectory.turns
-        ] == [TurnStatus.ANSWERED, TurnStatus.FAILED]
-        assert sum(model.token_manager.loss_mask) == len(server.responses[0].body["output_ids"])
+        await agent.invoke_async("go")
+        ids |= {block["toolUse"]["toolUseId"] for block in agent.messages[1]["content"]}
+    assert len(ids) == 6
 
-    async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(self, rollout, chatml_tokenizer):
-        server, model = rollout(["One END two", "ok"], sampling_params={"stop": ["END"]})
-        agent = make_agent(model)
-        result = await agent.invoke_async("a")
-        assert str(result).strip() == "One"
-        assert "END" in chatml_tokenizer.decode(model.token_manager.segments[1].token_ids)
-        await agent.invoke_async("b")
-        assert_exact(server, model)
 
-    async def test_a_turn_that_stopped_at_another_token_forks_one_token_before_it(self, rollout, chatml_tokenizer):
-        other, end = chatml_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-        server, model = rollout(
-            [ScriptedAnswer("Hm.", stop_token_id=other), "ok", "fine"],
-            server={"stop_token_ids": [chatml_tokenizer.eos_token_id, other]},
-        )
-        agent = make_agent(model)
-        for text in ("a", "b", "c"):
-            await agent.invoke_async(text)
-        reasons = [turn.reason for turn in model.trajectory.turns]
-        assert "forks inside call 0: the model stopped with '<|endoftext|>'" in reasons[1]
-        assert reasons[2] == "extends call 1 with 1 new message(s)"
+async def test_the_agent_sees_reasoning_text_and_calls_apart(rollout):
+    draft = call(expression="6 * 6")
+    _, model = rollout([f"<think>\nmaybe {draft}\n</think>\n\nLet me see.\n{call(expression='2 * 3')}", "ok"])
+    tools, ran = make_tools()
+    agent = make_agent(model, tools)
+    await agent.invoke_async("go")
+    reasoning, text, use = agent.messages[1]["content"]
+    assert draft in reasoning["reasoningContent"]["reasoningText"]["text"]
+    assert text == {"text": "Let me see."}
+    assert use["toolUse"]["input"] == {"expression": "2 * 3"}
+    assert ran == ["2 * 3"]
+    assert len(model.trajectory.sequences()) == 1
 
-        opening = server.requests[0].input_ids
-        outputs = [response.body["output_ids"] for response in server.responses]
-        assert outputs[0][-1] == other
-        assert server.requests[1].input_ids[: len(opening) + len(outputs[0])] == [*opening, *outputs[0][:-1], end]
-        first, second = model.trajectory.sequences()
-        assert first.token_ids == opening + outputs[0]
-        assert first.loss_mask == [0] * len(opening) + [1] * len(outputs[0])
-        assert second.token_ids == server.requests[2].input_ids + outputs[2]
-        assert sum(second.loss_mask) == len(outputs[1]) + len(outputs[2])
-        assert sum(model.token_manager.loss_mask) == sum(map(len, outputs)) - 1
 
-    async def test_reasoning_that_was_cut_off_is_closed_before_the_next_message(self, rollout):
-        server, model = rollout(
-            [ScriptedAnswer("<think>\nLet me see", finish_reason="length"), "ok"], sampling_params=None
-        )
-        agent = make_agent(model)
-        with pytest.raises(MaxTokensReachedException):
-            await agent.invoke_async("a")
+async def test_a_call_in_reasoning_that_the_prompt_opened_never_runs(rollout, chatml_tokenizer):
+    template = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    answers = [f"draft {call(expression='6 * 6')}</think>" + call(expression="2 * 3"), f"never closed {call()}"]
+    _, model = rollout(answers, chat_template=template)
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("go")
+    assert ran == ["2 * 3"]
+
+
+async def test_an_error_that_a_parser_gave_a_real_name_runs_nothing(chatml_tokenizer):
+    class Naming(ToolParser):
+        def parse(self, text):
+            return [ToolParseResult.from_parse_error("c1", text, "calculator")] if "calculator" in text else []
+
+    server = ScriptedSGLang(chatml_tokenizer, ["calculator(", "Sorry."])
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Naming())
+    tools, ran = make_tools()
+    result = await make_agent(model, tools).invoke_async("go")
+    assert (ran, result.stop_reason) == ([], "end_turn")
+    assert model.tool_parse_errors == {"calculator": 1}
+
+
+async def test_a_tool_with_the_name_of_unparsable_calls_is_refused(rollout):
+    server, model = rollout(["never"])
+
+    @tool
+    def unknown_tool() -> str:
+        """Take over."""
+        return "x"
+
+    with pytest.raises(ValueError, match="'unknown_tool'.*another name"):
+        await make_agent(model, [unknown_tool]).invoke_async("go")
+    assert server.requests == []
+
+
+async def test_a_parser_that_raises_loses_no_tokens(rollout, chatml_tokenizer):
+    class Broken(ToolParser):
+        def parse(self, text):
+            raise ZeroDivisionError("bug in the parser")
+
+    server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Broken())
+    with pytest.raises(ZeroDivisionError):
+        await make_agent(model).invoke_async("go")
+    assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
+
+
+# --- ends ---
+
+
+async def test_an_empty_answer_goes_on_to_be_one_sequence(rollout):
+    server, model = rollout(["", "Second."])
+    agent = make_agent(model)
+    result = await agent.invoke_async("a")
+    assert result.stop_reason == "end_turn"
+    await agent.invoke_async("b")
+    assert len(model.trajectory.sequences()) == 1
+    assert_exact(server, model)
+
+
+async def test_an_answer_cut_by_max_new_tokens_is_not_complete_and_can_go_on(rollout, chatml_tokenizer):
+    server, model = rollout(
+        ["A long answer that does not fit.", "And on."], sampling_params={"max_new_tokens": 4, "temperature": 1.0}
+    )
+    agent = make_agent(model)
+    with pytest.raises(MaxTokensReachedException):
+        await agent.invoke_async("a")
+    assert len(model.token_manager.segments[1]) == 4
+    with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("go on")
-        assert "<think>\nLet me see\n</think>\n\n<|im_end|>\n<|im_start|>user\ngo on" in server.requests[1].text
-        assert len(model.trajectory.sequences()) == 1
-        assert_exact(server, model)
+    # The end of turn that was never sampled stands in the prompt, with mask 0.
+    end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    observation = model.token_manager.segments[2]
+    assert (observation[0].token_id, observation[0].loss_mask) == (end, False)
+    assert_exact(server, model)
 
 
-class TestHistoryPolicy:
-    REASONING = "<think>\nHidden thought.\n</think>\n\nAnswer"
-
-    async def test_sampled_reasoning_stays_in_context_by_default(self, rollout):
-        server, model = rollout([self.REASONING, self.REASONING])
-        agent = make_agent(model)
+async def test_a_cut_tool_call_is_not_run_and_ends_its_sequence(rollout):
+    answer = call(expression="2 * 3")
+    server, model = rollout([answer, "ok"], sampling_params={"max_new_tokens": 12})
+    tools, ran = make_tools()
+    agent = make_agent(model, tools)
+    with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("a")
-        await agent.invoke_async("b")
-        assert "Hidden thought" in server.requests[1].text
-        assert len(model.trajectory.sequences()) == 1
+    assert ran == []
+    await agent.invoke_async("b")
+    first, second = model.trajectory.sequences()
+    assert first.segments[-1].finish_reason == "length"
+    assert "message 1 (assistant) is not the recorded one" in model.trajectory.turns[1].reason
+    assert sum(second.loss_mask) == len(server.responses[1].body["output_ids"])
 
-    async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(self, rollout):
-        server, model = rollout(
-            [self.REASONING, self.REASONING + call(expression="2 * 3"), self.REASONING], history_policy="template"
-        )
-        agent = make_agent(model, make_tools()[0])
+
+async def test_an_abort_keeps_the_partial_answer_and_raises(rollout):
+    server, model = rollout([ScriptedAnswer("A partial", finish_reason="abort")])
+    with pytest.raises(SGLangAbortedError, match="weight updates") as caught:
+        await make_agent(model).invoke_async("a")
+    assert caught.value.response == server.responses[0].body
+    (turn,) = model.trajectory.turns
+    assert turn.status is TurnStatus.CUT
+    assert_exact(server, model)
+
+
+async def test_a_cancelled_call_leaves_its_prompt_and_no_sampled_token(rollout):
+    asked = asyncio.Event()
+
+    async def hang(request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    server, model = rollout(hang)
+    running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert model.token_manager.segment_info == [(False, len(server.requests[0].input_ids))]
+    assert server.aborted == [server.requests[0].rid]
+
+
+async def test_retrying_a_failed_call_duplicates_nothing(rollout):
+    server, model = rollout([call(expression="2 * 3")])  # the script runs out: HTTP 501
+    tools, _ = make_tools()
+    agent = make_agent(model, tools)
+    for _ in range(3):
+        with pytest.raises(Exception, match="501"):
+            await agent.invoke_async("go" if not agent.messages else None)
+    assert [turn.status for turn in model.trajectory.turns] == [TurnStatus.COMMITTED, TurnStatus.FAILED] or [
+        turn.status for turn in model.trajectory.turns
+    ] == [TurnStatus.ANSWERED, TurnStatus.FAILED]
+    assert sum(model.token_manager.loss_mask) == len(server.responses[0].body["output_ids"])
+
+
+async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(rollout, chatml_tokenizer):
+    server, model = rollout(["One END two", "ok"], sampling_params={"stop": ["END"]})
+    agent = make_agent(model)
+    result = await agent.invoke_async("a")
+    assert str(result).strip() == "One"
+    assert "END" in chatml_tokenizer.decode(model.token_manager.segments[1].token_ids)
+    await agent.invoke_async("b")
+    assert_exact(server, model)
+
+
+async def test_a_turn_that_stopped_at_another_token_forks_one_token_before_it(rollout, chatml_tokenizer):
+    other, end = chatml_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    server, model = rollout(
+        [ScriptedAnswer("Hm.", stop_token_id=other), "ok", "fine"],
+        server={"stop_token_ids": [chatml_tokenizer.eos_token_id, other]},
+    )
+    agent = make_agent(model)
+    for text in ("a", "b", "c"):
+        await agent.invoke_async(text)
+    reasons = [turn.reason for turn in model.trajectory.turns]
+    assert "forks inside call 0: the model stopped with '<|endoftext|>'" in reasons[1]
+    assert reasons[2] == "extends call 1 with 1 new message(s)"
+
+    opening = server.requests[0].input_ids
+    outputs = [response.body["output_ids"] for response in server.responses]
+    assert outputs[0][-1] == other
+    assert server.requests[1].input_ids[: len(opening) + len(outputs[0])] == [*opening, *outputs[0][:-1], end]
+    first, second = model.trajectory.sequences()
+    assert first.token_ids == opening + outputs[0]
+    assert first.loss_mask == [0] * len(opening) + [1] * len(outputs[0])
+    assert second.token_ids == server.requests[2].input_ids + outputs[2]
+    assert sum(second.loss_mask) == len(outputs[1]) + len(outputs[2])
+    assert sum(model.token_manager.loss_mask) == sum(map(len, outputs)) - 1
+
+
+async def test_reasoning_that_was_cut_off_is_closed_before_the_next_message(rollout):
+    server, model = rollout([ScriptedAnswer("<think>\nLet me see", finish_reason="length"), "ok"], sampling_params=None)
+    agent = make_agent(model)
+    with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("a")
-        await agent.invoke_async("b")
-        assert "Hidden thought" not in server.requests[1].text
-        assert "Hidden thought" in server.requests[2].text  # the tool result comes inside the turn
-        assert "writes earlier turns anew behind a user message" in model.trajectory.turns[1].reason
-        first, second = model.trajectory.sequences()
-        assert second.token_ids == server.requests[2].input_ids + server.responses[2].body["output_ids"]
-        assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
-            len(response.body["output_ids"]) for response in server.responses
-        )
-
-    async def test_a_template_that_keeps_history_goes_on_in_one_sequence(self, rollout, chatml_tokenizer):
-        keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        _, model = rollout(["a", "b"], history_policy="template", chat_template=keeping)
-        agent = make_agent(model)
-        await agent.invoke_async("a")
-        await agent.invoke_async("b")
-        assert len(model.trajectory.sequences()) == 1
-
-    def test_another_policy_is_refused(self, rollout):
-        with pytest.raises(ValueError, match="history_policy must be 'append' or 'template', not 'strip'"):
-            rollout([], history_policy="strip")
+    await agent.invoke_async("go on")
+    assert "<think>\nLet me see\n</think>\n\n<|im_end|>\n<|im_start|>user\ngo on" in server.requests[1].text
+    assert len(model.trajectory.sequences()) == 1
+    assert_exact(server, model)
 
 
-class TestUpdateConfig:
-    async def test_a_parser_that_was_not_named_goes_with_the_chat_template(self, rollout, chatml_tokenizer):
-        _, model = rollout([])
-        assert isinstance(model.tool_parser, HermesToolParser)
+# --- history policy ---
+
+
+REASONING = "<think>\nHidden thought.\n</think>\n\nAnswer"
+
+
+async def test_sampled_reasoning_stays_in_context_by_default(rollout):
+    server, model = rollout([REASONING, REASONING])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert "Hidden thought" in server.requests[1].text
+    assert len(model.trajectory.sequences()) == 1
+
+
+async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(rollout):
+    server, model = rollout([REASONING, REASONING + call(expression="2 * 3"), REASONING], history_policy="template")
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert "Hidden thought" not in server.requests[1].text
+    assert "Hidden thought" in server.requests[2].text  # the tool result comes inside the turn
+    assert "writes earlier turns anew behind a user message" in model.trajectory.turns[1].reason
+    first, second = model.trajectory.sequences()
+    assert second.token_ids == server.requests[2].input_ids + server.responses[2].body["output_ids"]
+    assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
+        len(response.body["output_ids"]) for response in server.responses
+    )
+
+
+async def test_a_template_that_keeps_history_goes_on_in_one_sequence(rollout, chatml_tokenizer):
+    keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    _, model = rollout(["a", "b"], history_policy="template", chat_template=keeping)
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert len(model.trajectory.sequences()) == 1
+
+
+def test_another_policy_is_refused(rollout):
+    with pytest.raises(ValueError, match="history_policy must be 'append' or 'template', not 'strip'"):
+        rollout([], history_policy="strip")
+
+
+# --- update config ---
+
+
+async def test_a_parser_that_was_not_named_goes_with_the_chat_template(rollout, chatml_tokenizer):
+    _, model = rollout([])
+    assert isinstance(model.tool_parser, HermesToolParser)
+    model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+    assert type(model.tool_parser).__name__ == "QwenXMLToolParser"
+
+
+async def test_a_parser_that_was_named_stays(rollout, chatml_tokenizer):
+    _, model = rollout([], tool_parser="glm")
+    parser = model.tool_parser
+    model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+    assert model.tool_parser is parser
+
+
+async def test_a_call_under_way_ends_as_it_began(rollout, chatml_tokenizer):
+    def answer(request):
         model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
-        assert type(model.tool_parser).__name__ == "QwenXMLToolParser"
+        return call(expression="2 * 3")
 
-    async def test_a_parser_that_was_named_stays(self, rollout, chatml_tokenizer):
-        _, model = rollout([], tool_parser="glm")
-        parser = model.tool_parser
-        model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
-        assert model.tool_parser is parser
-
-    async def test_a_call_under_way_ends_as_it_began(self, rollout, chatml_tokenizer):
-        def answer(request):
-            model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
-            return call(expression="2 * 3")
-
-        server, model = rollout([answer, "ok"])
-        tools, ran = make_tools()
-        await make_agent(model, tools).invoke_async("2 times 3?")
-        assert ran == ["2 * 3"]
+    server, model = rollout([answer, "ok"])
+    tools, ran = make_tools()
+    await make_agent(model, tools).invoke_async("2 times 3?")
+    assert ran == ["2 * 3"]
 
 
 async def test_what_a_parser_cannot_explain_is_kept_as_a_cut_turn(rollout):
@@ -552,493 +595,536 @@ async def test_a_template_without_tool_calls_carries_a_rollout_and_refuses_to_re
         await agent.invoke_async("And 3 times 3?")
 
 
-class TestNativeCallIds:
-    IDS = (
+# --- native call ids ---
+
+
+async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history(rollout):
+    ids = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.id }}="
         "{{ c.function.arguments }}{% endfor %}{% if m.tool_call_id %}{{ m.tool_call_id }}:{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <|tool_calls_section_begin|> #}"
     )
-
-    async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history(self, rollout):
-        server, model = rollout(
-            [call(expression="1") + call(expression="2"), "ok", "ok"], chat_template=self.IDS, tool_parser="hermes"
-        )
-        agent = make_agent(model, make_tools()[0])
-        await agent.invoke_async("a")
-        assert "functions.calculator:0:" in server.requests[1].text
-        assert "functions.calculator:1:" in server.requests[1].text
-        agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered anew
-        await agent.invoke_async("b")
-        assert "functions.calculator:0=" in server.requests[2].text
-        assert "functions.calculator:1=" in server.requests[2].text
-        assert "call_" not in server.requests[2].text
+    server, model = rollout(
+        [call(expression="1") + call(expression="2"), "ok", "ok"], chat_template=ids, tool_parser="hermes"
+    )
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("a")
+    assert "functions.calculator:0:" in server.requests[1].text
+    assert "functions.calculator:1:" in server.requests[1].text
+    agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered anew
+    await agent.invoke_async("b")
+    assert "functions.calculator:0=" in server.requests[2].text
+    assert "functions.calculator:1=" in server.requests[2].text
+    assert "call_" not in server.requests[2].text
 
 
-class TestKeptAnswers:
-    async def test_the_answer_that_a_hook_had_sampled_anew_is_the_one_that_is_shown(self, rollout):
-        class RetryOnce(HookProvider):
-            retried = False
+# --- kept answers ---
 
-            def register_hooks(self, registry, **kwargs):
-                registry.add_callback(AfterModelCallEvent, self.retry)
 
-            def retry(self, event):
-                event.retry, self.retried = not self.retried, True
+async def test_the_answer_that_a_hook_had_sampled_anew_is_the_one_that_is_shown(rollout):
+    class RetryOnce(HookProvider):
+        retried = False
 
-        server, model = rollout(["DISCARDED", "KEPT"])
-        result = await make_agent(model, hooks=[RetryOnce()]).invoke_async("go")
-        assert str(result).strip() == "KEPT"
-        assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
+        def register_hooks(self, registry, **kwargs):
+            registry.add_callback(AfterModelCallEvent, self.retry)
 
-    async def test_after_an_abort_of_the_first_call_the_retried_answer_is_shown(self, rollout):
-        server, model = rollout([ScriptedAnswer("PARTIAL", finish_reason="abort"), "whole"])
-        agent = make_agent(model)
-        with pytest.raises(SGLangAbortedError):
-            await agent.invoke_async("go")
-        await agent.invoke_async(None)
-        assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
+        def retry(self, event):
+            event.retry, self.retried = not self.retried, True
 
-    async def test_why_a_call_did_not_parse_is_told_again_when_the_history_is_rendered_anew(self, rollout):
-        server, model = rollout(["<tool_call>oops</tool_call>", "ok", "ok"])
-        agent = make_agent(model, make_tools()[0])
-        await agent.invoke_async("first question")
-        agent.messages[0]["content"][0]["text"] = "edited question"
-        await agent.invoke_async("second question")
-        assert "oops" in server.requests[2].text
-        assert "Unknown tool" not in server.requests[2].text
+    server, model = rollout(["DISCARDED", "KEPT"])
+    result = await make_agent(model, hooks=[RetryOnce()]).invoke_async("go")
+    assert str(result).strip() == "KEPT"
+    assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
 
-    async def test_a_reset_during_a_call_keeps_the_errors_of_the_old_episode_out_of_the_new_one(self, rollout):
-        def answer(request):
-            if request.index == 0:
-                model.reset()
-                return "<tool_call>oops</tool_call>"
-            return "ok"
 
-        _, model = rollout(answer)
-        old = model.trajectory
-        model_errors = []
-        agent = make_agent(model, make_tools()[0])
+async def test_after_an_abort_of_the_first_call_the_retried_answer_is_shown(rollout):
+    server, model = rollout([ScriptedAnswer("PARTIAL", finish_reason="abort"), "whole"])
+    agent = make_agent(model)
+    with pytest.raises(SGLangAbortedError):
         await agent.invoke_async("go")
-        model_errors.append(dict(model.tool_parse_errors))
-        assert (old.tool_parse_errors, model_errors) == ({"unknown_tool": 1}, [{}])
-
-    async def test_no_tools_and_an_empty_list_of_tools_are_the_same_conversation(self, rollout):
-        _, model = rollout(["a", "b"])
-        history = [{"role": "user", "content": [{"text": "q"}]}]
-        events = [event async for event in model.stream(history, None)]
-        history += [{"role": "assistant", "content": [{"text": "a"}]}, {"role": "user", "content": [{"text": "r"}]}]
-        assert events
-        assert [event async for event in model.stream(history, [])]
-        assert len(model.trajectory.sequences()) == 1
-
-    async def test_a_system_prompt_given_only_as_content_blocks_is_in_the_prompt(self, rollout):
-        server, model = rollout(["a"])
-        question = [{"role": "user", "content": [{"text": "q"}]}]
-        async for _ in model.stream(question, None, system_prompt_content=[{"text": "RULES"}]):
-            pass
-        assert "RULES" in server.requests[0].text
+    await agent.invoke_async(None)
+    assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
 
 
-class TestRewrittenHistories:
-    async def test_more_than_one_sequence_to_train_is_said_once(self, rollout, caplog):
-        _, model = rollout(["One.", "Two."])
-        await make_agent(model).invoke_async("a")
-        assert model.token_manager
-        assert caplog.records == []
-        await make_agent(model, system_prompt="another").invoke_async("b")
-        assert model.token_manager and model.token_manager
-        (record,) = caplog.records
-        assert "trajectory.sequences()" in record.getMessage()
-
-    async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(self, rollout):
-        server, model = rollout(["One.", "Two.", "Three."])
-        agent = make_agent(model)
-        await agent.invoke_async("first question")
-        await agent.invoke_async("another question")
-        agent.messages[:] = [
-            {"role": "user", "content": [{"text": "SUMMARY"}]},
-            {"role": "assistant", "content": [{"text": "NOTED"}]},
-        ]
-        await agent.invoke_async("last question")
-        text = server.requests[2].text
-        assert all(part in text for part in ("SUMMARY", "NOTED", "last question"))
-        assert "first question" not in text
-        assert "message 0 (user) is not the recorded one" in model.trajectory.turns[2].reason
-        assert len(model.trajectory.sequences()) == 2
-
-    async def test_assistant_text_that_was_not_sampled_is_never_trained(self, rollout, chatml_tokenizer):
-        history = [
-            {"role": "user", "content": [{"text": "What is 1+1?"}]},
-            {"role": "assistant", "content": [{"text": "EXAMPLE ANSWER"}]},
-        ]
-        server, model = rollout(["Two."])
-        await make_agent(model, messages=history).invoke_async("And 2+2?")
-        tm = model.token_manager
-        trained = chatml_tokenizer.decode([token.token_id for token in tm.tokens if token.loss_mask])
-        assert "EXAMPLE ANSWER" in server.requests[0].text
-        assert "EXAMPLE" not in trained
-
-    async def test_two_agents_on_one_model_have_a_sequence_each(self, rollout):
-        server, model = rollout(lambda request: f"You said {request.index}.")
-        one, two = make_agent(model, system_prompt="one"), make_agent(model, system_prompt="two")
-        for text in ("a", "b"):
-            await one.invoke_async(text)
-            await two.invoke_async(text)
-        first, second = model.trajectory.sequences()
-        assert (sum(first.loss_mask), sum(second.loss_mask)) == tuple(
-            sum(len(server.responses[i].body["output_ids"]) for i in pair) for pair in ((0, 2), (1, 3))
-        )
-
-    def test_one_model_serves_agents_in_several_threads(self, rollout):
-        server, model = rollout(lambda request: "fine")
-        errors = []
-
-        def run(name):
-            try:
-                agent = make_agent(model, system_prompt=name)
-                for i in range(3):
-                    agent(f"{name} {i}")
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(f"agent {n}",)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        assert len(model.trajectory.sequences()) == 4
-        assert sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences()) == sum(
-            len(response.body["output_ids"]) for response in server.responses
-        )
-
-    def test_the_synchronous_agent_works_twice_in_a_row(self, rollout):
-        server, model = rollout(["One.", "Two."])
-        with server.serve() as base_url:
-            model.client = SGLangClient(base_url, max_retries=0)
-            agent = make_agent(model)
-            assert str(agent("a")).strip() == "One."
-            assert str(agent("b")).strip() == "Two."
-        assert_exact(server, model)
+async def test_why_a_call_did_not_parse_is_told_again_when_the_history_is_rendered_anew(rollout):
+    server, model = rollout(["<tool_call>oops</tool_call>", "ok", "ok"])
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("first question")
+    agent.messages[0]["content"][0]["text"] = "edited question"
+    await agent.invoke_async("second question")
+    assert "oops" in server.requests[2].text
+    assert "Unknown tool" not in server.requests[2].text
 
 
-class TestStructuredOutput:
-    class Sum(BaseModel):
-        total: int
+async def test_a_reset_during_a_call_keeps_the_errors_of_the_old_episode_out_of_the_new_one(rollout):
+    def answer(request):
+        if request.index == 0:
+            model.reset()
+            return "<tool_call>oops</tool_call>"
+        return "ok"
 
-    async def test_it_is_constrained_by_the_schema_and_never_trained(self, rollout):
-        server, model = rollout(['{"total": 4}', "plain"])
-        events = [
-            event async for event in model.structured_output(self.Sum, [{"role": "user", "content": [{"text": "2+2"}]}])
-        ]
-        assert events[-1] == {"output": self.Sum(total=4)}
-        assert json.loads(server.requests[0].sampling_params["json_schema"])["properties"]["total"]["type"] == "integer"
-        assert model.trajectory.sequences() == []
-        assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
-        # It is not the main conversation either.
-        await make_agent(model).invoke_async("a")
-        assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)
-
-    @pytest.mark.parametrize("opened", [True, False])
-    async def test_marks_and_opened_reasoning_do_not_hide_the_json(self, rollout, chatml_tokenizer, opened):
-        class Note(BaseModel):
-            text: str
-
-        thinks = "{% if add_generation_prompt %}<think>\n{% endif %}" if opened else ""
-        answer = '{"text": "write <tool_call> like so"}'
-        _, model = rollout([answer], chat_template=chatml_tokenizer.chat_template + thinks)
-        question = [{"role": "user", "content": [{"text": "note"}]}]
-        (event,) = [event async for event in model.structured_output(Note, question)]
-        assert event["output"] == Note(text="write <tool_call> like so")
-
-    async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(self, rollout):
-        _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
-        with pytest.raises(ValueError, match=r"no Sum \(finish reason length\)"):
-            async for _ in model.structured_output(self.Sum, [{"role": "user", "content": [{"text": "2+2"}]}]):
-                pass
+    _, model = rollout(answer)
+    old = model.trajectory
+    model_errors = []
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("go")
+    model_errors.append(dict(model.tool_parse_errors))
+    assert (old.tool_parse_errors, model_errors) == ({"unknown_tool": 1}, [{}])
 
 
-class TestToolChoice:
-    SPECS = [
-        {
-            "name": "calculator",
-            "description": "Computes.",
-            "inputSchema": {
-                "json": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-            },
-        }
+async def test_no_tools_and_an_empty_list_of_tools_are_the_same_conversation(rollout):
+    _, model = rollout(["a", "b"])
+    history = [{"role": "user", "content": [{"text": "q"}]}]
+    events = [event async for event in model.stream(history, None)]
+    history += [{"role": "assistant", "content": [{"text": "a"}]}, {"role": "user", "content": [{"text": "r"}]}]
+    assert events
+    assert [event async for event in model.stream(history, [])]
+    assert len(model.trajectory.sequences()) == 1
+
+
+async def test_a_system_prompt_given_only_as_content_blocks_is_in_the_prompt(rollout):
+    server, model = rollout(["a"])
+    question = [{"role": "user", "content": [{"text": "q"}]}]
+    async for _ in model.stream(question, None, system_prompt_content=[{"text": "RULES"}]):
+        pass
+    assert "RULES" in server.requests[0].text
+
+
+# --- rewritten histories ---
+
+
+async def test_more_than_one_sequence_to_train_is_said_once(rollout, caplog):
+    _, model = rollout(["One.", "Two."])
+    await make_agent(model).invoke_async("a")
+    assert model.token_manager
+    assert caplog.records == []
+    await make_agent(model, system_prompt="another").invoke_async("b")
+    assert model.token_manager and model.token_manager
+    (record,) = caplog.records
+    assert "trajectory.sequences()" in record.getMessage()
+
+
+async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(rollout):
+    server, model = rollout(["One.", "Two.", "Three."])
+    agent = make_agent(model)
+    await agent.invoke_async("first question")
+    await agent.invoke_async("another question")
+    agent.messages[:] = [
+        {"role": "user", "content": [{"text": "SUMMARY"}]},
+        {"role": "assistant", "content": [{"text": "NOTED"}]},
     ]
-
-    async def ask(self, model, history, **options):
-        return [event async for event in model.stream(history, self.SPECS, **options)]
-
-    async def test_a_forced_call_is_constrained_and_never_trained_and_the_conversation_goes_on(self, rollout):
-        server, model = rollout([call(expression="2 * 3"), "Six."])
-        history = [{"role": "user", "content": [{"text": "2 times 3?"}]}]
-        events = await self.ask(model, history, tool_choice={"any": {}})
-        assert "calculator" in server.requests[0].sampling_params["structural_tag"]
-        (start,) = [event["contentBlockStart"]["start"]["toolUse"] for event in events if "contentBlockStart" in event]
-        use = {"toolUseId": start["toolUseId"], "name": "calculator", "input": {"expression": "2 * 3"}}
-        result = {"toolUseId": start["toolUseId"], "status": "success", "content": [{"text": "6"}]}
-        history += [
-            {"role": "assistant", "content": [{"toolUse": use}]},
-            {"role": "user", "content": [{"toolResult": result}]},
-        ]
-        await self.ask(model, history)
-        assert "structural_tag" not in server.requests[1].sampling_params
-        (sequence,) = model.trajectory.sequences()
-        assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
-        assert sum(sequence.loss_mask) == len(server.responses[1].body["output_ids"])
-        assert model.token_manager.token_ids == sequence.token_ids
-
-    async def test_a_tool_that_is_not_there_cannot_be_forced(self, rollout):
-        server, model = rollout([])
-        with pytest.raises(ValueError, match="asks for 'search', and the tools are: calculator"):
-            question = [{"role": "user", "content": [{"text": "q"}]}]
-            await self.ask(model, question, tool_choice={"tool": {"name": "search"}})
-        assert len(model.trajectory) == 0
-
-    async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(self, rollout):
-        class Lines(ToolParser):
-            def parse(self, text, **context):
-                return []
-
-        server, model = rollout(["no call"], tool_parser=Lines())
-        with pytest.warns(UserWarning, match="the tool choice is not forced, the model may ignore it"):
-            await self.ask(model, [{"role": "user", "content": [{"text": "q"}]}], tool_choice={"any": {}})
-        assert "structural_tag" not in server.requests[0].sampling_params
-        assert sum(model.token_manager.loss_mask) > 0
+    await agent.invoke_async("last question")
+    text = server.requests[2].text
+    assert all(part in text for part in ("SUMMARY", "NOTED", "last question"))
+    assert "first question" not in text
+    assert "message 0 (user) is not the recorded one" in model.trajectory.turns[2].reason
+    assert len(model.trajectory.sequences()) == 2
 
 
-class TestSamplingParameters:
-    async def test_left_out_max_new_tokens_means_what_still_fits(self, rollout):
-        server, model = rollout(["ok"], server={"context_length": 1000})
-        await make_agent(model).invoke_async("a")
-        request = server.requests[0]
-        assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
+async def test_assistant_text_that_was_not_sampled_is_never_trained(rollout, chatml_tokenizer):
+    history = [
+        {"role": "user", "content": [{"text": "What is 1+1?"}]},
+        {"role": "assistant", "content": [{"text": "EXAMPLE ANSWER"}]},
+    ]
+    server, model = rollout(["Two."])
+    await make_agent(model, messages=history).invoke_async("And 2+2?")
+    tm = model.token_manager
+    trained = chatml_tokenizer.decode([token.token_id for token in tm.tokens if token.loss_mask])
+    assert "EXAMPLE ANSWER" in server.requests[0].text
+    assert "EXAMPLE" not in trained
 
-    async def test_max_new_tokens_is_clamped_to_the_context(self, rollout):
-        server, model = rollout(["ok"], server={"context_length": 100}, sampling_params={"max_new_tokens": 4096})
-        await make_agent(model).invoke_async("a")
-        request = server.requests[0]
-        assert request.sampling_params["max_new_tokens"] == 100 - len(request.input_ids)
 
-    async def test_a_prompt_that_leaves_room_for_one_token_is_sent_and_one_that_leaves_none_is_not(self, rollout):
-        server, model = rollout(["ok", "ok"])
-        await make_agent(model).invoke_async("a")
-        length = len(server.requests[0].input_ids)
-        model.update_config(max_context_tokens=length + 1)
-        with pytest.raises(MaxTokensReachedException):
-            await make_agent(model).invoke_async("a")
-        assert server.requests[1].sampling_params["max_new_tokens"] == 1
-        model.update_config(max_context_tokens=length)
-        with pytest.raises(ContextWindowOverflowException, match="no room"):
-            await make_agent(model).invoke_async("a")
-        assert len(server.requests) == 2
-
-    @pytest.mark.parametrize(("own", "served", "limit"), [(64, 1000, 64), (1000, 64, 64)])
-    async def test_the_lesser_of_the_own_limit_and_the_server_s_holds(self, rollout, own, served, limit):
-        server, model = rollout(["ok"], max_context_tokens=own, server={"context_length": served})
-        await make_agent(model).invoke_async("a")
-        request = server.requests[0]
-        assert request.sampling_params["max_new_tokens"] == limit - len(request.input_ids)
-
-    async def test_the_context_window_limit_is_guidance_and_ends_no_call(self, rollout):
-        """A5"""
-        server, model = rollout(["ok"], context_window_limit=5, server={"context_length": 1000})
-        await make_agent(model).invoke_async("a question of more than five tokens")
-        request = server.requests[0]
-        assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
-
-    async def test_sampling_parameters_are_passed_on_and_never_changed(self, rollout):
-        params = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
-        server, model = rollout(["ok"], sampling_params=params, server={"context_length": 40})
-        await make_agent(model).invoke_async("a")
-        assert server.requests[0].sampling_params["temperature"] == 0.5
-        assert params == {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
-
-    async def test_params_is_the_earlier_spelling(self, rollout):
-        server, model = rollout(["ok"], params={"temperature": 0.25})
-        await make_agent(model).invoke_async("a")
-        assert server.requests[0].sampling_params["temperature"] == 0.25
-        assert model.get_config()["sampling_params"] == {"temperature": 0.25}
-
-    async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(self, rollout):
-        server, model = rollout(["ok", "ok"], enable_thinking=True)
-        await make_agent(model).invoke_async("a")
-        model.update_config(enable_thinking=False, sampling_params={"temperature": 0.0})
-        await make_agent(model).invoke_async("b")
-        assert "<think>" not in server.requests[0].text
-        assert server.requests[1].text.endswith("<think>\n\n</think>\n\n")
-        assert server.requests[1].sampling_params["temperature"] == 0.0
-
-    @pytest.mark.parametrize(
-        ("key", "message"),
-        [
-            ("lora_path", "unknown configuration: 'lora_path'"),
-            ("temperature", "'temperature'.*sampling_params"),
-            ("sampling_parms", "'sampling_parms' may be meant as 'sampling_params'"),
-            ("context_window_limits", "'context_window_limits' may be meant as 'context_window_limit'"),
-        ],
+async def test_two_agents_on_one_model_have_a_sequence_each(rollout):
+    server, model = rollout(lambda request: f"You said {request.index}.")
+    one, two = make_agent(model, system_prompt="one"), make_agent(model, system_prompt="two")
+    for text in ("a", "b"):
+        await one.invoke_async(text)
+        await two.invoke_async(text)
+    first, second = model.trajectory.sequences()
+    assert (sum(first.loss_mask), sum(second.loss_mask)) == tuple(
+        sum(len(server.responses[i].body["output_ids"]) for i in pair) for pair in ((0, 2), (1, 3))
     )
-    def test_unknown_configuration_is_refused(self, rollout, key, message):
-        """A15: a key without effect makes another run than was meant."""
-        with pytest.raises(ValueError, match=message):
-            rollout(["never"], **{key: "a"})
-        _, model = rollout(["never"])
-        before = dict(model.get_config())
-        with pytest.raises(ValueError, match=message):
-            model.update_config(sampling_params={"temperature": 0.5}, **{key: "a"})
-        assert model.get_config() == before
 
 
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("config", "message"),
-        [
-            ({"sampling_params": [1]}, "sampling_params must be a dict"),
-            ({"sampling_params": {"max_new_tokens": "12"}}, "max_new_tokens.*whole number"),
-            ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens.*at least 1"),
-            ({"context_window_limit": 0}, "context_window_limit.*at least 1"),
-            ({"context_window_limit": -5}, "context_window_limit.*at least 1"),
-            ({"max_context_tokens": -5}, "max_context_tokens.*at least 1"),
-            ({"max_context_tokens": 2.5}, "max_context_tokens.*at least 1"),
-        ],
+def test_one_model_serves_agents_in_several_threads(rollout):
+    server, model = rollout(lambda request: "fine")
+    errors = []
+
+    def run(name):
+        try:
+            agent = make_agent(model, system_prompt=name)
+            for i in range(3):
+                agent(f"{name} {i}")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(f"agent {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(model.trajectory.sequences()) == 4
+    assert sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences()) == sum(
+        len(response.body["output_ids"]) for response in server.responses
     )
-    def test_configuration_that_could_only_fail_later(self, chatml_tokenizer, config, message):
-        with pytest.raises(ValueError, match=message):
-            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", **config)
 
-    def test_a_path_in_place_of_a_tokenizer(self):
-        with pytest.raises(ValueError, match="get_tokenizer"):
-            SGLangModel(tokenizer="Qwen/Qwen3-4B", base_url="http://127.0.0.1:1")
 
-    async def test_a_sampled_id_that_no_text_has_is_sent_back(self, chatml_tokenizer):
-        # Embeddings have more rows than the tokenizer has tokens, so a model can sample an id that no text has.
-        padding = len(chatml_tokenizer) + 3
-        server = ScriptedSGLang(
-            chatml_tokenizer,
-            [ScriptedAnswer(token_ids=[300, padding]), "ok"],
-            vocab_size=len(chatml_tokenizer) + 8,
-        )
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+def test_the_synchronous_agent_works_twice_in_a_row(rollout):
+    server, model = rollout(["One.", "Two."])
+    with server.serve() as base_url:
+        model.client = SGLangClient(base_url, max_retries=0)
         agent = make_agent(model)
-        await agent.invoke_async("a")
-        await agent.invoke_async("b")
-        assert padding in server.requests[1].input_ids
+        assert str(agent("a")).strip() == "One."
+        assert str(agent("b")).strip() == "Two."
+    assert_exact(server, model)
 
-    async def test_prompt_logprobs_that_do_not_come_back_are_an_error(self, chatml_tokenizer):
-        server = ScriptedSGLang(chatml_tokenizer, ["ok"])
 
-        async def drop(request):
-            response = await server.transport().handle_async_request(request)
-            body = json.loads(await response.aread())
-            if request.url.path == "/generate":
-                del body["meta_info"]["input_token_logprobs"]
-            return httpx.Response(response.status_code, json=body)
+# --- structured output ---
 
-        client = SGLangClient("http://x", transport=httpx.MockTransport(drop), max_retries=0)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
-        with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
-            await make_agent(model).invoke_async("a")
 
-    async def test_a_server_that_is_too_busy_and_a_client_without_retries_is_throttling_for_strands(
-        self, chatml_tokenizer
-    ):
-        server = ScriptedSGLang(chatml_tokenizer, [])
+class Sum(BaseModel):
+    total: int
 
-        async def busy(request):
-            if request.url.path != "/generate":
-                return await server.transport().handle_async_request(request)
-            return httpx.Response(503, json={"object": "error", "message": "The request queue is full.", "code": 503})
 
-        def model(max_retries):
-            client = SGLangClient(
-                "http://x", transport=httpx.MockTransport(busy), max_retries=max_retries, retry_delay=0.0
-            )
-            return SGLangModel(tokenizer=chatml_tokenizer, client=client)
+async def test_it_is_constrained_by_the_schema_and_never_trained(rollout):
+    server, model = rollout(['{"total": 4}', "plain"])
+    events = [event async for event in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2"}]}])]
+    assert events[-1] == {"output": Sum(total=4)}
+    assert json.loads(server.requests[0].sampling_params["json_schema"])["properties"]["total"]["type"] == "integer"
+    assert model.trajectory.sequences() == []
+    assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
+    # It is not the main conversation either.
+    await make_agent(model).invoke_async("a")
+    assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)
 
-        with pytest.raises(ModelThrottledException):
-            await make_agent(model(0)).invoke_async("a")
-        with pytest.raises(SGLangThrottledError):
-            await make_agent(model(1)).invoke_async("a")
 
-    @pytest.mark.parametrize("both", [True, False])
-    def test_exactly_one_of_client_and_base_url(self, chatml_tokenizer, both):
-        arguments = {"client": SGLangClient("http://127.0.0.1:1"), "base_url": "http://127.0.0.1:1"} if both else {}
-        with pytest.raises(
-            ValueError, match="exactly one of client= and base_url=; " + ("both" if both else "neither")
-        ):
-            SGLangModel(tokenizer=chatml_tokenizer, **arguments)
+@pytest.mark.parametrize("opened", [True, False])
+async def test_marks_and_opened_reasoning_do_not_hide_the_json(rollout, chatml_tokenizer, opened):
+    class Note(BaseModel):
+        text: str
 
-    def test_an_unknown_tool_parser_names_the_known_ones(self, chatml_tokenizer):
-        with pytest.raises(ValueError, match="hermes.*qwen_xml"):
-            SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="nonsense")
+    thinks = "{% if add_generation_prompt %}<think>\n{% endif %}" if opened else ""
+    answer = '{"text": "write <tool_call> like so"}'
+    _, model = rollout([answer], chat_template=chatml_tokenizer.chat_template + thinks)
+    question = [{"role": "user", "content": [{"text": "note"}]}]
+    (event,) = [event async for event in model.structured_output(Note, question)]
+    assert event["output"] == Note(text="write <tool_call> like so")
 
-    def test_tool_parsers_are_taken_by_name_and_as_objects(self, chatml_tokenizer):
-        parser = HermesToolParser()
-        by_object = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser=parser)
-        by_name = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="qwen_xml")
-        assert by_object.tool_parser is parser
-        assert type(by_name.tool_parser).__name__ == "QwenXMLToolParser"
 
-    def test_both_spellings_of_the_sampling_parameters(self, chatml_tokenizer):
-        with pytest.raises(ValueError, match="earlier spelling"):
-            SGLangModel(
-                tokenizer=chatml_tokenizer,
-                base_url="http://127.0.0.1:1",
-                params={"top_p": 1},
-                sampling_params={"top_p": 1},
-            )
+async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(rollout):
+    _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
+    with pytest.raises(ValueError, match=r"no Sum \(finish reason length\)"):
+        async for _ in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2"}]}]):
+            pass
 
-    def test_a_tokenizer_without_a_chat_template(self):
-        class Bare:
-            chat_template = None
-            name_or_path = "bare-model"
 
-        with pytest.raises(ChatTemplateError, match="bare-model"):
-            SGLangModel(tokenizer=Bare(), base_url="http://127.0.0.1:1")
+# --- tool choice ---
 
-    async def test_a_tokenizer_that_is_not_the_served_one(self, chatml_tokenizer):
-        from support.tokenizers import build_chatml_tokenizer
 
-        server = ScriptedSGLang(build_chatml_tokenizer(with_marks=False), ["never"])
-        model = SGLangModel(
+SPECS = [
+    {
+        "name": "calculator",
+        "description": "Computes.",
+        "inputSchema": {
+            "json": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+        },
+    }
+]
+
+
+async def ask(model, history, **options):
+    return [event async for event in model.stream(history, SPECS, **options)]
+
+
+async def test_a_forced_call_is_constrained_and_never_trained_and_the_conversation_goes_on(rollout):
+    server, model = rollout([call(expression="2 * 3"), "Six."])
+    history = [{"role": "user", "content": [{"text": "2 times 3?"}]}]
+    events = await ask(model, history, tool_choice={"any": {}})
+    assert "calculator" in server.requests[0].sampling_params["structural_tag"]
+    (start,) = [event["contentBlockStart"]["start"]["toolUse"] for event in events if "contentBlockStart" in event]
+    use = {"toolUseId": start["toolUseId"], "name": "calculator", "input": {"expression": "2 * 3"}}
+    result = {"toolUseId": start["toolUseId"], "status": "success", "content": [{"text": "6"}]}
+    history += [
+        {"role": "assistant", "content": [{"toolUse": use}]},
+        {"role": "user", "content": [{"toolResult": result}]},
+    ]
+    await ask(model, history)
+    assert "structural_tag" not in server.requests[1].sampling_params
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
+    assert sum(sequence.loss_mask) == len(server.responses[1].body["output_ids"])
+    assert model.token_manager.token_ids == sequence.token_ids
+
+
+async def test_a_tool_that_is_not_there_cannot_be_forced(rollout):
+    server, model = rollout([])
+    with pytest.raises(ValueError, match="asks for 'search', and the tools are: calculator"):
+        question = [{"role": "user", "content": [{"text": "q"}]}]
+        await ask(model, question, tool_choice={"tool": {"name": "search"}})
+    assert len(model.trajectory) == 0
+
+
+async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(rollout):
+    class Lines(ToolParser):
+        def parse(self, text, **context):
+            return []
+
+    server, model = rollout(["no call"], tool_parser=Lines())
+    with pytest.warns(UserWarning, match="the tool choice is not forced, the model may ignore it"):
+        await ask(model, [{"role": "user", "content": [{"text": "q"}]}], tool_choice={"any": {}})
+    assert "structural_tag" not in server.requests[0].sampling_params
+    assert sum(model.token_manager.loss_mask) > 0
+
+
+# --- sampling parameters ---
+
+
+async def test_left_out_max_new_tokens_means_what_still_fits(rollout):
+    server, model = rollout(["ok"], server={"context_length": 1000})
+    await make_agent(model).invoke_async("a")
+    request = server.requests[0]
+    assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
+
+
+async def test_max_new_tokens_is_clamped_to_the_context(rollout):
+    server, model = rollout(["ok"], server={"context_length": 100}, sampling_params={"max_new_tokens": 4096})
+    await make_agent(model).invoke_async("a")
+    request = server.requests[0]
+    assert request.sampling_params["max_new_tokens"] == 100 - len(request.input_ids)
+
+
+async def test_a_prompt_that_leaves_room_for_one_token_is_sent_and_one_that_leaves_none_is_not(rollout):
+    server, model = rollout(["ok", "ok"])
+    await make_agent(model).invoke_async("a")
+    length = len(server.requests[0].input_ids)
+    model.update_config(max_context_tokens=length + 1)
+    with pytest.raises(MaxTokensReachedException):
+        await make_agent(model).invoke_async("a")
+    assert server.requests[1].sampling_params["max_new_tokens"] == 1
+    model.update_config(max_context_tokens=length)
+    with pytest.raises(ContextWindowOverflowException, match="no room"):
+        await make_agent(model).invoke_async("a")
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(("own", "served", "limit"), [(64, 1000, 64), (1000, 64, 64)])
+async def test_the_lesser_of_the_own_limit_and_the_server_s_holds(rollout, own, served, limit):
+    server, model = rollout(["ok"], max_context_tokens=own, server={"context_length": served})
+    await make_agent(model).invoke_async("a")
+    request = server.requests[0]
+    assert request.sampling_params["max_new_tokens"] == limit - len(request.input_ids)
+
+
+async def test_the_context_window_limit_is_guidance_and_ends_no_call(rollout):
+    """A5"""
+    server, model = rollout(["ok"], context_window_limit=5, server={"context_length": 1000})
+    await make_agent(model).invoke_async("a question of more than five tokens")
+    request = server.requests[0]
+    assert request.sampling_params["max_new_tokens"] == 1000 - len(request.input_ids)
+
+
+async def test_sampling_parameters_are_passed_on_and_never_changed(rollout):
+    params = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
+    server, model = rollout(["ok"], sampling_params=params, server={"context_length": 40})
+    await make_agent(model).invoke_async("a")
+    assert server.requests[0].sampling_params["temperature"] == 0.5
+    assert params == {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 5}
+
+
+async def test_params_is_the_earlier_spelling(rollout):
+    server, model = rollout(["ok"], params={"temperature": 0.25})
+    await make_agent(model).invoke_async("a")
+    assert server.requests[0].sampling_params["temperature"] == 0.25
+    assert model.get_config()["sampling_params"] == {"temperature": 0.25}
+
+
+async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(rollout):
+    server, model = rollout(["ok", "ok"], enable_thinking=True)
+    await make_agent(model).invoke_async("a")
+    model.update_config(enable_thinking=False, sampling_params={"temperature": 0.0})
+    await make_agent(model).invoke_async("b")
+    assert "<think>" not in server.requests[0].text
+    assert server.requests[1].text.endswith("<think>\n\n</think>\n\n")
+    assert server.requests[1].sampling_params["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("lora_path", "unknown configuration: 'lora_path'"),
+        ("temperature", "'temperature'.*sampling_params"),
+        ("sampling_parms", "'sampling_parms' may be meant as 'sampling_params'"),
+        ("context_window_limits", "'context_window_limits' may be meant as 'context_window_limit'"),
+    ],
+)
+def test_unknown_configuration_is_refused(rollout, key, message):
+    """A15: a key without effect makes another run than was meant."""
+    with pytest.raises(ValueError, match=message):
+        rollout(["never"], **{key: "a"})
+    _, model = rollout(["never"])
+    before = dict(model.get_config())
+    with pytest.raises(ValueError, match=message):
+        model.update_config(sampling_params={"temperature": 0.5}, **{key: "a"})
+    assert model.get_config() == before
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sampling_params": [1]}, "sampling_params must be a dict"),
+        ({"sampling_params": {"max_new_tokens": "12"}}, "max_new_tokens.*whole number"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens.*at least 1"),
+        ({"context_window_limit": 0}, "context_window_limit.*at least 1"),
+        ({"context_window_limit": -5}, "context_window_limit.*at least 1"),
+        ({"max_context_tokens": -5}, "max_context_tokens.*at least 1"),
+        ({"max_context_tokens": 2.5}, "max_context_tokens.*at least 1"),
+    ],
+)
+def test_configuration_that_could_only_fail_later(chatml_tokenizer, config, message):
+    with pytest.raises(ValueError, match=message):
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", **config)
+
+
+def test_a_path_in_place_of_a_tokenizer():
+    with pytest.raises(ValueError, match="get_tokenizer"):
+        SGLangModel(tokenizer="Qwen/Qwen3-4B", base_url="http://127.0.0.1:1")
+
+
+async def test_a_sampled_id_that_no_text_has_is_sent_back(chatml_tokenizer):
+    # Embeddings have more rows than the tokenizer has tokens, so a model can sample an id that no text has.
+    padding = len(chatml_tokenizer) + 3
+    server = ScriptedSGLang(
+        chatml_tokenizer,
+        [ScriptedAnswer(token_ids=[300, padding]), "ok"],
+        vocab_size=len(chatml_tokenizer) + 8,
+    )
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert padding in server.requests[1].input_ids
+
+
+async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+
+    async def drop(request):
+        response = await server.transport().handle_async_request(request)
+        body = json.loads(await response.aread())
+        if request.url.path == "/generate":
+            del body["meta_info"]["input_token_logprobs"]
+        return httpx.Response(response.status_code, json=body)
+
+    client = SGLangClient("http://x", transport=httpx.MockTransport(drop), max_retries=0)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
+    with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
+        await make_agent(model).invoke_async("a")
+
+
+async def test_a_server_that_is_too_busy_and_a_client_without_retries_is_throttling_for_strands(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, [])
+
+    async def busy(request):
+        if request.url.path != "/generate":
+            return await server.transport().handle_async_request(request)
+        return httpx.Response(503, json={"object": "error", "message": "The request queue is full.", "code": 503})
+
+    def model(max_retries):
+        client = SGLangClient("http://x", transport=httpx.MockTransport(busy), max_retries=max_retries, retry_delay=0.0)
+        return SGLangModel(tokenizer=chatml_tokenizer, client=client)
+
+    with pytest.raises(ModelThrottledException):
+        await make_agent(model(0)).invoke_async("a")
+    with pytest.raises(SGLangThrottledError):
+        await make_agent(model(1)).invoke_async("a")
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_exactly_one_of_client_and_base_url(chatml_tokenizer, both):
+    arguments = {"client": SGLangClient("http://127.0.0.1:1"), "base_url": "http://127.0.0.1:1"} if both else {}
+    with pytest.raises(ValueError, match="exactly one of client= and base_url=; " + ("both" if both else "neither")):
+        SGLangModel(tokenizer=chatml_tokenizer, **arguments)
+
+
+def test_an_unknown_tool_parser_names_the_known_ones(chatml_tokenizer):
+    with pytest.raises(ValueError, match="hermes.*qwen_xml"):
+        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="nonsense")
+
+
+def test_tool_parsers_are_taken_by_name_and_as_objects(chatml_tokenizer):
+    parser = HermesToolParser()
+    by_object = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser=parser)
+    by_name = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="qwen_xml")
+    assert by_object.tool_parser is parser
+    assert type(by_name.tool_parser).__name__ == "QwenXMLToolParser"
+
+
+def test_both_spellings_of_the_sampling_parameters(chatml_tokenizer):
+    with pytest.raises(ValueError, match="earlier spelling"):
+        SGLangModel(
             tokenizer=chatml_tokenizer,
-            client=server.client(),
-            chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}",
+            base_url="http://127.0.0.1:1",
+            params={"top_p": 1},
+            sampling_params={"top_p": 1},
         )
-        with pytest.raises(TokenizerMismatchError, match="not the one served.*tokenizer_path"):
-            await make_agent(model).invoke_async("a")
-        assert server.requests == []
-        assert sum(model.token_manager.loss_mask) == 0
 
-    async def test_images_and_documents_are_refused_with_their_path(self, rollout):
-        server, model = rollout(["never"])
-        image = {"image": {"format": "png", "source": {"bytes": b"x"}}}
-        with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\].*image"):
-            await make_agent(model).invoke_async([{"text": "look"}, image])
-        assert server.requests == []
-        assert len(model.trajectory) == 0
 
-    async def test_a_server_that_truncates_the_prompt_is_refused(self, chatml_tokenizer):
-        server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+def test_a_tokenizer_without_a_chat_template():
+    class Bare:
+        chat_template = None
+        name_or_path = "bare-model"
 
-        async def truncate(request):
-            response = await server.transport().handle_async_request(request)
-            body = json.loads(await response.aread())
-            if request.url.path == "/generate":
-                body["meta_info"]["prompt_tokens"] -= 1
-            return httpx.Response(response.status_code, json=body)
+    with pytest.raises(ChatTemplateError, match="bare-model"):
+        SGLangModel(tokenizer=Bare(), base_url="http://127.0.0.1:1")
 
-        client = SGLangClient("http://x", transport=httpx.MockTransport(truncate), max_retries=0)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
-        with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
-            await make_agent(model).invoke_async("a")
-        assert sum(model.token_manager.loss_mask) == 0
 
-    async def test_routed_experts_that_do_not_come_back_are_an_error(self, rollout):
-        _, model = rollout(["ok"], return_routed_experts=True)
-        with pytest.raises(SGLangDecodingError, match="routed experts"):
-            await make_agent(model).invoke_async("a")
+async def test_a_tokenizer_that_is_not_the_served_one(chatml_tokenizer):
+    from support.tokenizers import build_chatml_tokenizer
+
+    server = ScriptedSGLang(build_chatml_tokenizer(with_marks=False), ["never"])
+    model = SGLangModel(
+        tokenizer=chatml_tokenizer,
+        client=server.client(),
+        chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}",
+    )
+    with pytest.raises(TokenizerMismatchError, match="not the one served.*tokenizer_path"):
+        await make_agent(model).invoke_async("a")
+    assert server.requests == []
+    assert sum(model.token_manager.loss_mask) == 0
+
+
+async def test_images_and_documents_are_refused_with_their_path(rollout):
+    server, model = rollout(["never"])
+    image = {"image": {"format": "png", "source": {"bytes": b"x"}}}
+    with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\].*image"):
+        await make_agent(model).invoke_async([{"text": "look"}, image])
+    assert server.requests == []
+    assert len(model.trajectory) == 0
+
+
+async def test_a_server_that_truncates_the_prompt_is_refused(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+
+    async def truncate(request):
+        response = await server.transport().handle_async_request(request)
+        body = json.loads(await response.aread())
+        if request.url.path == "/generate":
+            body["meta_info"]["prompt_tokens"] -= 1
+        return httpx.Response(response.status_code, json=body)
+
+    client = SGLangClient("http://x", transport=httpx.MockTransport(truncate), max_retries=0)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+    with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
+        await make_agent(model).invoke_async("a")
+    assert sum(model.token_manager.loss_mask) == 0
+
+
+async def test_routed_experts_that_do_not_come_back_are_an_error(rollout):
+    _, model = rollout(["ok"], return_routed_experts=True)
+    with pytest.raises(SGLangDecodingError, match="routed experts"):
+        await make_agent(model).invoke_async("a")

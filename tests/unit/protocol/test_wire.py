@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from array import array
-from typing import Any
 
 import orjson
 import pytest
@@ -17,20 +14,20 @@ NOT_AN_ID = st.one_of(
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1))
-def test_every_list_of_ids_is_encoded_as_it_is(ids: list[int]) -> None:
+def test_every_list_of_ids_is_encoded_as_it_is(ids):
     assert orjson.loads(encode_token_ids(ids)) == ids
     assert orjson.loads(encode_token_ids(tuple(ids), max(ids) + 1)) == ids
     assert orjson.loads(encode_token_ids(array("q", ids))) == ids
 
 
 @given(st.lists(st.integers(0, 999)), NOT_AN_ID, st.lists(st.integers(0, 999)))
-def test_whatever_is_not_an_id_is_refused_with_its_index(before: list[int], bad: Any, after: list[int]) -> None:
+def test_whatever_is_not_an_id_is_refused_with_its_index(before, bad, after):
     with pytest.raises(ValueError, match=rf"^input_ids\[{len(before)}\] is "):
         encode_token_ids([*before, bad, *after])
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1), st.integers(1, 2000))
-def test_ids_outside_the_vocabulary_are_refused(ids: list[int], vocab_size: int) -> None:
+def test_ids_outside_the_vocabulary_are_refused(ids, vocab_size):
     outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]
     if not outside:
         assert orjson.loads(encode_token_ids(ids, vocab_size)) == ids
@@ -40,7 +37,7 @@ def test_ids_outside_the_vocabulary_are_refused(ids: list[int], vocab_size: int)
 
 
 @given(st.text(), st.dictionaries(st.text(), st.integers(-(2**53), 2**53)))
-def test_a_request_id_is_added_whatever_is_in_it_and_in_the_body(rid: str, sampling: dict[str, int]) -> None:
+def test_a_request_id_is_added_whatever_is_in_it_and_in_the_body(rid, sampling):
     sampling.pop("n", None)
     try:
         body = encode_generate([1], sampling, {"rid": "prefix", "k": 1})
@@ -57,7 +54,7 @@ def test_a_request_id_is_added_whatever_is_in_it_and_in_the_body(rid: str, sampl
 
 
 @given(st.binary())
-def test_a_body_is_a_generation_or_a_decoding_error_that_names_the_url(body: bytes) -> None:
+def test_a_body_is_a_generation_or_a_decoding_error_that_names_the_url(body):
     with pytest.raises(SGLangDecodingError, match="http://h/generate answered"):
         decode_generation(body, "http://h/generate")
 
@@ -70,5 +67,5 @@ ERROR_KEYS = st.sampled_from(["error", "message", "code", "detail", "x"])
         st.none() | st.booleans() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(ERROR_KEYS, inner)
     )
 )
-def test_an_error_body_of_any_shape_gives_a_message(body: Any) -> None:
+def test_an_error_body_of_any_shape_gives_a_message(body):
     assert isinstance(error_message(orjson.dumps(body).decode()), str)
