@@ -12,11 +12,11 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import orjson
@@ -30,6 +30,8 @@ from .requests import Request, ask_once, generate_once, retrying
 from .retries import RetryPolicy
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INFO_TIMEOUT_S = 30.0
 """Time limit of one attempt of everything but `/generate`; `/health` of a paused server takes 20 s to say so."""
@@ -267,9 +269,20 @@ class SGLangClient:
         """
         server = self._servers.up()[0] if base_url is None else self._servers[base_url]
         if server.context_length is None:
-            session, ask = await self._sessions.current(), partial(self._ask_context_length, server.base_url)
-            server.context_length = await session.shared(("context_length", server.base_url), ask)
+            ask = partial(self._ask_context_length, server.base_url)
+            server.context_length = await self.shared(("context_length", server.base_url), ask)
         return server.context_length
+
+    async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` once for all in this event loop who ask under `key` while it runs.
+
+        A caller that is cancelled does not end it for the others.
+
+        Args:
+            key: What is asked for, hashable.
+            work: Asks for it.
+        """
+        return await (await self._sessions.current()).shared(key, work)
 
     async def tokenize(self, text: str, base_url: str | None = None) -> list[int] | None:
         """The server's own tokens of `text`, no special ones added.

@@ -108,7 +108,8 @@ class LoopSession:
         self._drop = drop
         self._loop = asyncio.get_running_loop()
         self.closing = self._loop.create_future()
-        self._aborter = Aborter(self)
+        self._workers: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._gates: dict[str, asyncio.Semaphore] = {}
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
         self._guard: AsyncGenerator[None, None] | None = None
 
@@ -230,7 +231,79 @@ class LoopSession:
         self._drop()
 
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
-        return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
+        return self.background(("abort", base_url, rid), partial(self._abort_at, base_url, rid, again=again))
+
+    async def _abort_at(self, base_url: str, rid: str, *, again: bool = False) -> bool:
+        """Tell the server, or the workers of the router, at `base_url` to stop a request.
+
+        Args:
+            base_url: Where the request went.
+            rid: Its exact id.
+            again: It was told before, without effect: a router is asked for its workers anew.
+
+        Returns:
+            Whether anyone has heard. A server that does not know the id (any more) has.
+        """
+        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
+            try:
+                with anyio.move_on_after(timeout):
+                    return await self._tell_all_of(base_url, rid, again)
+                break
+            except asyncio.CancelledError:
+                continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
+        return False
+
+    async def _tell_all_of(self, base_url: str, rid: str, again: bool) -> bool:
+        if self._known_workers(base_url) is None:
+            status = await self._tell(base_url, rid)
+            if status is None or status not in NO_SUCH_ENDPOINT:
+                return status is not None and status < 300
+            again = False  # nothing is known yet that could be wrong
+        workers = (None if again else self._known_workers(base_url)) or await self._workers_of(base_url)
+        heard = await self._tell_all(workers, rid)
+        if not all(heard.values()):  # the list may be an old one
+            others = set(await self._workers_of(base_url)) - set(workers)
+            heard.update(await self._tell_all(tuple(others), rid))
+        logger.debug("base_url=<%s>, rid=<%s>, workers=<%s> | aborted behind a router", base_url, rid, heard)
+        return any(heard.values())
+
+    async def _tell_all(self, workers: tuple[str, ...], rid: str) -> dict[str, bool]:
+        statuses = await asyncio.gather(*(self._tell(worker, rid) for worker in workers))
+        return {worker: status is not None and status < 300 for worker, status in zip(workers, statuses, strict=True)}
+
+    async def _tell(self, base_url: str, rid: str) -> int | None:
+        """The status that the server answered, None if it did not."""
+        gate = self._gates.setdefault(base_url, asyncio.Semaphore(ABORTS_AT_ONCE))
+        try:
+            async with gate:
+                url, content = f"{base_url}/abort_request", orjson.dumps({"rid": rid})
+                response = await self.request("POST", url, content, timeout=ABORT_TIMEOUT_S)
+        except Exception as error:
+            logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
+            return None
+        logger.debug("base_url=<%s>, rid=<%s>, status=<%d> | abort sent", base_url, rid, response.status_code)
+        return response.status_code
+
+    def _known_workers(self, base_url: str) -> tuple[str, ...] | None:
+        until, workers = self._workers.get(base_url, (0.0, ()))
+        return workers if workers and time.monotonic() < until else None
+
+    async def _workers_of(self, base_url: str) -> tuple[str, ...]:
+        """Ask a router for its workers; those who ask at the same time share the answer."""
+        return await self.shared(("workers", base_url), partial(self._ask_for_workers, base_url))
+
+    async def _ask_for_workers(self, base_url: str) -> tuple[str, ...]:
+        for path in WORKER_LISTS:
+            try:
+                response = await self.request("GET", f"{base_url}{path}", None, timeout=ABORT_TIMEOUT_S)
+                workers = worker_urls(orjson.loads(response.content)) if response.is_success else ()
+            except Exception as error:
+                logger.debug("base_url=<%s>, error=<%r> | could not ask the router for its workers", base_url, error)
+                return ()
+            if workers:
+                self._workers[base_url] = (time.monotonic() + WORKERS_KEPT_S, workers)
+                return workers
+        return ()
 
     def _forget(self, key: Any, done: asyncio.Task[Any]) -> None:
         self._tasks.pop(key, None)
@@ -453,90 +526,6 @@ ABORTS_AT_ONCE = 32
 
 WORKER_LISTS = ("/workers", "/list_workers")
 """Where routers name their workers; the second one is that of older ones."""
-
-
-class Aborter:
-    """Tells servers to stop requests, over the connections of one event loop."""
-
-    def __init__(self, session: LoopSession) -> None:
-        """Send over `session`."""
-        self._session = session
-        self._workers: dict[str, tuple[float, tuple[str, ...]]] = {}
-        self._gates: dict[str, asyncio.Semaphore] = {}
-
-    async def abort(self, base_url: str, rid: str, *, again: bool = False) -> bool:
-        """Tell the server, or the workers of the router, at `base_url`.
-
-        Args:
-            base_url: Where the request went.
-            rid: Its exact id.
-            again: It was told before, without effect: a router is asked for its workers anew.
-
-        Returns:
-            Whether anyone has heard. A server that does not know the id (any more) has.
-        """
-        for timeout in (ABORT_TIMEOUT_S, ABORT_TIMEOUT_S / 2):
-            try:
-                with anyio.move_on_after(timeout):
-                    return await self._abort(base_url, rid, again)
-                break
-            except asyncio.CancelledError:
-                continue  # only a loop that is shutting down cancels this task, and the server still has to hear of it
-        return False
-
-    async def _abort(self, base_url: str, rid: str, again: bool) -> bool:
-        if self._known_workers(base_url) is None:
-            status = await self._tell(base_url, rid)
-            if status is None or status not in NO_SUCH_ENDPOINT:
-                return status is not None and status < 300
-            again = False  # nothing is known yet that could be wrong
-        workers = (None if again else self._known_workers(base_url)) or await self._list(base_url)
-        heard = await self._tell_all(workers, rid)
-        if not all(heard.values()):  # the list may be an old one
-            others = set(await self._list(base_url)) - set(workers)
-            heard.update(await self._tell_all(tuple(others), rid))
-        logger.debug("base_url=<%s>, rid=<%s>, workers=<%s> | aborted behind a router", base_url, rid, heard)
-        return any(heard.values())
-
-    async def _tell_all(self, workers: tuple[str, ...], rid: str) -> dict[str, bool]:
-        statuses = await asyncio.gather(*(self._tell(worker, rid) for worker in workers))
-        return {worker: status is not None and status < 300 for worker, status in zip(workers, statuses, strict=True)}
-
-    async def _tell(self, base_url: str, rid: str) -> int | None:
-        """The status that the server answered, None if it did not."""
-        gate = self._gates.setdefault(base_url, asyncio.Semaphore(ABORTS_AT_ONCE))
-        try:
-            async with gate:
-                response = await self._send("POST", f"{base_url}/abort_request", orjson.dumps({"rid": rid}))
-        except Exception as error:
-            logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)
-            return None
-        logger.debug("base_url=<%s>, rid=<%s>, status=<%d> | abort sent", base_url, rid, response.status_code)
-        return response.status_code
-
-    def _known_workers(self, base_url: str) -> tuple[str, ...] | None:
-        until, workers = self._workers.get(base_url, (0.0, ()))
-        return workers if workers and time.monotonic() < until else None
-
-    async def _list(self, base_url: str) -> tuple[str, ...]:
-        """Ask a router for its workers; those who ask at the same time share the answer."""
-        return await self._session.shared(("workers", base_url), partial(self._ask, base_url))
-
-    async def _send(self, method: str, url: str, content: bytes | None) -> httpx.Response:
-        return await self._session.request(method, url, content, timeout=ABORT_TIMEOUT_S)
-
-    async def _ask(self, base_url: str) -> tuple[str, ...]:
-        for path in WORKER_LISTS:
-            try:
-                response = await self._send("GET", f"{base_url}{path}", None)
-                workers = worker_urls(orjson.loads(response.content)) if response.is_success else ()
-            except Exception as error:
-                logger.debug("base_url=<%s>, error=<%r> | could not ask the router for its workers", base_url, error)
-                return ()
-            if workers:
-                self._workers[base_url] = (time.monotonic() + WORKERS_KEPT_S, workers)
-                return workers
-        return ()
 
 
 def worker_urls(listed: Any) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ class ModelCall:
                 except ContextWindowOverflowException:
                     if plan.total_tokens(len(self._input_ids)) != server.context_length:
                         raise
-                    reserve_last_token(client, self.template)
+                    reserve_last_token(client)
                     planned_with, server = server, await check_server(client, self.template)
                     if server == planned_with:  # the token was reserved already
                         raise

@@ -8,14 +8,13 @@ line says so.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import threading
 import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-from ..client.cancellation import consume
 from ..client.client import SGLangClient
 from ..exceptions import SGLangConnectionError, TokenizerMismatchError
 from ..templates.chat_template import ChatTemplate
@@ -43,32 +42,20 @@ class ServerFacts:
     tokenizer_proven: bool
 
 
-@dataclass(eq=False)
-class _Known:
-    """What is known of the servers of one client.
+_facts: weakref.WeakKeyDictionary[
+    SGLangClient, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, ServerFacts]]
+] = weakref.WeakKeyDictionary()
+"""What was told, by client, tokenizer and address."""
 
-    Attributes:
-        facts: By tokenizer and address.
-        checks: What is being asked, by event loop and tokenizer.
-        reserves_last_token: Whether they refuse requests that fill their context to the last token.
-    """
+_reserving: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
+"""Clients whose servers refuse requests that fill their context to the last token."""
 
-    facts: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, ServerFacts]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    checks: dict[Any, asyncio.Task[None]] = field(default_factory=dict)
-    reserves_last_token: bool = False
-
-
-_known: weakref.WeakKeyDictionary[SGLangClient, _Known] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _of(client: SGLangClient, template: ChatTemplate) -> tuple[_Known, dict[str, ServerFacts]]:
-    """What is known of a client's servers, and their facts by address."""
+def _facts_of(client: SGLangClient, template: ChatTemplate) -> dict[str, ServerFacts]:
     with _lock:
-        known = _known.setdefault(client, _Known())
-        return known, known.facts.setdefault(template.tokenizer, {})
+        return _facts.setdefault(client, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
 
 
 def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
@@ -76,17 +63,17 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
 
     Of several servers the shortest context counts, and the tokenizer is proven if it is for all of them.
     """
-    known, by_url = _of(client, template)
+    by_url = _facts_of(client, template)
     facts = [by_url[base_url] for base_url in client.available_urls if base_url in by_url]
     if len(facts) < len(client.available_urls):
         return None
-    lengths = [one.context_length - known.reserves_last_token for one in facts if one.context_length is not None]
+    lengths = [one.context_length - (client in _reserving) for one in facts if one.context_length is not None]
     return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in facts))
 
 
-def reserve_last_token(client: SGLangClient, template: ChatTemplate) -> None:
+def reserve_last_token(client: SGLangClient) -> None:
     """Note that a client's servers refuse requests that fill their context to the last token, as older SGLang does."""
-    _of(client, template)[0].reserves_last_token = True
+    _reserving.add(client)
 
 
 async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
@@ -99,20 +86,9 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
         TokenizerMismatchError: The server's tokenizer gives other ids.
         SGLangClientError: The server cannot be reached.
     """
-    checks = _of(client, template)[0].checks
-    key = (asyncio.get_running_loop(), id(template.tokenizer))
     while (facts := known_facts(client, template)) is None:
-        check = checks.get(key)
-        if check is None:
-            check = checks[key] = asyncio.ensure_future(_check(client, template))
-            check.add_done_callback(functools.partial(_forget, checks, key))
-        await asyncio.shield(check)
+        await client.shared(("check", id(template.tokenizer)), partial(_check, client, template))
     return facts
-
-
-def _forget(checks: dict[Any, asyncio.Task[None]], key: Any, task: asyncio.Task[None]) -> None:
-    checks.pop(key, None)
-    consume(task)  # its waiters may all have been cancelled
 
 
 async def _check(client: SGLangClient, template: ChatTemplate) -> None:
@@ -121,7 +97,7 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     Raises:
         SGLangClientError: A tokenizer is not the model's, or none of the servers could be asked.
     """
-    _, facts = _of(client, template)
+    facts = _facts_of(client, template)
     base_urls = [base_url for base_url in client.available_urls if base_url not in facts]
     answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]

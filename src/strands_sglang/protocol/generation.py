@@ -175,15 +175,18 @@ class Generation:
             return None
         return _decoded_length(self.routed_experts) // (_ID_BYTES * self.routed_rows)
 
-    def expert_ids(self) -> NDArray[np.int32] | None:
+    def expert_ids(self, start: int = 0) -> NDArray[np.int32] | None:
         """The experts that each token of prompt and answer but the last was routed to.
 
         Row i belongs to token i of the sequence up to this turn: the experts behind the logits that token i + 1 was
         sampled from. Decoded at every call, about 4 ms per MB.
 
+        Args:
+            start: The first row to decode.
+
         Returns:
-            Ids from 0, shape (`routed_rows`, layers * top_k), read-only, a row in the order of the layers (all of the
-            model's, those without experts too); None if `routed_experts` is.
+            Ids from 0, shape (`routed_rows` - `start`, layers * top_k), read-only, a row in the order of the layers
+            (all of the model's, those without experts too); None if `routed_experts` is.
 
         Raises:
             SGLangDecodingError: The text is not base64, or an id is negative.
@@ -192,11 +195,13 @@ class Generation:
 
         if self.routed_experts is None:
             return None
+        width = self.routed_width or 0
+        skipped = start * width * _ID_BYTES
         try:
-            content = base64.b64decode(self.routed_experts, validate=True)
+            content = base64.b64decode(self.routed_experts[skipped // 3 * 4 :], validate=True)[skipped % 3 :]
         except binascii.Error as error:
             raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
-        ids = np.frombuffer(content, dtype="<i4").reshape(self.routed_rows, self.routed_width or 0)
+        ids = np.frombuffer(content, dtype="<i4").reshape(self.routed_rows - start, width)
         if ids.size and ids.min() < 0:
             raise SGLangDecodingError(f"the server's routed_experts hold the negative id {ids.min()}")
         return ids
@@ -254,48 +259,44 @@ def read_generation(
         SGLangDecodingError: A needed key is missing or of the wrong type, or the logprobs do not belong to the ids.
     """
     try:
-        return _read(response, logprobs_expected, end_token_ids)
-    except SGLangDecodingError:
-        raise
+        meta: Mapping[str, Any] = response["meta_info"]
+        output_ids = array("i", response["output_ids"])
+        finish = meta["finish_reason"]
+        finish_type = finish["type"]
+        if finish_type not in _FINISH_TYPES:
+            # Whatever it is, an answer that did not end in a known way must not look complete.
+            raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
+        aborted = finish_type == "abort"
+        entries = meta.get("output_token_logprobs")
+        wanted = logprobs_expected and (entries or output_ids)
+        generation = Generation(
+            output_ids=output_ids,
+            logprobs=_read_logprobs(entries, output_ids) if wanted else None,
+            finish_type=finish_type,
+            stop_token_id=_stop_token(finish, output_ids, end_token_ids),
+            stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,
+            abort_message=str(finish.get("message")) if aborted else None,
+            # A request that was aborted in the queue comes back with a short meta_info.
+            prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            weight_version=meta.get("weight_version"),
+            weight_versions=_read_versions(meta, len(output_ids)),
+            prompt_logprobs=array(
+                "d", (math.nan if entry[0] is None else entry[0] for entry in meta.get("input_token_logprobs") or [])
+            ),
+            request_id=str(meta.get("id", "")),
+            routed_experts=meta.get("routed_experts"),
+            sampling_mask=_read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
+            sampling_logprobs=_read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
+            latency_s=float(meta.get("e2e_latency") or 0.0),
+            meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
+        )
+        check_routed_rows(generation)
+        return generation
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
         raise SGLangDecodingError(
             f"the server's answer is not a complete /generate response: {error!r} (missing, or of the wrong type)"
         ) from error
-
-
-def _read(response: Mapping[str, Any], logprobs_expected: bool, end_token_ids: Collection[int]) -> Generation:
-    meta: Mapping[str, Any] = response["meta_info"]
-    output_ids = array("i", response["output_ids"])
-    finish = meta["finish_reason"]
-    finish_type = finish["type"]
-    if finish_type not in _FINISH_TYPES:
-        # Whatever it is, an answer that did not end in a known way must not look complete.
-        raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
-    aborted = finish_type == "abort"
-    entries = meta.get("output_token_logprobs")
-    wanted = logprobs_expected and (entries or output_ids)
-    generation = Generation(
-        output_ids=output_ids,
-        logprobs=_read_logprobs(entries, output_ids) if wanted else None,
-        finish_type=finish_type,
-        stop_token_id=_stop_token(finish, output_ids, end_token_ids),
-        stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,
-        abort_message=str(finish.get("message")) if aborted else None,
-        # A request that was aborted in the queue comes back with a short meta_info.
-        prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        weight_version=meta.get("weight_version"),
-        weight_versions=_read_versions(meta, len(output_ids)),
-        prompt_logprobs=_read_prompt_logprobs(meta.get("input_token_logprobs") or []),
-        request_id=str(meta.get("id", "")),
-        routed_experts=meta.get("routed_experts"),
-        sampling_mask=_read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
-        sampling_logprobs=_read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
-        latency_s=float(meta.get("e2e_latency") or 0.0),
-        meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
-    )
-    check_routed_rows(generation)
-    return generation
 
 
 def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
@@ -350,10 +351,6 @@ def check_routed_rows(generation: Generation) -> None:
 def _decoded_length(text: str) -> int:
     """Number of bytes in a base64 text."""
     return len(text) // 4 * 3 - text[-2:].count("=")
-
-
-def _read_prompt_logprobs(entries: list[Any]) -> array[float]:
-    return array("d", (math.nan if entry[0] is None else entry[0] for entry in entries))
 
 
 def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:

@@ -26,6 +26,7 @@ import httpx
 import orjson
 from anyio.from_thread import start_blocking_portal
 
+from ..client.cancellation import consume
 from . import bodies
 from .sampling import (
     Answer,
@@ -103,7 +104,7 @@ class Flight:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
-            task.add_done_callback(_consume)
+            task.add_done_callback(consume)
             raise
         if not task.cancelled():
             return task.result()
@@ -117,12 +118,6 @@ class Flight:
             self.aborted = True
             if self._task is not None and not self._task.get_loop().is_closed():
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-
-def _consume(task: asyncio.Future[Answer]) -> None:
-    """Nobody waits for it any more; asyncio would log an exception that was never looked at."""
-    if not task.cancelled():
-        task.exception()
 
 
 _Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]

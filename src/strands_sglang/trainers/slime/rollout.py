@@ -353,8 +353,6 @@ class Episode:
         """Take up what the run before has left."""
         self.limiter = self.settings.limiter()
         self.kept = kept_on(self.sample) if self.is_partial else None
-        if self.kept is not None:
-            self.kept.resume()
         self.trajectory = Trajectory() if self.kept is None else self.kept.trajectory
         self._answered_before = self._answered()
 
@@ -647,13 +645,6 @@ class Kept:
     non_generation_s: float
     old_tokens: dict[int, int]
 
-    def resume(self) -> None:
-        """Let the call that the abort had cut go on from its tokens."""
-        for turn in self.trajectory.turns:
-            if turn.status is TurnStatus.CUT and not turn.constrained:
-                self.trajectory.resume(turn)
-                self.old_tokens.pop(turn.index, None)
-
     def apply(self, agent: Any, limiter: ToolLimiter) -> None:
         """Put an agent where the aborted one was."""
         agent.messages[:] = copy.deepcopy(self.messages)
@@ -688,12 +679,17 @@ def keep(episode: Episode) -> None:
 
 
 def kept_on(sample: Any) -> Kept | None:
-    """What an aborted episode left on a sample; None where there is nothing to go on with."""
+    """What an aborted episode left on a sample, its cut call ready to continue; None where there is nothing."""
     kept = getattr(sample, KEPT, None)
     if not isinstance(kept, Mapping) or kept.get("version") != _VERSION:
         return None
     try:
         trajectory = Trajectory.from_bytes(base64.b64decode(kept["trajectory"]), name="a partial rollout")
+        old_tokens = {turn.index: len(turn.output_ids) for turn in trajectory.turns}
+        for turn in trajectory.turns:
+            if turn.status is TurnStatus.CUT and not turn.constrained:
+                trajectory.resume(turn)
+                del old_tokens[turn.index]
         return Kept(
             trajectory=trajectory,
             messages=list(kept["messages"]),
@@ -701,7 +697,7 @@ def kept_on(sample: Any) -> Kept | None:
             counts={name: int(kept["counts"][name]) for name in _COUNTS},
             elapsed_s=float(kept["elapsed_s"]),
             non_generation_s=float(kept["non_generation_s"]),
-            old_tokens={turn.index: len(turn.output_ids) for turn in trajectory.turns},
+            old_tokens=old_tokens,
         )
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("sample=<%s> | starts again: what it kept cannot be read: %r", sample.index, error)

@@ -22,8 +22,6 @@ the trajectory or with each other. It raises only what the caller can do away wi
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
 import logging
 import math
@@ -672,7 +670,7 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
                     f"call {turn.index} has {generation.routed_width} routed experts per token, and num_layers * "
                     f"moe_router_topk is {layers} * {top_k}: the arguments are another model's"
                 )
-            parts.append(_tail(generation, have).reshape(-1, layers, top_k))
+            parts.append(torch.tensor(generation.expert_ids(have)).reshape(-1, layers, top_k))
             have = rows
         position += kept
         if have > position:  # rows of tokens that no later call kept
@@ -681,18 +679,6 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
     if have < needed or not parts:
         return None
     return torch.cat(parts)[:needed]
-
-
-def _tail(generation: Generation, start: int) -> torch.Tensor:
-    """A generation's expert ids from row `start` on; only that part of the text is decoded."""
-    import torch
-
-    skipped = start * (generation.routed_width or 0) * 4
-    try:
-        content = base64.b64decode((generation.routed_experts or "")[skipped // 3 * 4 :], validate=True)
-    except binascii.Error as error:
-        raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
-    return torch.frombuffer(bytearray(content[skipped % 3 :]), dtype=torch.int32)
 
 
 def _require_experts(leaf: Turn) -> None:
