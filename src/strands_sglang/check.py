@@ -274,12 +274,10 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
         yield ""
         yield f"{piece.kind} ({len(piece.tokens)} tokens)"
         yield "  " + "|".join(repr(token)[1:-1] for token in piece.tokens)
-    if check.server is not None:
-        yield ""
-        yield from _server_lines(check.server)
-
-
-def _server_lines(server: RoundTrip) -> Iterator[str]:
+    server = check.server
+    if server is None:
+        return
+    yield ""
     yield f"server           {server.base_url}"
     if server.error is not None:
         yield f"FAILED           {server.error}"

@@ -37,12 +37,7 @@ from .exceptions import (
     SGLangDeadlineError,
     causes,
 )
-from .tool_limiter import (
-    LoopLimitReachedError,
-    MaxMessagesReachedError,
-    MaxToolCallsReachedError,
-    MaxToolIterationsReachedError,
-)
+from .tool_limiter import LoopLimitReachedError
 
 if TYPE_CHECKING:
     from .tool_limiter import ToolLimiter
@@ -151,12 +146,6 @@ _BY_ERROR: dict[type[BaseException], TerminationReason] = {
 }
 """By kind of error; the first that fits, so the special kinds stand before the general ones."""
 
-_BY_LIMIT: dict[type[LoopLimitReachedError], TerminationReason] = {
-    MaxToolIterationsReachedError: TerminationReason.MAX_TOOL_ITERATIONS_REACHED,
-    MaxToolCallsReachedError: TerminationReason.MAX_TOOL_CALLS_REACHED,
-    MaxMessagesReachedError: TerminationReason.MAX_MESSAGES_REACHED,
-}
-
 
 def outcome_of(reason: TerminationReason, *, sampled_tokens: int, abort_requested: bool = False) -> Outcome:
     """What follows from an episode's end.
@@ -192,7 +181,7 @@ def termination_reason(
     if not isinstance(end, BaseException):
         reason = _BY_STOP_REASON.get(str(end.stop_reason), TerminationReason.AGENT_ERROR)
         if reason is TerminationReason.CANCELLED and limit is not None:
-            return _limit_reason(limit)
+            return TerminationReason(limit.outcome)
     else:
         reason = _reason_of_exception(end)
     if reason is TerminationReason.MAX_TOKENS_REACHED and trajectory is not None:
@@ -205,19 +194,10 @@ def termination_reason(
 def _reason_of_exception(error: BaseException) -> TerminationReason:
     for cause in causes(error):
         if isinstance(cause, LoopLimitReachedError):
-            return _limit_reason(cause)
+            return TerminationReason(cause.outcome)
         if isinstance(cause, SGLangDeadlineError) and cause.response is not None:
             return TerminationReason.TIMEOUT  # the server had been working on it; else nobody answered
         for kind, reason in _BY_ERROR.items():
             if isinstance(cause, kind):
                 return reason
     return TerminationReason.AGENT_ERROR
-
-
-def _limit_reason(limit: LoopLimitReachedError) -> TerminationReason:
-    if limit.outcome is not None:
-        return TerminationReason(limit.outcome)
-    return next(
-        (reason for kind, reason in _BY_LIMIT.items() if isinstance(limit, kind)),
-        TerminationReason.MAX_TOOL_ITERATIONS_REACHED,
-    )

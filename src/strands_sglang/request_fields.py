@@ -89,11 +89,17 @@ def checked_fields(fields: Any, unchecked: Any) -> dict[str, Any]:
                 raise ValueError(f"{where} cannot be set: {REFUSED_FIELDS[name]}")
             if name in sent:
                 raise ValueError(f"{where} is among request_fields, too")
-            if option == "request_fields":
-                _check_name(name)
+            is_checked = option == "request_fields"
+            if is_checked and name not in REQUEST_FIELDS:
+                close = difflib.get_close_matches(name, REQUEST_FIELDS, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
+                raise ValueError(
+                    f"{where} is no field of /generate that this library knows; {hint} What only a newer server knows "
+                    "goes into unchecked_request_fields; sampling parameters go into sampling_params"
+                )
             value = plain(value, where)
             if value is not None:
-                if option == "request_fields":
+                if is_checked:
                     _check_value(name, value, where)
                 sent[name] = value
     if "sampling_logprobs_mode" in sent and not sent.get("return_sampling_mask"):
@@ -118,17 +124,6 @@ def check_sampling_mask(fields: Mapping[str, Any], sampling_params: Mapping[str,
             f"says), and sampling_params have top_k={top_k}: set one far above what top_p keeps to sample nearly as "
             "without"
         )
-
-
-def _check_name(name: str) -> None:
-    if name in REQUEST_FIELDS:
-        return
-    close = difflib.get_close_matches(name, REQUEST_FIELDS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
-    raise ValueError(
-        f"request_fields[{name!r}] is no field of /generate that this library knows; {hint} What only a newer server "
-        "knows goes into unchecked_request_fields; sampling parameters go into sampling_params"
-    )
 
 
 def _check_value(name: str, value: Any, where: str) -> None:

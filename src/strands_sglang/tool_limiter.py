@@ -25,10 +25,10 @@ class LoopLimitReachedError(Exception):
     """A limit on the agent's loop was reached. Strands wraps it in `EventLoopException`; see `limit_cause`.
 
     Attributes:
-        outcome: Value of the `TerminationReason` of a limit of one's own; None for those of this module.
+        outcome: Value of the `TerminationReason`; a limit of one's own may set another one.
     """
 
-    outcome: ClassVar[str | None] = None
+    outcome: ClassVar[str] = "max_tool_iterations_reached"
 
 
 class MaxToolIterationsReachedError(LoopLimitReachedError):
@@ -38,9 +38,13 @@ class MaxToolIterationsReachedError(LoopLimitReachedError):
 class MaxToolCallsReachedError(LoopLimitReachedError):
     """The agent has made as many single tool calls as it may, or more in its last iteration."""
 
+    outcome = "max_tool_calls_reached"
+
 
 class MaxMessagesReachedError(LoopLimitReachedError):
     """As many messages as there may be, or more, were added to the history."""
+
+    outcome = "max_messages_reached"
 
 
 class ToolLimiter(HookProvider):

@@ -130,7 +130,7 @@ class ChatTemplate:
         encode: The ids of rendered text; no special tokens are added, the template wrote them.
         decode: The text of ids, special tokens included.
         family: The model family; None if it is not known.
-        stops: The tokens that can end an assistant's turn.
+        stops: The tokens that can end an assistant's turn; `stop_ids` are their ids.
         arguments: Passed to the template with every render.
         forms: The forms in which the template takes messages.
         sentinel: Makes a new text that stands nowhere else and that the template leaves as it is.
@@ -181,6 +181,7 @@ class ChatTemplate:
         self._control_tokens = ControlTokens(encoder, self.sentinel)
         self._escapes, self._warned = escape_control_tokens, False
         self.family, self.stops = self._find_family(family)
+        self.stop_ids = [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
         self.forms = find_forms(self)
         self.identity = {"chat template": self._template, "template arguments": prefix_arguments(self)}
         if escape_control_tokens:
@@ -494,11 +495,6 @@ class ChatTemplate:
     def mentions(self, mark: str) -> bool:
         """Whether the template's text holds a mark."""
         return mark in self.template_text
-
-    @cached_property
-    def stop_ids(self) -> list[int]:
-        """The tokens that can end an assistant's turn."""
-        return [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
 
     def call_id(self, tool_use_id: str, name: str, number: int) -> str:
         """The id of a tool call in the form in which the family's templates show ids.

@@ -23,61 +23,44 @@ from support.vision import picture
 IMAGE, PATCH = 7, 8
 
 
-class LetterTokenizer:
-    """One token per letter, and one for an image."""
+class Letters:
+    """A processor, its tokenizer and its template: one token per letter, `#` for an image, which has two patches."""
 
-    def encode(self, text, add_special_tokens=False):
-        return [IMAGE if letter == "#" else ord(letter) + 100 for letter in text]
-
-
-class LetterTemplate:
-    """Writes `#` for an image."""
+    image_processor = object()
 
     def __init__(self, image="#"):
-        self.image = image
+        self.image, self.tokenizer = image, self
+
+    def encode(self, text, **options):
+        return [IMAGE if letter == "#" else ord(letter) + 100 for letter in text]
 
     def render(self, messages, *, add_generation_prompt):
-        written = ""
-        for message in messages:
-            content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            written += "".join(self.image if part["type"] == "image" else part["text"] for part in parts) + "|"
-        return written
-
-    def encode(self, text):
-        return LetterTokenizer().encode(text)
+        contents = [message["content"] for message in messages]
+        parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents]
+        return "".join("".join(part.get("text", self.image) for part in one) + "|" for one in parts)
 
     def is_special(self, token_id):
         return token_id == IMAGE
 
-
-class LetterProcessor:
-    """Two patches per image."""
-
-    image_processor = object()
-    tokenizer = LetterTokenizer()
-
     def __call__(self, text, images, add_special_tokens, return_tensors):
-        ids = []
-        for token in self.tokenizer.encode(text[0]):
-            ids += [PATCH, PATCH] if token == IMAGE else [token]
+        ids = [patch for token in self.encode(text[0]) for patch in ([PATCH, PATCH] if token == IMAGE else [token])]
         mask = torch.ones(1, len(ids))
         return {"input_ids": torch.tensor([ids]), "attention_mask": mask, "pixels": torch.ones(2 * len(images), 3)}
 
 
 def images():
-    return ImageProcessor(LetterProcessor(), LetterTemplate())
+    return ImageProcessor(Letters(), Letters())
 
 
 def expanded(text, *pictures):
-    return images().expand(LetterTokenizer().encode(text), text, pictures)
+    return images().expand(Letters().encode(text), text, pictures)
 
 
 # --- expansion ---
 
 
 def test_a_prompt_without_images_stays_as_it_is():
-    assert expanded("ab") == (LetterTokenizer().encode("ab"), None)
+    assert expanded("ab") == (Letters().encode("ab"), None)
 
 
 def test_the_sent_form_is_kept_beside_the_expanded_one():
@@ -101,22 +84,22 @@ def test_the_placeholders_must_be_those_of_the_images(text, complaint):
 
 
 def test_what_a_processor_complains_of_names_the_path():
-    class Refusing(LetterProcessor):
+    class Refusing(Letters):
         def __call__(self, **_):
             raise IndexError("too small")
 
     with pytest.raises(UnsupportedContentError, match=r"messages\[3\]: .*processor refuses.*too small"):
-        ImageProcessor(Refusing(), LetterTemplate()).expand([IMAGE], "#", [picture(where="messages[3]")])
+        ImageProcessor(Refusing(), Letters()).expand([IMAGE], "#", [picture(where="messages[3]")])
 
 
 def test_something_else_than_a_processor_is_refused():
     with pytest.raises(ValueError, match=r"AutoProcessor.from_pretrained"):
-        ImageProcessor(LetterTokenizer(), LetterTemplate())
+        ImageProcessor(object(), Letters())
 
 
 def test_a_template_without_a_mark_for_images_is_refused():
     with pytest.raises(ValueError, match="no control token for an image"):
-        ImageProcessor(LetterProcessor(), LetterTemplate(image=""))
+        ImageProcessor(Letters(), Letters(image=""))
 
 
 # --- requests ---
