@@ -1,8 +1,9 @@
-"""Files that earlier releases wrote (tests/fixtures, by `support.write_fixtures`) still load, extend and resume."""
+"""Files that earlier releases wrote (tests/fixtures/README.md) still load, extend and resume."""
 
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,13 +13,43 @@ from transformers import AutoTokenizer
 from strands_env.cli import main as strands_env
 from strands_env.eval import Evaluator, read_results
 from strands_sglang import SGLangModel, Trajectory
-from strands_sglang.testing import ScriptedSGLang
-from support.agents import make_agent, make_tools
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from support.agents import call, make_agent, make_tools
 from support.evaluation import StubEnvironment, lines, tasks
-from support.write_fixtures import COMMAND, QUESTIONS, facts, solve
 
-RELEASES = sorted((Path(__file__).parents[2] / "fixtures").iterdir())
+RELEASES = sorted(path for path in (Path(__file__).parents[2] / "fixtures").iterdir() if path.is_dir())
 of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+QUESTIONS = [{"id": f"s{n}", "question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
+COMMAND = [
+    *("eval", "--dataset", "sums.jsonl", "--env", "calculator", "--backend", "sglang", "--tokenizer", "tokenizer"),
+    *("--n-samples", "2", "--concurrency", "1", "--keep-tokens", "--output", "out"),
+]
+"""The evaluation in `command/`, run in a folder with `sums.jsonl` and `tokenizer`; `--base-url` comes on top."""
+
+
+def solve(request):
+    """A policy that asks the calculator and is right about every sum but those divisible by three."""
+    left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
+    if "<tool_response>" not in request.text:
+        return ScriptedAnswer(call("calculator", expression=f"{left} + {right}"))
+    return ScriptedAnswer(rf"\boxed{{{left + right if (left + right) % 3 else 0}}}")
+
+
+def facts(trajectory):
+    """What the code at hand reads from a trajectory."""
+    return {
+        "statuses": [turn.status.value for turn in trajectory.turns],
+        "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
+        "sent_ids": [turn.sent_ids() for turn in trajectory.turns],
+        "policy_versions": [list(sequence.policy_versions) for sequence in trajectory.sequences()],
+        "sequences": [
+            {"token_ids": s.token_ids, "loss_mask": s.loss_mask, "logprobs": s.logprobs}
+            for s in trajectory.sequences(discarded=True, auxiliary=True)
+        ],
+        "trained": [sum(sequence.loss_mask) for sequence in trajectory.sequences()],
+        "main": trajectory.latest_main_sequence().token_ids,
+        "tool_parse_errors": trajectory.tool_parse_errors,
+    }
 
 
 def told(path):
