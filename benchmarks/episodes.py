@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from strands_sglang.testing import ScriptedAnswer  # noqa: E402
+from support.agents import build_chatml_tokenizer  # noqa: E402
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env  # noqa: E402
-from support.tokenizers import build_chatml_tokenizer  # noqa: E402
 
 CALLS = 3
 

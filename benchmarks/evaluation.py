@@ -30,8 +30,7 @@ from strands_env.eval import Evaluator
 from strands_env.eval.checkpoint import CheckpointFile, encode
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedRequest, ScriptedSGLang
-from support.agents import call
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer, call
 
 SIZES = (10, 100, 1_000, 10_000)
 RECORD = encode({"key": "0" * 32, "text": "x" * 20_000})

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from strands_sglang import SGLangModel  # noqa: E402
 from strands_sglang.testing import ScriptedSGLang  # noqa: E402
 from strands_sglang.trainers.slime import make_generate  # noqa: E402
+from support.agents import build_chatml_tokenizer  # noqa: E402
 from support.slime import Sample, slime_args, slime_sampling_params  # noqa: E402
-from support.tokenizers import build_chatml_tokenizer  # noqa: E402
 
 SRC = Path(strands_sglang.__file__).resolve().parent.parent
 HTTPX = Path(httpx.__file__).resolve().parent

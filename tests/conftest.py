@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer
 
 pytest.register_assert_rewrite("support.parser_checks")
 
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def chatml_tokenizer() -> PreTrainedTokenizerFast:
-    """A small real ChatML tokenizer; `support.tokenizers.build_chatml_tokenizer` has variants of it."""
+    """A small real ChatML tokenizer; `support.agents.build_chatml_tokenizer` has variants of it."""
     return build_chatml_tokenizer()
 
 

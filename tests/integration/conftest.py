@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from strands_sglang import local
-from support.server_logs import LOG_EVERYTHING
+from support.real_servers import LOG_EVERYTHING
 
 # Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
 ONE_THREAD = local.ServerSettings(threads=1)
@@ -118,7 +118,7 @@ def smollm_server(
 ) -> Iterator[Server]:
     """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools.
 
-    Its log has every request and answer (`support.server_logs`).
+    Its log has every request and answer (`support.real_servers`).
     """
     if external_server is not None:
         yield external_server

@@ -8,7 +8,7 @@ from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_sglang import SGLangClient
 from support.environments import CalculatorEnv, Contains, worked_examples
-from support.examples import run_example
+from support.processes import run_example
 
 
 def environment(server, *, client, params=None, **settings):

@@ -20,7 +20,7 @@ import pytest
 
 from strands_sglang import Trajectory, get_tokenizer, local
 from support.environments import worked_examples
-from support.server_logs import logged
+from support.real_servers import logged
 
 
 @pytest.mark.timeout(1800, func_only=True)

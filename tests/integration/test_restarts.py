@@ -12,7 +12,7 @@ from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tok
 from strands_sglang.local.server import free_port, port_is_free
 from support.agents import EveryAnswerCallsATool
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
-from support.server_logs import LOG_EVERYTHING, logged
+from support.real_servers import LOG_EVERYTHING, logged
 
 
 @pytest.mark.timeout(1500, func_only=True)  # the server starts three times

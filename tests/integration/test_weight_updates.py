@@ -4,16 +4,34 @@ The judge is a float32 forward pass with the weights of each version over the to
 """
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import SGLangClient, SGLangModel, TerminationReason, get_tokenizer, termination_reason
 from support.agents import make_agent
 from support.forward_pass import rescored
-from support.other_weights import with_other_weights
 from support.real_servers import running_requests
+
+
+def with_other_weights(model_path: Path, directory: Path, seed: int = 7) -> Path:
+    """A copy of a model whose weights differ by a third of their size; norms stay as they are."""
+    target = shutil.copytree(model_path, directory / "other-weights")
+    generator = torch.Generator().manual_seed(seed)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.dim() > 1:
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+                tensors[name] = (tensor.float() + noise * tensor.float().std() / 3).to(tensor.dtype).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
 
 ROLLOUTS = 4
 LENGTH = 800

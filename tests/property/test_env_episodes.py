@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strands_env.core import TerminationReason
-from support.agents import call
+from support.agents import build_chatml_tokenizer, call
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
-from support.tokenizers import build_chatml_tokenizer
 
 BROKEN = call("broken", reason="no")
 UNREADABLE = "<tool_call>\n{not json\n</tool_call>"

@@ -13,7 +13,7 @@ from strands_env.eval import Evaluator
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
-from support.evaluation import lines
+from support.environments import lines
 
 
 @pytest.mark.timeout(600)

@@ -20,9 +20,8 @@ import pytest
 from strands_sglang import SGLangAbortedError, SGLangModel, TerminationReason, Trajectory, TurnStatus
 from strands_sglang.exceptions import causes
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.agents import call, make_agent
+from support.agents import build_chatml_tokenizer, call, make_agent
 from support.fault_run import Episode, Sampled, assert_recorded_as_sampled, calculator
-from support.tokenizers import build_chatml_tokenizer
 
 SEED = 11
 

@@ -1,12 +1,23 @@
-"""Agents for tests: Strands agents as a rollout uses them, and tools that note what was run."""
+"""What an episode in a test is made of: agents, tools that note what ran, models, tokenizers, a clock to move."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib.util
+import inspect
 import json
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
+import pytest
 from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager
+from strands.models import Model
+from strands.types.content import Messages
+from strands.types.streaming import StreamEvent
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
@@ -94,3 +105,190 @@ class EveryAnswerCallsATool(ToolParser):
         if self.turns < 0:
             return []
         return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": f"{self.turns} * 7"})]
+
+
+def tool_use(identifier: str, name: str = "echo", **arguments: Any) -> dict[str, Any]:
+    """One tool call of a scripted answer."""
+    return {"toolUseId": identifier, "name": name, "input": arguments}
+
+
+class ScriptedModel(Model):
+    """Answers the calls of an agent one after the other.
+
+    Attributes:
+        answers: What is still to be answered: a text, a list of tool calls, or an exception to raise.
+        calls: The messages of every call so far.
+    """
+
+    def __init__(self, answers: Iterable[str | list[dict[str, Any]] | Exception]) -> None:
+        self.answers = list(answers)
+        self.calls: list[Messages] = []
+
+    def update_config(self, **model_config: Any) -> None:
+        pass
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+    def structured_output(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    async def stream(self, messages: Messages, *args: Any, **kwargs: Any) -> AsyncIterable[StreamEvent]:  # type: ignore[override]
+        self.calls.append(messages)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        yield {"messageStart": {"role": "assistant"}}
+        if isinstance(answer, str):
+            yield {"contentBlockStart": {"start": {}}}
+            yield {"contentBlockDelta": {"delta": {"text": answer}}}
+            yield {"contentBlockStop": {}}
+        else:
+            for use in answer:
+                start = {"toolUseId": use["toolUseId"], "name": use["name"]}
+                yield {"contentBlockStart": {"start": {"toolUse": start}}}  # type: ignore[typeddict-item]
+                yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(use["input"])}}}}
+                yield {"contentBlockStop": {}}
+        yield {"messageStop": {"stopReason": "end_turn" if isinstance(answer, str) else "tool_use"}}
+        yield {
+            "metadata": {
+                "usage": {"inputTokens": 1, "outputTokens": 1, "totalTokens": 2},
+                "metrics": {"latencyMs": 1},
+            }
+        }
+
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# In Qwen3's vocabulary these are single tokens, but not special ones: decoding keeps them.
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
+
+_VOCAB_SIZE = 1500
+
+_SENTENCES = (
+    "You are a helpful assistant. Answer the question of the user in one short sentence.",
+    "The quick brown fox jumps over the lazy dog while the other animals are watching.",
+    "What is 17 times 23? Please use the calculator tool and tell me the result.",
+    "Let me think about this step by step before I answer. First, I need to call the calculator.",
+    'You may call one or more tools. {"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}',
+    '{"type": "function", "function": {"name": "search", "description": "Search the web for a query", "parameters": '
+    '{"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}',
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))",
+    "The weather in Paris is sunny today, with 21 degrees and a light wind from the west.",
+    "system\nuser\nassistant\ntool\n\n# Tools\n\n",
+    "The result of the calculation is 391. The answer is 42. There was an error: unknown tool, invalid JSON.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Ça va très bien, señor. 日本語 中文 🙂",
+)
+
+CHATML_TEMPLATE = """\
+{%- set system_text = messages[0].content if messages and messages[0].role == 'system' else '' %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {{- system_text + '\\n\\n' if system_text else '' }}
+    {{- '# Tools\\n\\nThese functions can be called, as often as needed:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n\\nWrite each call as a JSON object between two marks:\\n<tool_call>\\n' }}
+    {{- '{"name": "the function", "arguments": {"the": "arguments"}}\\n</tool_call><|im_end|>\\n' }}
+{%- elif system_text %}
+    {{- '<|im_start|>system\\n' + system_text + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set state = namespace(last_question=messages | length - 1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set state.last_question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content or '' %}
+        {%- set reasoning = message.reasoning_content or '' %}
+        {%- if not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > state.last_question and (loop.last or reasoning) %}
+            {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set function = call.function or call %}
+            {{- '\\n' if content or not loop.first else '' }}
+            {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
+            {{- function.arguments if function.arguments is string else function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' else '' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' else '' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking else '' }}
+{%- endif %}
+"""
+
+
+@functools.cache
+def build_chatml_tokenizer(*, with_marks: bool = True) -> PreTrainedTokenizerFast:
+    """A ChatML tokenizer with about 1,500 tokens; built once per process and shared, so don't change it.
+
+    Args:
+        with_marks: Whether `<tool_call>`, `<think>` and so on are tokens of their own. Without, they are ordinary text.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE - len(MARKS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # Numbers give the merges that separate "12" and "123"; without repetition BPE finds nothing worth merging.
+    numbers = [" ".join(str(n * step) for n in range(1, 200)) for step in (1, 7, 13, 101)]
+    tokenizer.train_from_iterator([*_SENTENCES, *numbers] * 2, trainer)
+    if with_marks:
+        tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHATML_TEMPLATE
+    return fast
+
+
+def advance(seconds: float) -> None:
+    """Let this much time pass on the running loop: every timer that ends within it is due at once."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+
+
+def needs_module(name: str) -> pytest.MarkDecorator:
+    """Skips a test, and says why, where Strands has no such module yet."""
+    return pytest.mark.skipif(not has_module(name), reason=f"this version of strands-agents has no {name}")
+
+
+def needs_argument(method: str, argument: str) -> pytest.MarkDecorator:
+    """Skips a test, and says why, where a method of `Agent` does not take an argument yet."""
+    taken = argument in inspect.signature(getattr(Agent, method)).parameters
+    return pytest.mark.skipif(not taken, reason=f"Agent.{method} of this version of strands-agents takes no {argument}")
+
+
+def has_module(name: str) -> bool:
+    """Whether Strands has a module."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

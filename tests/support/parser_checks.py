@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strands_sglang.tool_parsers import ToolCallStatus, ToolParser, ToolParseResult
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer
 
 MAX_CALLS = 1000
 MEGABYTE = 1 << 20

@@ -1,11 +1,14 @@
-"""Processes of this machine: those of one owner's sandboxes, and those that are to be gone."""
+"""Processes of this machine: examples run as their users do, sandboxes, and what is to be gone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 60
 
@@ -52,3 +55,12 @@ def running(owner: int, folder: str | Path) -> list[int]:
             if os.readlink(f"/proc/{pid}/cwd").startswith(f"{folder}/"):
                 found.append(pid)
     return found
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `examples/NAME.py` to its end."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,9 +1,12 @@
-"""What tests ask a real SGLang server, and do to it, beside the library."""
+"""What tests ask a real SGLang server, do to it, and read in its log, beside the library."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -35,3 +38,17 @@ async def abort_all(base_url: str) -> None:
     """End all generations, as a trainer does before it updates the weights."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
+
+
+LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
+"""Arguments with which a server logs every request and its whole answer."""
+
+
+def logged(path: Path, event: str) -> list[dict[str, Any]]:
+    """The log's entries of one kind, `request.received` or `request.finished`."""
+    entries = []
+    for line in path.read_text(errors="replace").splitlines():
+        start = line.find('{"')
+        if f'"{event}"' in line and start >= 0:
+            entries.append(json.loads(line[start:]))
+    return entries

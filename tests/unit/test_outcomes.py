@@ -20,8 +20,7 @@ from strands_sglang import (
     termination_reason,
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.agents import call, make_agent, make_tools
-from support.clock import advance
+from support.agents import advance, call, make_agent, make_tools
 
 
 async def episode(model, prompt="go", **kwargs):

@@ -15,7 +15,7 @@ from strands_sglang.tool_limiter import (
     ToolLimiter,
     limit_cause,
 )
-from support.scripted_model import ScriptedModel, tool_use
+from support.agents import ScriptedModel, tool_use
 
 RAN = []
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer
 
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
 

@@ -29,8 +29,7 @@ from strands_sglang.exceptions import (
     SGLangHTTPError,
     SGLangThrottledError,
 )
-from support.fake_server import BASE_URL, OK, FakeServer, never
-from support.generations import generation
+from support.fake_server import BASE_URL, OK, FakeServer, generation, never
 
 
 async def test_the_servers_object_comes_back_as_it_was_sent():

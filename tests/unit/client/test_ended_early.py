@@ -17,8 +17,7 @@ from strands_sglang.exceptions import (
     SGLangDeadlineError,
     SGLangHTTPError,
 )
-from support.fake_server import BASE_URL, OK, AbortableServer, FakeServer, Network, never
-from support.generations import generation
+from support.fake_server import BASE_URL, OK, AbortableServer, FakeServer, Network, generation, never
 
 
 class RouterInFront(FakeServer):

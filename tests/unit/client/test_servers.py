@@ -23,8 +23,7 @@ from strands_sglang.client.client import SGLangClient
 from strands_sglang.client.retries import FailureKind
 from strands_sglang.exceptions import SGLangConnectionError, SGLangDecodingError
 from strands_sglang.local.server import free_port
-from support.fake_server import OK, FakeServer, Network, RawServer, http_bytes, never
-from support.generations import generation
+from support.fake_server import OK, FakeServer, Network, RawServer, generation, http_bytes, never
 
 URLS = ("http://one", "http://two", "http://three")
 

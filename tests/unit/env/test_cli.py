@@ -13,7 +13,7 @@ import pytest
 from strands_env.cli import main
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import call
-from support.evaluation import lines
+from support.environments import lines
 
 SAMPLES = 3
 

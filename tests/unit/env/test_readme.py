@@ -7,7 +7,7 @@ import shlex
 from strands_env.cli import build_parser
 from strands_env.core import Environment, TerminationReason
 from strands_env.eval import standard_metrics
-from support.evaluation import sample
+from support.environments import sample
 from support.readme import blocks, names_in_code, table
 
 

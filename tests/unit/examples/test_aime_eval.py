@@ -7,8 +7,8 @@ import re
 
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
-from support.evaluation import lines
-from support.examples import run_example
+from support.environments import lines
+from support.processes import run_example
 
 
 def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(chatml_tokenizer, tmp_path):

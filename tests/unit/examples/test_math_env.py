@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
-from support.examples import run_example
+from support.processes import run_example
 
 
 def test_it_rewards_an_agent_that_uses_its_calculator(chatml_tokenizer, tmp_path):

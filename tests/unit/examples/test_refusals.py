@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.examples import run_example
+from support.processes import run_example
 
 
 @pytest.mark.parametrize("name", ["math_env", "aime_eval"])

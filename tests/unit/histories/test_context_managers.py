@@ -11,9 +11,8 @@ from strands.vended_plugins.context_offloader import ContextOffloader, InMemoryS
 
 from strands_sglang import SGLangModel, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_module
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_module
 
 # --- Context managers and offloaders: what they shorten before it is seen, and what they rewrite later ---
 

@@ -9,9 +9,8 @@ from strands.session import FileSessionManager
 from strands.vended_plugins.goal import GoalLoop
 
 from strands_sglang import SGLangModel
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_module
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_module
 
 
 # Row 15

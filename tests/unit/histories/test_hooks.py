@@ -20,9 +20,8 @@ from strands.vended_plugins.steering import SteeringHandler
 
 from strands_sglang import SGLangAbortedError
 from strands_sglang.testing import ScriptedAnswer
-from support.agents import call, make_agent, make_tools, raise_once
+from support.agents import call, make_agent, make_tools, needs_module, raise_once
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_module
 
 # --- Hooks: what they edit in the history, and the calls that they make the agent repeat ---
 

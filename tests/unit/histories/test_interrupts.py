@@ -15,9 +15,8 @@ from strands.hooks import (
 )
 from strands.types.exceptions import EventLoopException
 
-from support.agents import call, make_agent, make_tools, raise_once
+from support.agents import call, make_agent, make_tools, needs_argument, raise_once
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_argument
 
 # --- Interrupts, resumes and calls that nobody answered: results that come late, in another order, or never ---
 

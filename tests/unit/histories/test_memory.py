@@ -1,8 +1,7 @@
 """A memory manager: what it remembers is put in front of one call, and what it extracts is no part of a rollout."""
 
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_argument, needs_module
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_argument, needs_module
 
 pytestmark = [needs_module("strands.memory"), needs_argument("__init__", "memory_manager")]
 

@@ -7,9 +7,8 @@ from strands.types.exceptions import EventLoopException
 
 from strands_sglang import SGLangClientError
 from strands_sglang.testing import ScriptedFault
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_module
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_module
 
 pytestmark = needs_module("strands.models.routing")
 

@@ -10,9 +10,8 @@ from strands.types._events import ToolResultEvent
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang.testing import ScriptedAnswer
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_module
 from support.judge import response_masks, statuses
-from support.strands_features import needs_module
 
 # --- Own answers are recognised in the form in which Strands gives them back, and a cut one ends its sequence ---
 

@@ -14,9 +14,8 @@ from strands.types.exceptions import ConcurrencyException
 from strands.vended_plugins.goal import GoalLoop
 
 from strands_sglang import SGLangModel, Trajectory
-from support.agents import call, make_agent, make_tools
+from support.agents import call, make_agent, make_tools, needs_argument
 from support.judge import numbered, response_masks, statuses
-from support.strands_features import needs_argument
 
 # --- Graphs, swarms, agents as tools and judges on one model object: every conversation has a record of its own ---
 

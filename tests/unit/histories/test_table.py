@@ -34,8 +34,7 @@ from strands.vended_plugins.steering import Guide, Proceed, SteeringHandler
 
 from strands_sglang import SGLangModel, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.agents import call, make_agent, make_tools
-from support.strands_features import has_module, needs_module
+from support.agents import call, has_module, make_agent, make_tools, needs_module
 
 COMPUTES = call(expression="2 * 3")
 AFTERWARDS = ("nothing", "a question", "a summary", "the same question")

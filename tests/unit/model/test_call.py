@@ -32,8 +32,7 @@ from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
 from strands_sglang.protocol.generation import Generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
-from support.agents import call, make_agent, make_tools
-from support.clock import advance
+from support.agents import advance, call, make_agent, make_tools
 from support.fake_server import FakeServer
 
 

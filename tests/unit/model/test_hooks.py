@@ -16,9 +16,8 @@ from strands.hooks import (
 from strands_env.core import Action, Environment
 from strands_sglang import SGLangAbortedError, Trajectory
 from strands_sglang.testing import ScriptedAnswer
-from support.agents import make_agent, make_tools
+from support.agents import make_agent, make_tools, needs_module
 from support.judge import numbered, statuses
-from support.strands_features import needs_module
 
 
 def listened(model, *args, **kwargs):

@@ -214,7 +214,7 @@ async def test_a_call_in_reasoning_of_another_spelling_never_runs(chatml_tokeniz
 @pytest.mark.parametrize("with_marks", [True, False])
 @pytest.mark.parametrize("by", ["string", "token"])
 async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(with_marks, by):
-    from support.tokenizers import build_chatml_tokenizer
+    from support.agents import build_chatml_tokenizer
 
     tokenizer = build_chatml_tokenizer(with_marks=with_marks)
     if by == "token" and not with_marks:
@@ -1084,7 +1084,7 @@ def test_a_tokenizer_without_a_chat_template():
 
 
 async def test_a_tokenizer_that_is_not_the_served_one(chatml_tokenizer):
-    from support.tokenizers import build_chatml_tokenizer
+    from support.agents import build_chatml_tokenizer
 
     server = ScriptedSGLang(build_chatml_tokenizer(with_marks=False), ["never"])
     model = SGLangModel(

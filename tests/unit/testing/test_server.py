@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, scripted_logprob
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer
 
 PROMPT = [11, 22, 33, 44, 55]
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -18,7 +18,7 @@ from strands_sglang.tool_parsers import (
     get_tool_parser,
     register_tool_parser,
 )
-from support.tokenizers import CHATML_TEMPLATE, build_chatml_tokenizer
+from support.agents import CHATML_TEMPLATE, build_chatml_tokenizer
 
 LLAMA3 = '<|start_header_id|>assistant<|end_header_id|>{"name": "f", "parameters": {}}'
 MISTRAL = "[INST]{{ messages }}[/INST][TOOL_CALLS]"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import HermesToolParser, QwenXMLToolParser, ToolCallStatus
-from support.tokenizers import build_chatml_tokenizer
+from support.agents import build_chatml_tokenizer
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'

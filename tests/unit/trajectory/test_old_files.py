@@ -15,7 +15,7 @@ from strands_env.eval import Evaluator, read_results
 from strands_sglang import SGLangModel, Trajectory
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import call, make_agent, make_tools
-from support.evaluation import StubEnvironment, lines, tasks
+from support.environments import StubEnvironment, lines, tasks
 
 RELEASES = sorted(path for path in (Path(__file__).parents[2] / "fixtures").iterdir() if path.is_dir())
 of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)

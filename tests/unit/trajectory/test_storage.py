@@ -31,7 +31,7 @@ from strands_sglang.templates.images import ImageInputs
 from strands_sglang.testing import ScriptedAnswer
 from strands_sglang.trajectory.storage import TrajectoryFileError
 from support.agents import call, make_agent, make_tools
-from support.evaluation import StubEnvironment, tasks
+from support.environments import StubEnvironment, tasks
 
 # --- Trajectories on disk: bit-equal, readable by others, never half written ---
 

@@ -25,9 +25,8 @@ from strands_env.core import (
 from strands_env.core.supervision import called
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import call
+from support.agents import ScriptedModel, call, tool_use
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives, scripted_env
-from support.scripted_model import ScriptedModel, tool_use
 
 
 async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tokenizer: Any) -> None:

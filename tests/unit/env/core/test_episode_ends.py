@@ -18,10 +18,8 @@ from strands.hooks import AfterToolCallEvent, BeforeModelCallEvent, HookProvider
 from strands_env.core import Action, RewardFunction, StepResult, TerminationReason
 from strands_sglang import OUTCOMES, RewardRule
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault
-from support.agents import call
-from support.clock import advance
+from support.agents import ScriptedModel, advance, call, tool_use
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives, scripted_env
-from support.scripted_model import ScriptedModel, tool_use
 
 FAULT = ScriptedFault(status=500)
 LIMIT = 60.0  # seconds that nothing here takes, and that `late` lets pass
@@ -713,7 +711,7 @@ def test_a_process_does_not_wait_for_tools_that_hang() -> None:
         from strands import tool
         from strands_env.core import Action
         from support.environments import CalculatorEnv
-        from support.scripted_model import ScriptedModel, tool_use
+        from support.agents import ScriptedModel, tool_use
 
         @tool
         def hangs() -> str:

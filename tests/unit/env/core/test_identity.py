@@ -23,7 +23,7 @@ from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
 from strands_env.sandbox import PythonSandbox
 from strands_sglang.testing import ScriptedSGLang
-from support.evaluation import StubEnvironment, lines, step_result, tasks
+from support.environments import StubEnvironment, lines, step_result, tasks
 
 
 class Scripted(Environment):

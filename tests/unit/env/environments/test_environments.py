@@ -28,10 +28,9 @@ from strands_env.rewards import ExactMatchReward, MathReward
 from strands_env.sandbox import PythonSandbox, SandboxLimits
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import call
-from support.episodes import task
+from support.agents import ScriptedModel, call, tool_use
+from support.environments import task
 from support.processes import running
-from support.scripted_model import ScriptedModel, tool_use
 
 SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
 

@@ -3,7 +3,7 @@ import pytest
 
 from strands_env.eval.checkpoint import Run
 from strands_env.eval.metrics import compare, comparison_lines, mean_over_prompts
-from support.evaluation import sample
+from support.environments import sample
 
 
 def evaluation(rewards, *, errored=()):

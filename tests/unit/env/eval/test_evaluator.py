@@ -29,8 +29,8 @@ from strands_env.eval import (
 )
 from strands_env.eval.evaluator import Progress
 from strands_sglang import SGLangConnectionError
-from support.evaluation import StubEnvironment, lines, step_result, tasks
-from support.evaluation import sample as a_sample
+from support.environments import StubEnvironment, lines, step_result, tasks
+from support.environments import sample as a_sample
 
 
 def evaluator(stub, **arguments):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strands_env.eval import answer_of, standard_metrics
 from strands_env.eval.metrics import majority_at_k, mean_bounds, mean_over_prompts, pass_at_k, pass_hat_k, sample_sizes
-from support.evaluation import sample
+from support.environments import sample
 
 
 def test_numbers_of_a_small_case_by_hand():

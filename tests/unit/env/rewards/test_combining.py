@@ -7,7 +7,7 @@ import pytest
 
 from strands_env.core import Action, RewardFunction, RewardResult, StepResult
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, RewardError, WeightedSum
-from support.episodes import answered, task
+from support.environments import answered, task
 
 
 class Fixed(RewardFunction):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from strands_env.rewards import MathReward
-from support.episodes import answered, task
+from support.environments import answered, task
 
 pytest.importorskip("math_verify")
 

@@ -18,8 +18,8 @@ from strands_sglang import (
     SGLangThrottledError,
 )
 from strands_sglang.testing import ScriptedSGLang
-from support.episodes import answered, task
-from support.scripted_model import ScriptedModel
+from support.agents import ScriptedModel
+from support.environments import answered, task
 
 
 class Judge(ScriptedModel):

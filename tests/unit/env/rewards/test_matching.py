@@ -8,7 +8,7 @@ import pytest
 
 from strands_env.core import RewardFunction
 from strands_env.rewards import ExactMatchReward, RegexReward, RewardError
-from support.episodes import answered, task
+from support.environments import answered, task
 
 
 async def reward(function: RewardFunction, text: str | None, truth: Any = None) -> tuple[float, str]:

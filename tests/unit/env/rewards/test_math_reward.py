@@ -21,7 +21,7 @@ from strands_env.rewards import (
     WorkerLimits,
     last_boxed,
 )
-from support.episodes import answered, task
+from support.environments import answered, task
 from support.processes import has_ended, processes
 
 pytest.importorskip("math_verify")
@@ -207,7 +207,8 @@ def test_it_works_in_one_event_loop_after_another() -> None:
 
 def test_workers_go_with_their_process() -> None:
     code = (
-        "import asyncio, os\nfrom support.episodes import answered, task\nfrom strands_env.rewards import MathReward\n"
+        "import asyncio, os\nfrom support.environments import answered, task\n"
+        "from strands_env.rewards import MathReward\n"
         "asyncio.run(MathReward().compute(action=task('1'), step_result=answered('$1.0$')))\n"
         "import subprocess\n"
         "asked = ['ps', '-o', 'pid=', '--ppid', str(os.getpid())]\n"

@@ -8,7 +8,7 @@ import pytest
 
 from strands_env.core import Action, Environment, RewardFunction, TaskContext
 from strands_env.rewards import MathReward, RegexReward, WeightedSum, WorkerLimits
-from support.scripted_model import ScriptedModel
+from support.agents import ScriptedModel
 
 pytest.importorskip("math_verify")
 
