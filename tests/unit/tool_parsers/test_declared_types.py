@@ -1,7 +1,5 @@
 """Formats that write every value as plain text: what the schema says of its type, wherever it says so (D4, D5)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -25,8 +23,7 @@ def written(name: str = "search", arguments: Any = None, *, ensure_ascii: bool =
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=ensure_ascii)}\n</tool_call>"
 
 
-def parse(text: str, **keywords: Any) -> list[ToolParseResult]:
-    return HermesToolParser().parse(text, **keywords)
+parse = HermesToolParser().parse
 
 
 def only(text: str, **keywords: Any) -> ToolParseResult:
@@ -35,10 +32,8 @@ def only(text: str, **keywords: Any) -> ToolParseResult:
 
 
 def assert_refused(result: ToolParseResult, status: ToolCallStatus) -> None:
-    assert result.status is status
-    assert result.is_error
-    assert result.name == ToolParseResult.UNKNOWN_NAME
-    assert result.input == {}
+    assert (result.status, result.is_error) == (status, True)
+    assert (result.name, result.input) == (ToolParseResult.UNKNOWN_NAME, {})
     assert result.error
 
 

@@ -1,7 +1,5 @@
 """A megabyte of hostile text costs less than a second of CPU time in every parser."""
 
-from __future__ import annotations
-
 import gc
 import time
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -9,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from strands_sglang.tool_parsers import QwenXMLToolParser, ToolCallStatus, ToolParseResult
+from support.parser_checks import JSON_TYPE, KEYS
 
-KEYS = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,8}", fullmatch=True)
 TAGS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
 TEXTS = st.lists(st.one_of(st.sampled_from((*TAGS, "\n", "  ", "null", "1", "{")), st.text(max_size=6))).map("".join)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -19,15 +17,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-JSON_TYPE = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
 # What ends a call, and what could as well be the rest of a call whose value was never closed.
 LOST_IN_THE_FORMAT = re.compile(r"</function>\s*</tool_call>|\n<parameter=[^>\n]+>\n")
 
@@ -57,15 +46,13 @@ def only(text: str, **keywords: Any) -> ToolParseResult:
 
 
 def value_of(written_value: str, schema: Any, **root: Any) -> Any:
-    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written_value}\n</parameter>\n</function>\n</tool_call>"
-    result = only(text, tools=[tool("f", {"x": schema}, **root)])
+    result = only(written("f", {"x": written_value}), tools=[tool("f", {"x": schema}, **root)])
     assert result.status is ToolCallStatus.OK, result.error
     return result.input["x"]
 
 
 def error_of(written_value: str, schema: Any) -> str:
-    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written_value}\n</parameter>\n</function>\n</tool_call>"
-    result = only(text, tools=[tool("f", {"x": schema})])
+    result = only(written("f", {"x": written_value}), tools=[tool("f", {"x": schema})])
     assert result.status is ToolCallStatus.MALFORMED
     assert (result.name, result.input, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, {}, "f")
     assert result.error is not None
