@@ -35,7 +35,10 @@ class _Cache:
 
     def get(self, arguments: dict[str, Any], make: Callable[[], T]) -> T:
         try:
-            key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items(), key=lambda item: item[0]))
+            key = tuple(
+                (name, tuple(sorted(value.items())) if isinstance(value, dict) else value)
+                for name, value in sorted(arguments.items(), key=lambda item: item[0])
+            )
             hash(key)
         except TypeError as error:
             raise ValueError(f"shared objects are found by their arguments, which must be hashable: {error}") from error
@@ -50,10 +53,6 @@ class _Cache:
             values = list(self._values.values())
             self._values.clear()
             return values
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(sorted(value.items())) if isinstance(value, dict) else value
 
 
 _clients = _Cache()

@@ -379,7 +379,15 @@ class ModelCall:
         template, parser, turn = self.template, self.parser, self.turn
         try:
             if self.json_schema is None:
-                parsed = parse_answer(parser, template, turn, generation, self.chat.tool_specs)
+                parsed = parser.parse_turn(
+                    sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
+                    # A grammar forces the characters of a mark, and not its token.
+                    token_ids=None if turn.constrained else _answer_ids(template, generation),
+                    tokenizer=template.tokenizer,
+                    tools=self.chat.tool_specs,
+                    reasoning_open=turn.reasoning_open,
+                    truncated=generation.finish_type == "length",
+                )
             else:  # a grammar leaves no room for reasoning or calls, and what looks like them is a part of the JSON
                 parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
@@ -705,25 +713,6 @@ def sampled_text(template: ChatTemplate, turn: Turn, generation: Generation, *, 
     if stop is None or stop == kept_stop or turn.sampling_params.get("no_stop_trim"):
         return text
     return text.partition(stop)[0]
-
-
-def parse_answer(
-    parser: ToolParser,
-    template: ChatTemplate,
-    turn: Turn,
-    generation: Generation,
-    tool_specs: list[ToolSpec] | None,
-) -> ParsedTurn:
-    """The sampled tokens taken apart into reasoning, text and tool calls."""
-    return parser.parse_turn(
-        sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
-        # A grammar forces the characters of a mark, and not its token.
-        token_ids=None if turn.constrained else _answer_ids(template, generation),
-        tokenizer=template.tokenizer,
-        tools=tool_specs,
-        reasoning_open=turn.reasoning_open,
-        truncated=generation.finish_type == "length",
-    )
 
 
 def _answer_ids(template: ChatTemplate, generation: Generation) -> list[int]:

@@ -4,6 +4,12 @@ Orchestration only. A call is attached to the recorded conversation that it exte
 become prompt tokens (`chat_template`), one request is made (`client`), the sampled tokens are recorded, taken apart
 into reasoning, text and tool calls (`tool_parsers`), and handed to the agent as stream events. The agent sees clean
 messages; the exact tokens stay in the trajectory.
+
+By its hooks a recording knows what became of an answer, where it would have to infer it from later calls. Strands tells
+hooks when a model call begins and ends, whether it is repeated, and which message comes into the agent's history. An
+answer that does not come into it was thrown away; one that another message stands for was replaced, or kept in another
+form. Tool calls that did not parse get the provider's own error text as their result, so the history holds what the
+model reads.
 """
 
 from __future__ import annotations
@@ -17,6 +23,17 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
+from strands.hooks import (
+    AfterInvocationEvent,
+    AfterModelCallEvent,
+    AfterToolCallEvent,
+    AgentInitializedEvent,
+    BeforeModelCallEvent,
+    HookOrder,
+    HookProvider,
+    HookRegistry,
+    MessageAddedEvent,
+)
 from strands.models.model import Model
 from strands.types.content import Messages, SystemContentBlock
 from strands.types.streaming import StreamEvent
@@ -26,18 +43,25 @@ from typing_extensions import Unpack, override
 from ..client.cache import get_client
 from ..client.client import SGLangClient
 from ..exceptions import SGLangCancelledError
-from ..messages import is_tool_name, plain_texts, system_text
+from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.images import ImageProcessor
 from ..tool_choice import can_force
 from ..tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
 from ..trajectory import Caller
-from ..trajectory.episodes import Episodes, cycle_of, keep_written_names, written_names
+from ..trajectory.episodes import (
+    Episodes,
+    begin_call,
+    cycle_of,
+    end_call,
+    keep_written_names,
+    known_agent,
+    written_names,
+)
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import Trajectory
 from .call import ChatRequest, ModelCall, OnRequest, stop_reason, stream_events
 from .config import ModelConfig, check_keys
-from .hooks import RecordingHooks
 from .server_check import check_server, known_facts
 
 if TYPE_CHECKING:
@@ -50,6 +74,76 @@ T = TypeVar("T", bound=BaseModel)
 DEFAULT_TOOL_PARSER = "hermes"
 
 _LONGEST_LOOK_S = 1.0
+
+
+class RecordingHooks(HookProvider):
+    """What a model listens to: `Agent(model=model, hooks=[model.hooks])`. It serves any number of agents."""
+
+    def __init__(self, model: Any, episodes: Episodes) -> None:
+        """Listen for a model.
+
+        Args:
+            model: The model.
+            episodes: Its trajectories.
+        """
+        self._model = model
+        self._episodes = episodes
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register the callbacks: before other hooks, and where these may have a call repeated, after them."""
+        first, last = HookOrder.SDK_FIRST, HookOrder.SDK_LAST
+        registry.add_callback(AgentInitializedEvent, self._made, order=first)
+        registry.add_callback(BeforeModelCallEvent, self._asks, order=first)
+        registry.add_callback(AfterModelCallEvent, self._answered, order=last)
+        registry.add_callback(MessageAddedEvent, self._added, order=first)
+        registry.add_callback(AfterToolCallEvent, self._ran_tool, order=first)
+        registry.add_callback(AfterInvocationEvent, self._ended, order=last)
+
+    def _made(self, event: AgentInitializedEvent) -> None:
+        self._episodes.adopt(known_agent(event.agent))
+
+    def _asks(self, event: BeforeModelCallEvent) -> None:
+        agent = known_agent(event.agent)
+        if event.agent.model is self._model:
+            self._episodes.expect(agent)
+        for call in list(agent.calls):
+            is_of_this = call.invocation_state is event.invocation_state
+            if call.is_over and (is_of_this or call.message is not None):
+                call.close("the agent asked again without it")
+        begin_call(agent, event.invocation_state)
+
+    def _answered(self, event: AfterModelCallEvent) -> None:
+        call = end_call(known_agent(event.agent), event.invocation_state)
+        if call is None:
+            return
+        if event.exception is not None:
+            call.close(f"the call failed behind it: {type(event.exception).__name__}")
+        elif event.retry:
+            call.close("a hook had the call repeated")
+
+    def _added(self, event: MessageAddedEvent) -> None:
+        agent, message = known_agent(event.agent), event.message
+        if message["role"] != "assistant":
+            return
+        waiting = [call for call in agent.calls if call.is_over and call.message is None]
+        if waiting:
+            digest = message_digest(message)
+            fitting = [call for call in waiting if any(turn.answer_digest == digest for turn in call.answers)]
+            call = (fitting or waiting)[0]
+            call.message, call.position = message, len(event.agent.messages) - 1
+
+    def _ran_tool(self, event: AfterToolCallEvent) -> None:
+        trajectory = known_agent(event.agent).trajectory
+        recorded = None if trajectory is None else trajectory()
+        if recorded is not None and is_unknown_tool(event.result):
+            notice = recorded.result_notice(event.result["toolUseId"])
+            if notice is not None:
+                event.result = {**event.result, "content": [{"text": notice}]}
+
+    def _ended(self, event: AfterInvocationEvent) -> None:
+        for call in list(known_agent(event.agent).calls):
+            if call.invocation_state is event.invocation_state:
+                call.close("the agent's invocation ended without it")
 
 
 class SGLangModel(Model):
