@@ -1,26 +1,34 @@
 """MathReward: right is right however it is written, and no text hangs or crashes this process."""
 
 import asyncio
+import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strands_env.core import Action, Environment, RewardFunction, TaskContext
 from strands_env.rewards import (
     AllOf,
     ExactMatchReward,
     MathReward,
+    RegexReward,
     RewardError,
     WeightedSum,
     WorkerLimits,
     last_boxed,
 )
+from support.agents import ScriptedModel
 from support.environments import answered, task
 from support.processes import has_ended, processes
 
@@ -249,3 +257,146 @@ def test_long_texts_are_searched_in_linear_time(text: str) -> None:
 def test_ground_truths_of_common_data_sets_are_read(truth: str) -> None:
     """B3."""
     MathReward().check_truth(truth)
+
+
+# --- no answer that looks right and is wrong is paid for, and no harmless spelling costs anything ---
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_text("utf-8").splitlines()]
+
+
+PAIRS = lines_of("math_pairs.jsonl")
+TRUTHS = lines_of("math_truths.jsonl")
+
+
+async def misjudged(cases: list[tuple[Any, str]], is_right: bool) -> list[tuple[Any, str, str]]:
+    """The pairs of truth and answer that `MathReward` judges otherwise, with its verdict."""
+    reward = MathReward()
+    results = await asyncio.gather(
+        *(reward.compute(action=task(truth), step_result=answered(text)) for truth, text in cases)
+    )
+    return [
+        (*case, result.info["verdict"])
+        for case, result in zip(cases, results, strict=True)
+        if (result.reward == 1.0) is not is_right
+    ]
+
+
+def test_the_table_has_pairs_of_every_kind() -> None:
+    """Item 4."""
+    kinds = Counter(pair["kind"] for pair in PAIRS)
+    assert len(PAIRS) >= 150 and len(kinds) >= 25
+    assert {pair["right"] for pair in PAIRS} == {True, False}
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_the_table_of_right_and_wrong_answers_holds(is_right: bool) -> None:
+    """B3, B4."""
+    cases = [(pair["truth"], pair["answer"]) for pair in PAIRS if pair["right"] is is_right]
+    assert await misjudged(cases, is_right) == []
+
+
+async def test_answers_altered_in_one_place_are_wrong() -> None:
+    """B4."""
+
+    def altered(truth: dict[str, Any], count: int) -> list[str]:
+        """Answers that are wrong: those of the file, and the truth with another digit or one more."""
+        text, chance = truth["text"], random.Random(f"0 {truth['text']}")
+        digits = [found.start() for found in re.finditer(r"\d", text)]
+        found = dict.fromkeys(truth["other"])
+        for _ in range(count * 4 if digits else 0):
+            at = chance.choice(digits)
+            digit = chance.choice([one for one in "123456789" if one != text[at]])
+            found[text[:at] + digit + text[at + chance.choice([0, 1, 1]) :]] = None
+        return [rf"\boxed{{{one}}}" for one in list(found)[:count]]
+
+    cases = [(truth["text"], text) for truth in TRUTHS for text in altered(truth, 40)]
+    assert len({truth for truth, _ in cases}) == 500 and len(cases) >= 10_000
+    assert await misjudged(random.Random(7).sample(cases, 1500), False) == []
+
+
+async def test_harmless_spellings_are_right() -> None:
+    """B4."""
+    spellings = (
+        r"\boxed{ %s }", r"\boxed{%s.}", r"\boxed{$%s$}", r"$\boxed{%s}$", r"\[ \boxed{%s} \]", r"\fbox{%s}",
+        r"So the answer is \boxed{%s}.", r"\boxed{\displaystyle %s}", "The answer is $%s$.",
+        "The final answer is: $%s$", "$%s$",
+    )  # fmt: skip
+    same_commands = (
+        (r"\\frac", r"\\dfrac"),
+        (r"\\frac", r"\\tfrac"),
+        (r"^([(\[])(.*)([)\]])$", r"\\left\1\2\\right\3"),
+        (r"^(?!.*\d,\d{3}(?!\d))(.*,.*)$", lambda found: found[0].replace(",", ", ")),
+    )
+
+    def respelled(truth: dict[str, Any]) -> list[str]:
+        """Answers that say the same."""
+        text = truth["text"]
+        spelled = [re.sub(pattern, other, text) for pattern, other in same_commands]
+        boxed = [text, *truth["same"], *(other for other in spelled if other != text)]
+        return [*(rf"\boxed{{{one}}}" for one in boxed), *(spelling.replace("%s", text) for spelling in spellings)]
+
+    cases = [(truth["text"], text) for truth in TRUTHS for text in respelled(truth)]
+    assert await misjudged(random.Random(7).sample(cases, 800), True) == []
+
+
+# --- who waits for a worker loses nothing by it, whoever keeps the workers busy ---
+
+
+LIMITS = WorkerLimits(cpu_s=0.5)
+
+
+async def graded(answer: str, truth: str, reward_fn: RewardFunction, seconds: float) -> Any:
+    env = Environment(lambda: ScriptedModel([answer]), reward_fn, reward_timeout=seconds)
+    return await env.step(Action(message="?", task_context=TaskContext(ground_truth=truth)))
+
+
+def hostile(number: int) -> str:
+    return f"\\boxed{{9^{{9^{{9^9}}}}+{number}}}"
+
+
+@pytest.mark.parametrize("kind", ["sum", "regex"])
+async def test_time_in_the_queue_is_not_the_rewards(kind: str) -> None:
+    """B11."""
+    if kind == "regex":
+        limits = WorkerLimits(cpu_s=0.5, wall_s=60.0)
+        reward_fn: RewardFunction = RegexReward("(a+)+$|5$", limits=limits)
+        bad = ["a" * 40 + "b"] * 6
+    else:
+        reward_fn = MathReward(limits=LIMITS, n_workers=1)
+        if kind == "sum":
+            reward_fn = WeightedSum({"once": (reward_fn, 0.5), "twice": (reward_fn, 0.5)})
+        bad = [hostile(number) for number in range(2)]
+    await graded("5.0", "5", reward_fn, 60.0)  # a worker runs
+    began = time.monotonic()
+    results = await asyncio.gather(
+        *(graded(text, "2^{10}+1", reward_fn, 30.0) for text in bad),
+        *(
+            graded("x: 5", "5", reward_fn, 0.9) if kind == "regex" else graded("5.0", "5", reward_fn, 1.5)
+            for _ in range(2)
+        ),
+    )
+    assert time.monotonic() - began > 0.9, "nobody had to wait"
+    assert [(result.reward and result.reward.reward, result.error) for result in results[-2:]] == [(1.0, None)] * 2
+
+
+async def test_a_reward_that_hangs_by_itself_still_ends_in_time() -> None:
+    class Hangs(RewardFunction):
+        async def compute(self, **kwargs: Any) -> Any:
+            await MathReward(limits=LIMITS).compute(**kwargs)
+            await asyncio.Event().wait()
+
+    result = await graded("5.0", "5", Hangs(), 0.2)
+    assert result.reward is None and "longer than 0.2 seconds" in (result.reward_error or "")
+    assert not result.reward_error_is_infrastructure
+
+
+async def test_a_caller_that_is_cancelled_in_the_queue_leaves_it() -> None:
+    reward_fn = MathReward(limits=LIMITS, n_workers=1)
+    waiting = [asyncio.ensure_future(graded(hostile(number), "2^{10}+1", reward_fn, 30.0)) for number in range(3)]
+    waiting.append(asyncio.ensure_future(graded("5.0", "5", reward_fn, 0.2)))
+    await asyncio.sleep(0)
+    for one in waiting[:3]:
+        one.cancel()
+    assert (await waiting[3]).reward.reward == 1.0
