@@ -9,8 +9,8 @@ fixture `own_server` are skipped: they need a certain model, or do what nobody s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,9 +18,6 @@ import pytest
 
 from strands_sglang import local
 from support.real_servers import LOG_EVERYTHING
-
-# Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
-ONE_THREAD = local.ServerSettings(threads=1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def external_server(request: pytest.FixtureRequest) -> Server | None:
+def external_server(request):
     """The server named by `--sglang-base-url`, if there is one."""
     url = request.config.getoption("--sglang-base-url")
     if url is None:
@@ -52,14 +49,14 @@ def external_server(request: pytest.FixtureRequest) -> Server | None:
 
 
 @pytest.fixture
-def own_server(external_server: Server | None) -> None:
+def own_server(external_server):
     """Skips the test when the server was given: for tests that need a certain model, or that stop or pause it."""
     if external_server is not None:
         pytest.skip("needs a server that the tests started themselves, and --sglang-base-url names another")
 
 
 @pytest.fixture(scope="session")
-def sglang_python(request: pytest.FixtureRequest) -> Path:
+def sglang_python():
     """The Python of the SGLang environment, installed if need be (minutes, the first time on a machine)."""
     try:
         return local.ensure_sglang()
@@ -68,71 +65,57 @@ def sglang_python(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(
-    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def serve(request, external_server, tmp_path_factory):
+    """Starts a server with a model of `local`; `certain` says what nobody else's server is known to have."""
+    with ExitStack() as servers:
+
+        def start(name, ensure_model, *arguments, certain=None, chat_template=None):
+            if external_server is not None:
+                if certain:
+                    pytest.skip(f"needs {certain}, and --sglang-base-url names another server")
+                return external_server
+            python = request.getfixturevalue("sglang_python")
+            log_path = tmp_path_factory.mktemp(name) / "server.log"
+            model_path = ensure_model(python)
+            # Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
+            settings = local.ServerSettings(threads=1, extra_arguments=arguments)
+            started = local.start_server(python, model_path, settings=settings, log_path=log_path)
+            return Server(servers.enter_context(started).base_url, model_path, log_path, chat_template)
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def tiny_server(serve):
     """A server with a tiny random Qwen3: vocabulary 512, context 4096, ChatML with tools as its chat template."""
-    if external_server is not None:
-        yield external_server
-        return
-    python = request.getfixturevalue("sglang_python")
-    log_path = tmp_path_factory.mktemp("tiny_server") / "server.log"
-    model_path = local.ensure_tiny_qwen3(python)
-    with local.start_server(python, model_path, settings=ONE_THREAD, log_path=log_path) as server:
-        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+    return serve("tiny_server", local.ensure_tiny_qwen3)
 
 
 @pytest.fixture(scope="session")
-def tiny_moe_server(
-    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def tiny_moe_server(serve):
     """A server with a tiny random Qwen3-MoE (3 layers, 8 experts, top 2) that returns routed experts if asked."""
-    if external_server is not None:
-        pytest.skip("needs a certain mixture-of-experts model, and --sglang-base-url names another server")
-    python = request.getfixturevalue("sglang_python")
-    log_path = tmp_path_factory.mktemp("tiny_moe_server") / "server.log"
-    model_path = local.ensure_tiny_qwen3_moe(python)
-    settings = replace(ONE_THREAD, extra_arguments=("--enable-return-routed-experts",))
-    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
-        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+    arguments = ("--enable-return-routed-experts",)
+    return serve("tiny_moe", local.ensure_tiny_qwen3_moe, *arguments, certain="a certain mixture-of-experts model")
 
 
 @pytest.fixture(scope="session")
-def tiny_vl_server(
-    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def tiny_vl_server(serve):
     """A server with a tiny random Qwen2.5-VL, which takes images."""
-    if external_server is not None:
-        pytest.skip("needs a certain model that takes images, and --sglang-base-url names another server")
-    python = request.getfixturevalue("sglang_python")
-    log_path = tmp_path_factory.mktemp("tiny_vl_server") / "server.log"
-    model_path = local.ensure_tiny_qwen2_5_vl(python)
-    settings = replace(ONE_THREAD, extra_arguments=("--mm-attention-backend", "sdpa"))
-    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
-        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path)
+    arguments = ("--mm-attention-backend", "sdpa")
+    return serve("tiny_vl", local.ensure_tiny_qwen2_5_vl, *arguments, certain="a certain model that takes images")
 
 
 @pytest.fixture(scope="session")
-def smollm_server(
-    request: pytest.FixtureRequest, external_server: Server | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def smollm_server(serve):
     """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools.
 
-    Its log has every request and answer (`support.real_servers`).
+    Its log has every request and answer (`support.real_servers.logged`).
     """
-    if external_server is not None:
-        yield external_server
-        return
-    python = request.getfixturevalue("sglang_python")
-    log_path = tmp_path_factory.mktemp("smollm_server") / "server.log"
-    model_path = local.ensure_smollm2(python)
     template = local.CHATML_TOOLS_TEMPLATE.read_text(encoding="utf-8")
-    settings = replace(ONE_THREAD, extra_arguments=LOG_EVERYTHING)
-    with local.start_server(python, model_path, settings=settings, log_path=log_path) as server:
-        yield Server(base_url=server.base_url, model_path=model_path, log_path=log_path, chat_template=template)
+    return serve("smollm_server", local.ensure_smollm2, *LOG_EVERYTHING, chat_template=template)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     # A test's own time is limited, not the time that its fixtures take to install and start a server.
     for item in items:
         if "tests/integration" in item.path.as_posix() and item.get_closest_marker("timeout") is None:

@@ -1,3 +1,5 @@
+"""The scripted server: what it answers and refuses, its faults, its workers, and the ways to reach it."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,14 +8,17 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, scripted_logprob
-from support.agents import build_chatml_tokenizer
+from strands_sglang import SGLangClient, SGLangConnectionError, SGLangHTTPError, SGLangThrottledError
+from strands_sglang.protocol.generation import read_generation
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, scripted_logprob
+from support.agents import build_chatml_tokenizer, make_agent
 
 PROMPT = [11, 22, 33, 44, 55]
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -40,8 +45,7 @@ async def post(server, path="/generate", **body):
 async def generate(server, input_ids=PROMPT, **body):
     response = await post(server, input_ids=list(input_ids), **{"sampling_params": GREEDY, **body})
     assert response.status_code == 200, response.text
-    result = response.json()
-    return result
+    return response.json()
 
 
 async def refused(server, **body):
@@ -398,7 +402,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "body",
-        [{"input_ids": "abc"}, {"input_ids": ["abc"]}, {"input_ids": PROMPT, "rid": 5}, {"sampling_params": "x"}],
+        [
+            {"input_ids": "abc"},
+            {"input_ids": ["abc"]},
+            {"input_ids": PROMPT, "rid": 5},
+            {"sampling_params": "x"},
+        ],
     )
     async def test_wrong_types_give_a_validation_error(self, make_server, body):
         response = await post(make_server([]), **body)
@@ -445,7 +454,12 @@ class TestLog:
     async def test_requests_and_responses_are_kept_as_they_were(self, make_server):
         server = make_server(["hi"])
         async with connect(server, headers={"X-SMG-Routing-Key": "k1"}) as client:
-            body = {"input_ids": PROMPT, "rid": "r-1", "sampling_params": {"json_schema": "{}"}, "routing_key": "k1"}
+            body = {
+                "input_ids": PROMPT,
+                "rid": "r-1",
+                "sampling_params": {"json_schema": "{}"},
+                "routing_key": "k1",
+            }
             response = await client.post("/generate", json=body)
         request = server.requests[0]
         assert (request.index, request.rid, request.input_ids) == (0, "r-1", PROMPT)
@@ -741,3 +755,119 @@ def test_importing_it_does_not_load_transformers_or_the_http_server():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+FAULTS = {
+    "an HTTP error": (ScriptedFault(status=500), SGLangHTTPError),
+    "too many requests": (ScriptedFault(status=429, headers={"Retry-After": "0"}), SGLangThrottledError),
+    "a dropped connection": (ScriptedFault("drop"), SGLangConnectionError),
+    "half a body": (ScriptedFault("half"), Exception),
+    "garbage": (ScriptedFault("garbage", message="<html>"), Exception),
+}
+
+
+@pytest.fixture(params=["in process", "on a port"])
+def connected(request):
+    @asynccontextmanager
+    async def connect(server, **settings):
+        if request.param == "in process":
+            async with server.client(retry_delay=0.001, **settings) as client:
+                yield client
+        else:
+            async with server.serve() as base_url, SGLangClient(base_url, retry_delay=0.001, **settings) as client:
+                yield client
+
+    return connect
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_is_an_error_of_its_kind(chatml_tokenizer, connected, fault):
+    scripted, kind = FAULTS[fault]
+    async with connected(ScriptedSGLang(chatml_tokenizer, [scripted]), max_retries=0) as client:
+        with pytest.raises(kind):
+            await client.generate([1, 2, 3], {})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_after_a_fault_the_retry_gets_the_next_answer(chatml_tokenizer, connected, fault):
+    server = ScriptedSGLang(chatml_tokenizer, [FAULTS[fault][0], "fine"])
+    async with connected(server, max_retries=2) as client:
+        response = await client.generate([1, 2, 3], {})
+    assert response["text"] == "fine"
+    assert len(server.requests) == 2
+    assert server.running == []
+
+
+async def test_a_late_answer_is_late_and_an_abort_ends_the_wait(chatml_tokenizer):
+    server = ScriptedSGLang(
+        chatml_tokenizer, [ScriptedAnswer("late", latency_s=60.0), ScriptedAnswer("soon", latency_s=0.01)]
+    )
+    async with server.client() as client:
+        waiting = asyncio.ensure_future(client.generate([1, 2, 3], {}))
+        while not server.running:
+            await asyncio.sleep(0)
+        assert server.update_weights("2") == server.aborted
+        response = await waiting
+        assert (response["meta_info"]["finish_reason"]["type"], response["output_ids"]) == ("abort", [])
+        assert response["meta_info"]["weight_version"] == "default"
+        assert (await client.generate([1, 2, 3], {}))["meta_info"]["weight_version"] == "2"
+
+
+def test_faults_without_a_meaning_are_refused():
+    with pytest.raises(ValueError, match="kind='explode' is none of"):
+        ScriptedFault("explode")
+    with pytest.raises(ValueError, match="status=200 is no HTTP error"):
+        ScriptedFault(status=200)
+
+
+EXPERTS = ScriptedExperts(layers=3, experts=8, top_k=2)
+
+
+async def routing_generate(tokenizer, *, experts=EXPERTS, **fields):
+    server = ScriptedSGLang(tokenizer, [ScriptedAnswer(token_ids=[7, 8, 9])], experts=experts)
+    client = server.client()
+    async with client:
+        return await client.generate(PROMPT, {"max_new_tokens": 3}, **fields)
+
+
+async def test_a_row_says_the_experts_of_each_token_but_the_last(chatml_tokenizer):
+    response = await routing_generate(chatml_tokenizer, return_routed_experts=True)
+    ids = read_generation(response, logprobs_expected=False).expert_ids()
+    assert ids.tolist() == [EXPERTS.chosen(i, token_id) for i, token_id in enumerate([*PROMPT, 7, 8])]
+
+
+async def test_the_first_rows_can_be_left_out(chatml_tokenizer):
+    whole = await routing_generate(chatml_tokenizer, return_routed_experts=True)
+    part = await routing_generate(chatml_tokenizer, return_routed_experts=True, routed_experts_start_len=4)
+    first = 4 * 4 * EXPERTS.layers * EXPERTS.top_k  # a multiple of 3 bytes, so that base64 can be cut there
+    cut = whole["meta_info"]["routed_experts"][first * 4 // 3 :]
+    assert part["meta_info"]["routed_experts"] == cut != ""
+
+
+@pytest.mark.parametrize(("experts", "asked"), [(None, True), (EXPERTS, False)])
+async def test_nothing_is_told_by_a_dense_model_or_to_those_who_do_not_ask(chatml_tokenizer, experts, asked):
+    response = await routing_generate(chatml_tokenizer, experts=experts, return_routed_experts=asked)
+    assert "routed_experts" not in response["meta_info"]
+
+
+async def test_the_rows_of_a_conversation_go_on_where_those_of_the_turn_before_ended(rollout):
+    _, model = rollout(["one", "two"], server={"experts": EXPERTS}, return_routed_experts=True)
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    first, second = (turn.generation.expert_ids() for turn in model.trajectory.turns)
+    assert (second[: len(first)] == first).all()
+    assert len(second) == len(model.token_manager) - 1
+
+
+def test_experts_of_a_token_differ_within_a_layer():
+    for position in range(50):
+        chosen = EXPERTS.chosen(position, 7)
+        assert all(0 <= expert < 8 for expert in chosen)
+        assert all(chosen[i] != chosen[i + 1] for i in range(0, 6, 2))
+
+
+@pytest.mark.parametrize("numbers", [{"layers": 0}, {"top_k": 0}, {"top_k": 9}])
+def test_meaningless_numbers_are_refused(numbers):
+    with pytest.raises(ValueError, match="top_k <= experts"):
+        ScriptedExperts(**numbers)

