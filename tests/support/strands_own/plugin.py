@@ -1,5 +1,10 @@
 """A pytest plugin for Strands' tests: puts `SGLangModel` in the place of their models, and leaves out what is listed.
 
+A test's scripted model says what is answered, and all the rest is real: it is asked first, with just the arguments that
+the model got. What it streams becomes the text that a scripted server samples, so the answer takes the whole way:
+prompt, request, record, parser, stream events. What no such server could say (a guardrail's redaction, another
+provider's citations) is passed on as it came.
+
 `left_out.json` has folders, files and tests by what their ids begin with, and for each the reason. An entry that leaves
 out nothing is an error, so that the list stays true.
 """
@@ -10,17 +15,21 @@ import contextlib
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import strands.agent.agent
 import strands.event_loop.event_loop as event_loop
 import strands.models.bedrock
 
-from strands_sglang.model.model import AuxiliaryModel
-from support.strands_own.brain import BrainModel, CloudModel
+from strands_sglang.model.model import AuxiliaryModel, SGLangModel
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from support.agents import build_chatml_tokenizer
 
 HERE = Path(__file__).parent
 LEFT_OUT: dict[str, str] = json.loads((HERE / "left_out.json").read_text(encoding="utf-8"))
@@ -31,6 +40,131 @@ CLOUD_TESTS = "tests_integ"
 _moto: Any = types.ModuleType("moto")
 _moto.mock_aws = contextlib.nullcontext
 sys.modules.setdefault("moto", _moto)
+
+_tokenizer = cache(build_chatml_tokenizer)
+_FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
+
+_next: ContextVar[ScriptedAnswer] = ContextVar("next")
+"""What the running call is answered with: some tests ask one model from two threads at once."""
+
+
+class BrainModel(SGLangModel):
+    """An `SGLangModel` whose answers another model makes up.
+
+    Attributes:
+        brain: That one.
+    """
+
+    def __init__(self, brain: Any) -> None:
+        self.brain = brain
+        self._sampled_ids: dict[str, list[str]] = {}  # the model's own ids, by that of the script, which may repeat one
+        server = ScriptedSGLang(_tokenizer(), lambda request: _next.get(), context_length=10_000_000)
+        super().__init__(tokenizer=_tokenizer(), client=server.client())
+
+    async def stream(  # type: ignore[override]
+        self, messages: Any, tool_specs: Any = None, system_prompt: Any = None, tool_choice: Any = None, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        kwargs["tool_choice"] = tool_choice
+        signal = kwargs.get("cancel_signal")
+        cancelled = signal is not None and signal.is_set()  # then nothing is asked, and no answer is used up
+        asked = self.brain.stream(messages, tool_specs, system_prompt, **kwargs)
+        events = [] if cancelled else [event async for event in asked]
+        answer, ids = _as_sampled(events)
+        if answer is None or not (messages or system_prompt):  # chat templates refuse to render nothing
+            for event in events:
+                yield event
+            return
+        _next.set(answer)
+        async for event in super().stream(self._with_sampled_ids(messages), tool_specs, system_prompt, **kwargs):
+            start = event.get("contentBlockStart", {}).get("start", {})
+            if "toolUse" in start:
+                shown = ids.pop(0)
+                self._sampled_ids.setdefault(shown, []).append(start["toolUse"]["toolUseId"])
+                event = {"contentBlockStart": {"start": {"toolUse": {**start["toolUse"], "toolUseId": shown}}}}
+            if "metadata" not in event:
+                yield event
+        for event in events:
+            if "metadata" in event:
+                yield event
+
+    async def structured_output(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+        async for event in self.brain.structured_output(*args, **kwargs):
+            yield event
+
+    def _with_sampled_ids(self, messages: Any) -> Any:
+        """Messages with the model's own ids: of an id's calls the first, the second, ... in their order."""
+        seen: Counter[str] = Counter()
+
+        def block(given: Any) -> Any:
+            for kind in ("toolUse", "toolResult"):
+                if isinstance(given, dict) and kind in given:
+                    shown = given[kind]["toolUseId"]
+                    seen[shown] += kind == "toolUse"
+                    known = self._sampled_ids.get(shown, [shown])
+                    return {kind: {**given[kind], "toolUseId": known[min(max(seen[shown], 1), len(known)) - 1]}}
+            return given
+
+        return [{**message, "content": [block(one) for one in message["content"]]} for message in messages]
+
+
+def _as_sampled(events: list[Any]) -> tuple[ScriptedAnswer | None, list[str]]:
+    """What was streamed as a model of the Hermes format samples it, and the ids of its calls; None if none could."""
+    reasoning: str | None = None
+    text, stop_reason, calls = "", "end_turn", []
+    use: dict[str, Any] | None = None
+    for event in events:
+        match event:
+            case {"metadata": _} | {"messageStart": _}:
+                pass
+            case {"messageStop": stop}:
+                stop_reason = stop.get("stopReason", "")
+            case {"contentBlockStart": {"start": {"toolUse": dict(begun)}}}:
+                use = {**begun, "input": ""}
+                calls.append(use)
+            case {"contentBlockStart": _}:
+                use = None
+            case {"contentBlockStop": _}:
+                use = None
+            case {"contentBlockDelta": {"delta": {"toolUse": delta, **rest}}} if use is not None and not rest:
+                use["input"] += delta.get("input", "")
+            case {"contentBlockDelta": {"delta": {"text": delta, **rest}}} if not (calls or rest):
+                text += delta
+            case {"contentBlockDelta": {"delta": {"reasoningContent": {"text": delta, **rest}}}} if not (
+                text or calls or rest
+            ):
+                reasoning = (reasoning or "") + delta
+            case _:
+                return None, []
+    if stop_reason not in _FINISH_REASONS or use is not None:
+        return None, []
+    text = text if reasoning is None else f"<think>{reasoning}</think>{text}"
+    try:
+        for use in calls:
+            arguments = json.loads(use["input"] or "{}")
+            if not (isinstance(arguments, dict) and use["name"] and use["toolUseId"]):
+                return None, []
+            call = json.dumps({"name": use["name"], "arguments": arguments})
+            text += f"<tool_call>\n{call}\n</tool_call>"
+    except (ValueError, KeyError, TypeError):
+        return None, []
+    answer = ScriptedAnswer(text, finish_reason=_FINISH_REASONS[stop_reason])
+    return answer, [use["toolUseId"] for use in calls]
+
+
+class CloudModel(SGLangModel):
+    """In the place of a cloud's model: says what is scripted for the running test, and then "Hello.".
+
+    Attributes:
+        answers: What is left to be said in the running test, by all its models.
+    """
+
+    answers: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
+        server = ScriptedSGLang(_tokenizer(), lambda request: self.answers.pop(0) if self.answers else "Hello.")
+        limits = {} if max_tokens is None else {"max_new_tokens": max_tokens}
+        super().__init__(tokenizer=_tokenizer(), client=server.client(), sampling_params=limits)
+
 
 _brains: dict[int, tuple[Any, BrainModel]] = {}
 
@@ -72,13 +206,7 @@ def pytest_configure(config: pytest.Config) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(stand_in(*args, **kwargs))
 
-        @property
-        def index(self) -> int:
-            return self.brain.index
-
-        @index.setter
-        def index(self, index: int) -> None:
-            self.brain.index = index
+        index = property(lambda self: self.brain.index, lambda self, index: setattr(self.brain, "index", index))
 
         def __getattr__(self, name: str) -> Any:
             if name == "brain":
