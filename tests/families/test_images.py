@@ -1,7 +1,10 @@
 """Images through real processors, tokenizers and chat templates."""
 
+from io import BytesIO
+
 import pytest
 import torch
+from PIL import Image
 
 from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
@@ -30,26 +33,8 @@ def chat(*messages):
 
 
 def processed(processor, text, pictures):
-    from io import BytesIO
-
-    from PIL import Image
-
     images = [Image.open(BytesIO(picture.data)) for picture in pictures]
     return processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
-
-
-def expand_all(template, images, pieces):
-    """The ids of a conversation and its images, expanded piece by piece; a piece is (text, pictures) or sampled ids."""
-    ids, inputs = [], []
-    for piece in pieces:
-        if isinstance(piece, tuple):
-            text, pictures = piece
-            expanded, added = images.expand(template.encode(text), text, pictures)
-            ids += expanded
-            inputs += [added] if added else []
-        else:
-            ids += piece
-    return ids, inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,11 +65,13 @@ def test_turns_expanded_on_their_own_are_the_conversation_expanded_at_once(famil
     sampled = template.encode("A colour.")
     suffix = whole[whole.index("A colour.") + len("A colour.") :]
     assert suffix.startswith(end)
-    ids, inputs = expand_all(template, images, [(opening, pictures_of(first)), sampled, (suffix, pictures_of(second))])
+    ids, opening_inputs = images.expand(template.encode(opening), opening, pictures_of(first))
+    added, suffix_inputs = images.expand(template.encode(suffix), suffix, pictures_of(second))
+    ids += [*sampled, *added]
     pictures = [*pictures_of(first), *pictures_of(second)]
     reference = processed(processor, whole, pictures)
     assert ids == reference["input_ids"][0].tolist()
-    joined = multimodal_train_inputs(inputs)
+    joined = multimodal_train_inputs([opening_inputs, suffix_inputs])
     assert set(joined) == set(reference) - TOKEN_KEYS
     assert all(torch.equal(joined[key], reference[key]) for key in joined)
 
@@ -208,10 +195,6 @@ def test_what_is_no_image_is_an_error_with_its_path():
 
 
 def test_an_image_is_processed_without_its_alpha_and_unturned_as_the_server_does():
-    from io import BytesIO
-
-    from PIL import Image
-
     _, template, images = setup("qwen3_vl")
     file = BytesIO()
     exif = Image.Exif()

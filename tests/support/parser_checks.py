@@ -47,7 +47,8 @@ PIECES = (
     "é日本\U0001f642",
 )
 
-Call = tuple[str, dict[str, Any]]
+Arguments = dict[str, Any]
+Call = tuple[str, Arguments]
 
 Write = Callable[[Sequence[Call]], str]
 """Writes calls as the chat templates of a format do."""
@@ -135,12 +136,17 @@ class Format:
         """Arguments of a call that the format can carry."""
         if self.values is not None:
             return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
-        values: st.SearchStrategy[Any] = st.recursive(
-            st.none() | SCALARS | self.texts,
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(self.texts, inner, max_size=3),
-            max_leaves=6,
-        )
-        return st.dictionaries(KEYS, values, max_size=4)
+        return arguments_with(self.texts)
+
+
+def arguments_with(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Arguments]:
+    """Arguments of any JSON with these strings."""
+    values: st.SearchStrategy[Any] = st.recursive(
+        st.none() | SCALARS | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+        max_leaves=6,
+    )
+    return st.dictionaries(KEYS, values | texts, max_size=4)
 
 
 def strings_in(value: Any) -> Iterator[str]:

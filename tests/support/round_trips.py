@@ -1,7 +1,8 @@
 """Tool calls on their way through a model family's real chat template and tokenizer, and back through the parser.
 
 The template writes an assistant's message; what it writes for the assistant is encoded and parsed as if it had been
-sampled.
+sampled. What templates lose of a call is listed, family by family; everything else must come back from them unchanged.
+Every loss has an example that proves it, so that the list cannot outlive its reasons.
 """
 
 from __future__ import annotations
@@ -10,29 +11,31 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
+
 from strands_sglang.tool_parsers import ParsedTurn, ToolParser, get_tool_parser
 from support.families import FAMILIES, load_tokenizer
-from support.parser_checks import JSON_TYPE, Call
+from support.parser_checks import JSON_TYPE, Arguments, Call, strings_in
 
 QUESTION = {"role": "user", "content": "What is it?"}
 
 # No template looks at these when it writes a call.
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "It.", "parameters": {"type": "object"}}}]
-TOOLS[0]["function"]["parameters"]["properties"] = {}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "It.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 # Templates that take a call's arguments as JSON text, rather than as an object.
 WANTS_TEXT = frozenset({"deepseek_v3"})
 
 # Templates that take reasoning as a block of the content.
 WANTS_BLOCKS = frozenset({"ministral_3"})
-
-
-class TemplateRefusedError(Exception):
-    """The chat template raised."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,15 @@ def sample(family: str, message: Message) -> Sampled:
     """Have a family's template write a message, and cut out what stands there for the assistant.
 
     Raises:
-        TemplateRefusedError: The template raised.
+        jinja2.TemplateError: The template raised.
     """
     row, tokenizer = FAMILIES[family], load_tokenizer(family)
     thinking = {"thinking": True, "enable_thinking": True} if message.reasoning else {}
 
     def render(messages: list[dict[str, Any]], **keywords: Any) -> str:
-        try:
-            rendered: str = tokenizer.apply_chat_template(
-                copy.deepcopy(messages), tools=TOOLS, tokenize=False, **thinking, **keywords
-            )
-        except Exception as error:
-            raise TemplateRefusedError(str(error)) from error
+        rendered: str = tokenizer.apply_chat_template(
+            copy.deepcopy(messages), tools=TOOLS, tokenize=False, **thinking, **keywords
+        )
         return rendered
 
     prompt = render([QUESTION], add_generation_prompt=True)
@@ -123,7 +123,7 @@ def pieces_of(family: str) -> tuple[str, ...]:
     for attempt in (message, Message(message.calls), Message(message.calls[:1])):
         try:
             written = sample(family, attempt).text
-        except TemplateRefusedError:
+        except jinja2.TemplateError:
             continue
         if "k0" in written:
             break
@@ -172,3 +172,317 @@ def _as_chat(family: str, message: Message) -> dict[str, Any]:
         for index, (name, arguments) in enumerate(message.calls)
     ]
     return chat
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Arguments that do not come back.
+
+    Attributes:
+        families: Whose templates.
+        why: What happens to the arguments.
+        lost: Tells whether that happens to these arguments of one call.
+        example: Arguments to which it happens.
+        same_as: The arguments of the calls for which the template writes exactly the same.
+        reads_as: Other arguments that the written text means by the rules of its format.
+
+    Without `same_as` and `reads_as`, the call is refused as malformed.
+    """
+
+    families: tuple[str, ...]
+    why: str
+    lost: Callable[[Arguments], bool]
+    example: Arguments
+    same_as: tuple[Arguments, ...] = ()
+    reads_as: Arguments | None = None
+
+
+NO_CALLS = {
+    "deepseek_v3_original": "drops calls",
+    "gemma_3": "knows no calls",
+    "smollm3": "drops calls",
+}
+"""Templates that write no call at all."""
+
+ONE_CALL = {
+    **dict.fromkeys(("llama_3_1", "llama_3_2", "llama_3_3"), "refuses a second call"),
+    "gpt_oss": "writes the first call only",
+}
+"""Templates that do not write two calls of one turn."""
+
+NO_TEXT = {
+    **dict.fromkeys(("granite_3", "hermes_3", "llama_3_1", "llama_3_2", "llama_3_3"), "drops text beside a call"),
+    **dict.fromkeys(("mistral_nemo", "mistral_small_3_2"), "drops text beside a call"),
+    "gpt_oss": "writes text beside a call as reasoning",
+    "phi_4_mini": "drops the calls beside text",
+    "llama_4": "writes a list without a mark, which is a call only where nothing stands before it",
+}
+"""Templates that do not write text and a call side by side."""
+
+NO_REASONING = {
+    "qwq": "drops reasoning",
+    "deepseek_v3": "drops reasoning",
+    "deepseek_v3_1": "drops reasoning",
+}
+"""Templates of models that reason, which do not write reasoning in front of a call."""
+
+COMPOSING = frozenset(
+    {"qwen2_5", "qwen3", "qwen3_2507", "qwen3_vl", "qwen3_coder", "qwen3_5", "qwen3_6", "qwen3_8", "qwq"}
+)
+"""Families whose tokenizer composes characters (Unicode NFC) when it encodes a text."""
+
+
+def _strings(pattern: str, around: str = "") -> Callable[[Arguments], bool]:
+    """Arguments that are a string in which the pattern occurs."""
+    compiled = re.compile(pattern)
+    return lambda arguments: any(
+        isinstance(value, str) and compiled.search(f"{around}{value}{around}") for value in arguments.values()
+    )
+
+
+def _anywhere(pattern: str) -> Callable[[Arguments], bool]:
+    """Arguments with a string somewhere in which the pattern occurs."""
+    compiled = re.compile(pattern)
+    return lambda arguments: any(compiled.search(text) for text in strings_in(list(arguments.values())))
+
+
+def _values(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _values(inner)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    return (key for inner in _values(value) if isinstance(inner, dict) for key in inner)
+
+
+def _is_mixed(values: Sequence[Any]) -> bool:
+    """Whether values in one place of a schema are not all strings, all lists, all objects or all something else."""
+    if len({type(value) if isinstance(value, (str, list, dict)) else None for value in values}) > 1:
+        return True
+    lists = [inner for value in values if isinstance(value, list) for inner in value]
+    objects = [value for value in values if isinstance(value, dict)]
+    keys = {key for value in objects for key in value}
+    return bool(lists and _is_mixed(lists)) or any(
+        _is_mixed([value[key] for value in objects if key in value]) for key in keys
+    )
+
+
+def _of_untagged_strings(
+    *families: str,
+    next_value: tuple[str, str],
+    next_call: tuple[str, str],
+    opening: tuple[str, str],
+    ending: tuple[str, str],
+    around: str = "",
+) -> tuple[Loss, ...]:
+    """The losses of a format that puts strings between tags and escapes nothing: each a pattern and an example of it.
+
+    Args:
+        families: The families.
+        next_value: The end of a value with what opens the next one, called b.
+        next_call: The end of a value and of its call, with what ends the calls or opens the next one; the example opens
+            a call of f with a value b.
+        opening: What opens a value.
+        ending: The end of a call, with what ends the calls or opens the next one.
+        around: What stands on both sides of a value.
+    """
+    return (
+        Loss(
+            families,
+            "the string holds the end of a value with what follows one: it could be two arguments",
+            _strings(next_value[0], around),
+            {"a": f"x{next_value[1]}y"},
+            same_as=({"a": "x", "b": "y"},),
+        ),
+        Loss(
+            families,
+            "the string holds the end of a value and of its call: it could be two calls",
+            _strings(next_call[0], around),
+            {"a": f"x{next_call[1]}y"},
+            same_as=({"a": "x"}, {"b": "y"}),
+        ),
+        Loss(
+            families,
+            "the string holds what opens a value: that could follow a value that was never closed",
+            _strings(opening[0], around),
+            {"a": f"x{opening[1]}y"},
+        ),
+        Loss(
+            families,
+            "the string holds the end of a call: that could follow a value that was never closed",
+            _strings(ending[0], around),
+            {"a": f"x{ending[1]}y"},
+        ),
+    )
+
+
+_QWEN_END = r"</function>\s*</tool_call>"
+_GLM_OPENING = r"<arg_key>[^<\n]+</arg_key>\s*<arg_value>"
+_M2_OPENING = r'<parameter name="[^"\n]+">'
+_M2_END = r'</invoke>\s*(?:<invoke name="[^"\n]+">|</minimax:tool_call>)'
+_SEED_OPENING = r"<parameter=[^<>\n]+>"
+_SEED_END = r"</function>\s*(?:<function=[^<>\n]+>|</seed:tool_call>)"
+_DSML_OPENING = r'<｜DSML｜parameter name="[^"\n]+" string="(?:true|false)">'
+_K3_OPENING = r'<\|open\|>argument key="[^"]*" type="[a-z]+"<\|sep\|>'
+_K3_CALL = r'<\|open\|>call tool="[^"\n]+" index="[0-9]+"<\|sep\|>'
+_K3_END = rf"<\|close\|>call<\|sep\|>\s*(?:{_K3_CALL}|<\|close\|>tools<\|sep\|>)"
+
+
+def _of_dsml(family: str, section: str) -> tuple[Loss, ...]:
+    end = rf'</｜DSML｜invoke>\s*(?:<｜DSML｜invoke name="[^"\n]+">|</｜DSML｜{section}>)'
+    opening = '<｜DSML｜parameter name="b" string="true">'
+    return _of_untagged_strings(
+        family,
+        next_value=(rf"</｜DSML｜parameter>\s*{_DSML_OPENING}", f"</｜DSML｜parameter>\n{opening}"),
+        next_call=(
+            rf"</｜DSML｜parameter>\s*{end}",
+            f'</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n{opening}',
+        ),
+        opening=(_DSML_OPENING, opening),
+        ending=(end, f"</｜DSML｜invoke>\n</｜DSML｜{section}>"),
+    )
+
+
+LOSSES: tuple[Loss, ...] = (
+    *_of_untagged_strings(
+        *("qwen3_coder", "qwen3_5", "qwen3_6", "qwen3_8", "nemotron_3"),
+        next_value=(r"</parameter>\s*<parameter=[^>\n]+>", "\n</parameter>\n<parameter=b>\n"),
+        next_call=(
+            rf"</parameter>\s*{_QWEN_END}",
+            "\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=b>\n",
+        ),
+        opening=(r"\n<parameter=[^>\n]+>\n", "\n<parameter=b>\n"),
+        ending=(_QWEN_END, "</function></tool_call>"),
+        around="\n",
+    ),
+    *(
+        loss
+        for families, newline in ((("glm_4_5", "glm_4_6"), "\n"), (("glm_4_7",), ""))
+        for loss in _of_untagged_strings(
+            *families,
+            next_value=(
+                rf"</arg_value>\s*{_GLM_OPENING}",
+                f"</arg_value>{newline}<arg_key>b</arg_key>{newline}<arg_value>",
+            ),
+            next_call=(
+                r"</arg_value>\s*</tool_call>",
+                f"</arg_value>{newline}</tool_call>{newline}<tool_call>f{newline}"
+                f"<arg_key>b</arg_key>{newline}<arg_value>",
+            ),
+            opening=(_GLM_OPENING, "<arg_key>b</arg_key><arg_value>"),
+            ending=(r"</arg_value>\s*</tool_call>", "</arg_value></tool_call>"),
+        )
+    ),
+    *_of_untagged_strings(
+        "minimax_m2",
+        next_value=(rf"</parameter>\s*{_M2_OPENING}", '</parameter>\n<parameter name="b">'),
+        next_call=(
+            rf"</parameter>\s*{_M2_END}",
+            '</parameter>\n</invoke>\n<invoke name="f">\n<parameter name="b">',
+        ),
+        opening=(rf"\n{_M2_OPENING}", '\n<parameter name="b">'),
+        ending=(_M2_END, "</invoke></minimax:tool_call>"),
+    ),
+    *_of_untagged_strings(
+        "seed_oss",
+        next_value=(rf"</parameter>\s*{_SEED_OPENING}", "</parameter>\n<parameter=b>"),
+        next_call=(
+            rf"</parameter>\s*{_SEED_END}",
+            "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=f>\n<parameter=b>",
+        ),
+        opening=(rf"\n{_SEED_OPENING}", "\n<parameter=b>"),
+        ending=(_SEED_END, "</function></seed:tool_call>"),
+    ),
+    *_of_dsml("deepseek_v3_2", "function_calls"),
+    *_of_dsml("deepseek_v4", "tool_calls"),
+    *_of_untagged_strings(
+        "kimi_k3",
+        next_value=(
+            rf"<\|close\|>argument<\|sep\|>\s*{_K3_OPENING}",
+            '<|close|>argument<|sep|><|open|>argument key="b" type="string"<|sep|>',
+        ),
+        next_call=(
+            rf"<\|close\|>argument<\|sep\|>\s*{_K3_END}",
+            '<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="f" index="2"<|sep|>'
+            '<|open|>argument key="b" type="string"<|sep|>',
+        ),
+        opening=(_K3_OPENING, '<|open|>argument key="b" type="string"<|sep|>'),
+        ending=(_K3_END, "<|close|>call<|sep|><|close|>tools<|sep|>"),
+    ),
+    Loss(
+        ("minimax_m3",),
+        "null is left out",
+        lambda arguments: any(value is None for value in _values(arguments)),
+        {"a": None},
+        same_as=({},),
+    ),
+    Loss(
+        ("minimax_m3",),
+        "values of several types in one list, which the schema cannot tell apart",
+        lambda arguments: _is_mixed([arguments]),
+        {"a": ["1", 2]},
+        same_as=({"a": [1, "2"]},),
+    ),
+    Loss(
+        ("minimax_m3",),
+        "a string holds the token before a tag, and a tag",
+        _anywhere(r"\]<\]minimax\[>\[</?[^<>\n]+>"),
+        {"a": ["x]<]minimax[>[</item>]<]minimax[>[<item>y"]},
+        same_as=({"a": ["x", "y"]},),
+    ),
+    Loss(
+        ("minimax_m3",),
+        "a key that is no tag",
+        lambda arguments: any(re.fullmatch(r"[^/<>\n][^<>\n]*", key) is None for key in _keys(arguments)),
+        {"a": {"<": 1}},
+    ),
+    Loss(
+        ("gemma_4",),
+        "a string holds the mark around strings",
+        _anywhere(r'<\|"\|>'),
+        {"a": 'x<|"|>,b:<|"|>y'},
+        same_as=({"a": "x", "b": "y"},),
+    ),
+    Loss(
+        ("gemma_4",),
+        "a key holds what separates keys and values; keys are written bare",
+        lambda arguments: any(re.fullmatch(r"[^:,{}\[\]<>\n]{0,256}", key) is None for key in _keys(arguments)),
+        {"a": {"b:1,c": 2}},
+        same_as=({"a": {"b": 1, "c": 2}},),
+    ),
+    Loss(
+        ("llama_4",),
+        "every value is written as a string",
+        lambda arguments: any(not isinstance(value, str) for value in arguments.values()),
+        {"a": 1, "b": None, "c": True},
+        same_as=({"a": "1", "b": "None", "c": "True"},),
+    ),
+    Loss(
+        ("llama_4",),
+        "quotes in a string are not escaped",
+        _strings('"'),
+        {"a": 'x", b="y'},
+        same_as=({"a": "x", "b": "y"},),
+    ),
+    Loss(
+        ("llama_4",),
+        "backslashes in a string are not escaped",
+        _strings(r"\\"),
+        {"a": r"x\ny"},
+        reads_as={"a": "x\ny"},
+    ),
+    Loss(
+        ("llama_4",),
+        "line breaks in a string are not escaped",
+        _strings("\n"),
+        {"a": "x\ny"},
+    ),
+)
+"""Every loss of arguments."""
+
+
+def is_lost(family: str, calls: Sequence[Call]) -> bool:
+    """Whether a family's template loses the arguments of one of these calls."""
+    return any(loss.lost(arguments) for loss in LOSSES if family in loss.families for _, arguments in calls)

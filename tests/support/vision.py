@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from PIL import Image
 
 from strands_sglang.messages.content import Picture
@@ -62,8 +63,6 @@ VISION_FAMILIES = {
 @functools.cache
 def load_processor(name: str) -> Any:
     """A family's processor, saved to a folder and loaded from there; skips where transformers lacks its class."""
-    import transformers
-
     family = VISION_FAMILIES[name]
     if not hasattr(transformers, family.processor):
         pytest.skip(f"this transformers has no {family.processor}")
@@ -72,9 +71,7 @@ def load_processor(name: str) -> Any:
 
 
 def _load_gemma(folder: Path) -> Any:
-    from transformers import AutoProcessor, Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(families_directory() / "tokenizers" / "gemma3" / "tokenizer.json"),
         bos_token="<bos>",
         eos_token="<end_of_turn>",
@@ -87,11 +84,13 @@ def _load_gemma(folder: Path) -> Any:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = load_template("gemma_3")
-    images = Gemma3ImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=16).save_pretrained(
-        folder
+    images = transformers.Gemma3ImageProcessor(
+        size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return AutoProcessor.from_pretrained(folder)
+    transformers.Gemma3Processor(
+        images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=16
+    ).save_pretrained(folder)
+    return transformers.AutoProcessor.from_pretrained(folder)
 
 
 def load_without_videos(processor: str, folder: Path, tokenizer: Any) -> Any:
@@ -102,23 +101,19 @@ def load_without_videos(processor: str, folder: Path, tokenizer: Any) -> Any:
         folder: Where the image processor was saved.
         tokenizer: Its tokenizer.
     """
-    import transformers
-    from transformers import AutoImageProcessor
 
     class WithoutVideos(getattr(transformers, processor)):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
-    return WithoutVideos(AutoImageProcessor.from_pretrained(folder), tokenizer, None)
+    return WithoutVideos(transformers.AutoImageProcessor.from_pretrained(folder), tokenizer, None)
 
 
 def _load_qwen(family: VisionFamily, folder: Path) -> Any:
-    from transformers import Qwen2VLImageProcessor
-
     patch = 16 if family.processor == "Qwen3VLProcessor" else 14
     # Few pixels, so that an image is a few dozen tokens.
     limits = {"min_pixels": (4 * patch) ** 2, "max_pixels": (16 * patch) ** 2}
-    Qwen2VLImageProcessor(patch_size=patch, merge_size=2, **limits).save_pretrained(folder)
+    transformers.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, **limits).save_pretrained(folder)
     tokenizer = copy.copy(load_tokenizer(family.tokenizer))
     tokenizer.chat_template = load_template(family.template)
     return load_without_videos(family.processor, folder, tokenizer)

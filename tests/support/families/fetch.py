@@ -72,7 +72,7 @@ def read_sources() -> list[Source]:
 def cache_directory() -> Path:
     """Return where the files for the current pins and conversions live, fetched or not."""
     state = hashlib.sha256()
-    for file in (SOURCES_FILE, HERE / "convert.py", HERE / "vocabularies.py"):
+    for file in (SOURCES_FILE, HERE / "vocabularies.py"):
         state.update(file.read_bytes())
     return home() / "families" / state.hexdigest()[:12]
 
