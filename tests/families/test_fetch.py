@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -63,24 +61,21 @@ class Registry:
         return path
 
 
-@pytest.fixture
-def registry() -> Registry:
-    return Registry()
-
-
 def fetch_into(folder: Path, registry: Registry, *sources: Source) -> None:
     fetch_sources(sources, folder / "files", folder / "downloads", registry.download)
 
 
 @pytest.mark.parametrize("pack", [wheel, tarball])
-def test_the_named_files_are_taken_out_of_an_archive_and_no_others(tmp_path, registry, pack):
+def test_the_named_files_are_taken_out_of_an_archive_and_no_others(tmp_path, pack):
+    registry = Registry()
     archive = pack({"top/a.jinja": "A", "top/deep/b.jinja": "B", "top/code.py": "code", "top/readme.md": "R"})
     fetch_into(tmp_path, registry, registry.add("x", archive, {"templates/x": ["top/*.jinja", "*/readme.md"]}))
     written = {path.relative_to(tmp_path / "files").as_posix(): path.read_text() for path in tmp_path.rglob("*.*")}
     assert written == {"templates/x/a.jinja": "A", "templates/x/b.jinja": "B", "templates/x/readme.md": "R"}
 
 
-def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path, registry):
+def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path):
+    registry = Registry()
     archive = tarball({"../../outside.jinja": "A"})
     fetch_into(tmp_path, registry, registry.add("x", archive, {"templates": ["*.jinja"]}))
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jinja")] == [
@@ -88,7 +83,8 @@ def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path, registry):
     ]
 
 
-def test_an_archive_with_another_checksum_is_refused_and_not_unpacked(tmp_path, registry):
+def test_an_archive_with_another_checksum_is_refused_and_not_unpacked(tmp_path):
+    registry = Registry()
     source = registry.add("x", wheel({"a.jinja": "expected"}), {"templates": ["a.jinja"]})
     registry.packages["x"] = wheel({"a.jinja": "something else"})
     with pytest.raises(FetchError, match=f"x==1.0 has the SHA-256 [0-9a-f]+, and not the pinned {source.sha256}"):
@@ -97,13 +93,15 @@ def test_an_archive_with_another_checksum_is_refused_and_not_unpacked(tmp_path, 
     assert not list((tmp_path / "downloads").iterdir())
 
 
-def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, registry):
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):
+    registry = Registry()
     source = registry.add("x", wheel({"a.jinja": "A"}), {"templates": ["a.jinja", "moved/*.jinja"]})
     with pytest.raises(FetchError, match=r"x==1.0 holds no file that matches \['moved/\*.jinja'\]"):
         fetch_into(tmp_path, registry, source)
 
 
-def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path, registry):
+def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path):
+    registry = Registry()
     good = registry.add("good", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
     bad = registry.add("bad", wheel({"b.jinja": "B"}), {"templates": ["*.jinja"]})
     registry.broken = {"bad"}
@@ -115,7 +113,8 @@ def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path, registry):
     assert {path.name for path in (tmp_path / "files" / "templates").iterdir()} == {"a.jinja", "b.jinja"}
 
 
-def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path, registry):
+def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path):
+    registry = Registry()
     source = registry.add("x", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
     fetch_into(tmp_path, registry, source)
     (tmp_path / "downloads" / source.sha256).write_bytes(b"cut")
@@ -123,7 +122,8 @@ def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path, registry)
     assert registry.downloads == ["x", "x"]
 
 
-def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_path, monkeypatch, registry):
+def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_path, monkeypatch):
+    registry = Registry()
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     archive = tarball(
         {

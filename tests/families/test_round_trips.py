@@ -3,8 +3,6 @@
 transformers' own reader of answers is a second oracle, for the families that it has a response template for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import unicodedata

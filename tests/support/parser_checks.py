@@ -1,7 +1,5 @@
 """What every tool parser must do, whatever its format: one suite that each format's test file fills in and inherits."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time

@@ -5,8 +5,6 @@ sampled. What templates lose of a call is listed, family by family; everything e
 Every loss has an example that proves it, so that the list cannot outlive its reasons.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -4,8 +4,6 @@ The image processors have their published parameters but for the sizes, which ar
 are those of the families.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Formats whose calls are JSON between marks, or elements."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import starmap

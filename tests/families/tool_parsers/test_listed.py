@@ -1,7 +1,5 @@
 """Formats whose calls end with the turn."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

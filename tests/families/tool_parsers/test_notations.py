@@ -1,7 +1,5 @@
 """Formats with a notation or a structure of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

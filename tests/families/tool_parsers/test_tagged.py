@@ -1,7 +1,5 @@
 """Formats whose arguments stand between tags as plain text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

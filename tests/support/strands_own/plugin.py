@@ -9,8 +9,6 @@ provider's citations) is passed on as it came.
 out nothing is an error, so that the list stays true.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -224,23 +222,22 @@ def _brains_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("all_tests"):
-        return None
     path = collection_path.relative_to(config.rootpath).as_posix()
-    return True if path in LEFT_OUT else None
+    return True if path in LEFT_OUT and not config.getoption("all_tests") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("all_tests"):
         return
-    listed = [entry for entry in LEFT_OUT if "::" in entry]
-    left_out = [item for item in items if any(_is_of(item.nodeid, entry) for entry in listed)]
-    suite = CLOUD_TESTS if any(argument.startswith(CLOUD_TESTS) for argument in config.args) else "tests"
-    whole_run = config.args == [suite] and not any("::" in argument for argument in config.args)
-    listed = [entry for entry in listed if entry.startswith(f"{suite}/")]
-    stale = [entry for entry in LEFT_OUT if not (config.rootpath / entry.partition("::")[0]).exists()]
-    stale += [entry for entry in listed if not any(_is_of(item.nodeid, entry) for item in left_out)]
-    if whole_run and stale:
+    left_out = [item for item in items if any(_is_of(item.nodeid, entry) for entry in LEFT_OUT)]
+    stale = [
+        entry
+        for entry in LEFT_OUT
+        if not (config.rootpath / entry.partition("::")[0]).exists()
+        or ("::" in entry and config.args == [entry.partition("/")[0]])
+        and not any(_is_of(item.nodeid, entry) for item in left_out)
+    ]
+    if stale and config.args in (["tests"], [CLOUD_TESTS]):
         raise pytest.UsageError(f"left_out.json names what is not there: {stale}")
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
