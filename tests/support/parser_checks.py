@@ -97,7 +97,7 @@ class Format:
         closer: What would end a string and its call if its marks were real.
         strict_json: Whether arguments are JSON, in which strings are escaped.
         delimits: A list tells by itself where it ends, whatever its strings hold.
-        values: Values of arguments; None for any JSON.
+        values: Values of arguments; any JSON by default.
     """
 
     parser: ToolParser
@@ -111,7 +111,7 @@ class Format:
     think: tuple[str, str] = ("<think>", "</think>")
     strict_json: bool = False
     delimits: bool = True
-    values: Callable[[st.SearchStrategy[str]], st.SearchStrategy[Any]] | None = None
+    values: Callable[[st.SearchStrategy[str]], st.SearchStrategy[Any]] = lambda texts: json_values(texts, texts)
 
     @property
     def start(self) -> str:
@@ -132,19 +132,16 @@ class Format:
     @functools.cached_property
     def arguments(self) -> st.SearchStrategy[dict[str, Any]]:
         """Arguments of a call that the format can carry."""
-        if self.values is not None:
-            return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
-        return arguments_with(self.texts)
+        return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
 
 
-def arguments_with(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Arguments]:
-    """Arguments of any JSON with these strings."""
-    values: st.SearchStrategy[Any] = st.recursive(
+def json_values(texts: st.SearchStrategy[str], keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    """Any JSON with these strings."""
+    return st.recursive(
         st.none() | SCALARS | texts,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=6,
     )
-    return st.dictionaries(KEYS, values | texts, max_size=4)
 
 
 def strings_in(value: Any) -> Iterator[str]:

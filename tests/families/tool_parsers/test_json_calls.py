@@ -267,15 +267,6 @@ class TestMiniMaxM3(ParserChecks):
     )
 
 
-def value_of(body: str, schema: Any, **root: Any) -> Any:
-    tools = [{"name": "f", "inputSchema": {"json": {"type": "object", "properties": {"x": schema}, **root}}}]
-    (found,) = MiniMaxM3ToolParser().parse(
-        f"{M3_BEGIN}\n{M3_CALL % ('f', f'{NS}<x>{body}{NS}</x>')}{M3_END}", tools=tools
-    )
-    assert found.status is ToolCallStatus.OK, found.error
-    return found.input["x"]
-
-
 @pytest.mark.parametrize(
     ("value", "schema"),
     [
@@ -295,8 +286,11 @@ def value_of(body: str, schema: Any, **root: Any) -> Any:
 )
 def test_values_have_the_type_that_the_schema_declares_on_every_level(value: Any, schema: Any) -> None:
     definitions = {"Words": {"type": "object", "additionalProperties": {"type": "string"}}}
-    text = element("x", value).removeprefix(f"{NS}<x>").removesuffix(f"{NS}</x>")
-    assert repr(value_of(text, schema, **{"$defs": definitions})) == repr(value)
+    root = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
+    text = m3_written([("f", {"x": value})])
+    (found,) = MiniMaxM3ToolParser().parse(text, tools=[{"name": "f", "inputSchema": {"json": root}}])
+    assert found.status is ToolCallStatus.OK, found.error
+    assert repr(found.input["x"]) == repr(value)
 
 
 @pytest.mark.parametrize(

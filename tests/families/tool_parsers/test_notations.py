@@ -15,11 +15,11 @@ from strands_sglang.tool_parsers import (
 )
 from support.parser_checks import (
     KEYS,
-    SCALARS,
     Format,
     ListedChecks,
     ParserChecks,
     json_text,
+    json_values,
     same,
     sampled,
     summary,
@@ -39,15 +39,6 @@ def value(of: Any) -> str:
     if isinstance(of, dict):
         return "{" + ",".join(f"{key}:{value(inner)}" for key, inner in of.items()) + "}"
     return "[" + ",".join(map(value, of)) + "]" if isinstance(of, list) else str(of)
-
-
-def carried(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Values of the format: keys are bare words."""
-    return st.recursive(
-        st.none() | SCALARS | texts,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
-        max_leaves=6,
-    )
 
 
 class TestGemma4(ParserChecks):
@@ -79,7 +70,8 @@ class TestGemma4(ParserChecks):
         closer=f"{QUOTE}}}<tool_call|>",
         think=("<|channel>", "<channel|>"),
         # A mark of strings in a string ends it, unless it is made of other tokens.
-        values=lambda texts: carried(texts.filter(lambda text: QUOTE not in text)),
+        # Keys are bare words.
+        values=lambda texts: json_values(texts.filter(lambda text: QUOTE not in text), KEYS),
     )
 
 
