@@ -6,8 +6,6 @@
 fixture `own_server` are skipped: they need a certain model, or do what nobody should do to someone else's server.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass

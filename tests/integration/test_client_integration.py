@@ -1,7 +1,5 @@
 """`SGLangClient` against a real SGLang server."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Environments on a real server: whole episodes, exact tokens, every kind of end, and the example."""
 
-from __future__ import annotations
-
 import asyncio
 
 from strands_env.core import Action, TaskContext, TerminationReason

@@ -3,8 +3,6 @@
 `KILLED_EVALUATION=64,4,3` has 64 tasks x 4 samples killed three times (about ten minutes on two cores).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

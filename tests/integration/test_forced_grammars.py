@@ -3,8 +3,6 @@
 What a grammar lets through is one call of the forced tool that validates against its schema; or there is no grammar.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Images on a real server with a tiny random Qwen2.5-VL: what is recorded is what the server saw, and trains."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 import torch

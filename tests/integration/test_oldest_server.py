@@ -3,8 +3,6 @@
 The tests are those of the current server, with another server behind the same fixture.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

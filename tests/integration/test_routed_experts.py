@@ -1,7 +1,5 @@
 """Routed experts on a real server with a mixture-of-experts model: a row per token, the right one, cached or not."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 

@@ -4,8 +4,6 @@ A key that only one of the two has, another JSON type, another status or another
 where the request determines them (lengths, finish reasons, cached tokens); what is sampled is not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """slime's `generate` on real servers: answers, aborts and partial rollouts, and the experts of every token."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import uuid

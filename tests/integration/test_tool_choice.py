@@ -1,7 +1,5 @@
 """Forced tool calls: on a real server, and for every format on real tokenizers with the server's own grammar engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

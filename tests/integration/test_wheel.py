@@ -1,7 +1,5 @@
 """The wheel, installed where nothing else is: its declared dependencies are enough for what the README promises."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

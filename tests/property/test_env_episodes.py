@@ -3,8 +3,6 @@
 No budget is overspent beyond what it promises, and none ends an episode early.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """2,000 episodes at once in one process: each one ends, is kept once, and is its own."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

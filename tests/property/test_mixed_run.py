@@ -5,8 +5,6 @@ which ask the same. Servers abort, tasks and agents are cancelled, and cut calls
 to a second process and back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """What an episode in a test is made of: agents, tools that note what ran, models, tokenizers, a clock to move."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib.util

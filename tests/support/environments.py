@@ -1,7 +1,5 @@
 """Environments and evaluations for tests: what they play, what was run, and rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

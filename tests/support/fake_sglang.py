@@ -5,8 +5,6 @@ process id) and FAKE_SGLANG_MODE: "healthy" (answers 503 twice, then 200), "dies
 with code 3) or "never" (always 503).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """Many episodes under faults, and a judge that compares what they recorded with what the servers say they sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence

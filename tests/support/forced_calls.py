@@ -1,7 +1,5 @@
 """Forced calls: tools, what a call of them has to be, and texts that their grammars let through."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

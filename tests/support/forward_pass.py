@@ -1,7 +1,5 @@
 """The judge of what a real server computed: a forward pass of its model in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A small MCP server over stdio that keeps state: `add` and `count`. Run as a script; with `silent`, it has no list."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Processes of this machine: examples run as their users do, sandboxes, and what is to be gone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Reads the README: its fenced blocks and its tables, so that tests can hold them against the code."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

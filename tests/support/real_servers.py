@@ -1,7 +1,5 @@
 """What tests ask a real SGLang server, do to it, and read in its log, beside the library."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

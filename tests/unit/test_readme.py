@@ -1,7 +1,5 @@
 """The README: its snippets run, its tables and troubles are the code's, and its files and commands exist."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

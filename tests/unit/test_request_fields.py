@@ -1,7 +1,5 @@
 """A16, item 6: further fields of SGLang's `/generate`, checked before anything runs, and recorded as they were sent."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from strands import Agent, tool
 from strands.hooks import HookProvider, MessageAddedEvent

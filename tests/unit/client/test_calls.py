@@ -1,7 +1,5 @@
 """A call of the client: what is sent, what is read, what is tried again, and when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Calls that end before their answer: what the server is told, and what becomes of the tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The servers that a client has: their addresses, connections and turns, and the clients that are shared."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

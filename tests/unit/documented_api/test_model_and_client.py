@@ -28,8 +28,6 @@ The documents describe the library at several points of its history, so one thin
 The page of `strands-env` names nothing from `strands_sglang`.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -18,8 +18,6 @@ What a sample must look like is in `support.slime.check_tokens`. The documented 
 these two, and leave a response of no tokens when nothing was sampled; the README's function does better.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 import pytest

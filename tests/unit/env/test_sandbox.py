@@ -1,7 +1,5 @@
 """Programs that want out: the sandbox ends each of them in a documented way, and nothing of it is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The examples, run as their users run them, most against a scripted server."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The slime example: its functions run, its tool has limits, its data and its script are what they should be."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

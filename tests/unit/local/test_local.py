@@ -1,7 +1,5 @@
 """A local SGLang: its cache, its installation, its models, its processes, and the server."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

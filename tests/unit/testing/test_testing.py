@@ -1,7 +1,5 @@
 """The scripted server: what it answers and refuses, its faults, its workers, and the ways to reach it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import struct
