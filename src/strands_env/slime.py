@@ -38,9 +38,7 @@ def make_generate(
         environment: Environment = await settled(make_environment(lambda: model, sample))
         environment.retries = 0
         result = await environment.step((action or action_of)(sample))
-        return slime.EpisodeEnd(
-            result.termination_reason, _reward(environment, result), _facts(result), result.observation.trajectory
-        )
+        return slime.EpisodeEnd(result.termination_reason, _reward(environment, result), _facts(result))
 
     return slime.make_generate(episode=episode, **settings)
 

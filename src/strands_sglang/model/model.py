@@ -293,12 +293,17 @@ class SGLangModel(Model):
         finds_parser = self._parser_name in (None, AUTO)
         parser = self._find_tool_parser(template, settings.chat_template) if finds_parser else self.tool_parser
         self.images = None if self.processor is None else ImageProcessor(self.processor, template)
-        self.chat_template, self.tool_parser, self._settings, self.config = template, parser, settings, config
+        self.chat_template, self.tool_parser, self.config = template, parser, config
 
     @override
     def get_config(self) -> SGLangConfig:
         """The configuration in force."""
         return cast(SGLangModel.SGLangConfig, self.config)
+
+    @property
+    def _settings(self) -> ModelConfig:
+        """The configuration as it is now: whoever has it from `config` may have changed it."""
+        return ModelConfig.read(self.config)[0]
 
     # --- what was recorded ---
 
@@ -374,10 +379,11 @@ class SGLangModel(Model):
     @override
     def context_window_limit(self) -> int | None:
         """Context length in tokens: what is configured, or what the server said; None before it was asked."""
-        if self._settings.context_window_limit is not None:
-            return self._settings.context_window_limit
+        settings = self._settings
+        if settings.context_window_limit is not None:
+            return settings.context_window_limit
         facts = known_facts(self.client, self.chat_template)
-        limits = (self._settings.max_context_tokens, None if facts is None else facts.context_length)
+        limits = (settings.max_context_tokens, None if facts is None else facts.context_length)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @override

@@ -952,6 +952,15 @@ async def test_params_is_the_earlier_spelling(rollout):
     assert model.get_config()["sampling_params"] == {"temperature": 0.25}
 
 
+async def test_what_is_changed_in_the_configuration_itself_takes_effect_too(rollout):
+    server, model = rollout(["ok"], sampling_params={"max_new_tokens": 9}, context_window_limit=100)
+    model.config["sampling_params"] = {"max_new_tokens": 4}
+    model.get_config()["context_window_limit"] = 50
+    await make_agent(model).invoke_async("a")
+    assert server.requests[0].sampling_params["max_new_tokens"] == 4
+    assert model.context_window_limit == 50
+
+
 async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(rollout):
     server, model = rollout(["ok", "ok"], enable_thinking=True)
     await make_agent(model).invoke_async("a")

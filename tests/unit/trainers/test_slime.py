@@ -23,10 +23,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager, SlidingWindowConversationManager
+from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import OUTCOMES, TerminationReason, Trajectory
 from strands_sglang.protocol.generation import joined_mask
-from strands_sglang.testing import ScriptedAnswer, ScriptedFault
+from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers import slime
 from strands_sglang.trainers.slime import (
     SlimeExportError,
@@ -51,6 +52,7 @@ from support.slime import (
     QUESTION,
     Rollouts,
     Sample,
+    SlimeState,
     SpecInfo,
     check_against_server,
     check_rollouts,
@@ -93,6 +95,42 @@ async def test_an_agent_runs_its_tools_and_the_sample_is_completed(chatml_tokeni
     assert (facts["tool_iterations"], facts["tool_calls"], facts["model_calls"]) == (1, 1, 2)
     assert sample.non_generation_time > 0
     check_against_server(sample, rollouts.server, all_trained=True)
+
+
+async def test_the_first_episode_opened_is_the_samples_whoever_asks_first(chatml_tokenizer):
+    async def episode(model, sample):
+        with model.episode():
+            with model.episode():
+                await Agent(model=model, callback_handler=None).invoke_async("Play the user.")
+            with pytest.raises(MaxTokensReachedException):
+                await Agent(model=model, callback_handler=None).invoke_async(sample.prompt)
+        return slime.EpisodeEnd(TerminationReason.MAX_TOKENS_REACHED, 1.0)
+
+    scripted = ScriptedSGLang(chatml_tokenizer, ["I am one.", LONG_TEXT])
+    run = make_generate(
+        episode=episode,
+        generate_state=lambda args: SlimeState(chatml_tokenizer),
+        client_settings={"transport": scripted.transport()},
+    )
+    sample = await run(slime_args(), Sample(prompt=QUESTION), slime_sampling_params(max_new_tokens=12))
+    asked, sampled = scripted.requests[1].input_ids, scripted.responses[1].body["output_ids"]
+    assert (sample.tokens, sample.loss_mask) == ([*asked, *sampled], [1] * 12)
+
+
+async def test_an_episode_whose_first_request_is_refused_has_its_prompt(chatml_tokenizer):
+    async def episode(model, sample):
+        with model.episode():
+            await Agent(model=model, callback_handler=None).invoke_async(sample.prompt)
+
+    scripted = ScriptedSGLang(chatml_tokenizer, [], context_length=10)
+    run = make_generate(
+        episode=episode,
+        generate_state=lambda args: SlimeState(chatml_tokenizer),
+        client_settings={"transport": scripted.transport()},
+    )
+    sample = await run(slime_args(), Sample(prompt=QUESTION), slime_sampling_params())
+    assert (sample.status.name, sample.remove_sample) == ("FAILED", True)
+    assert QUESTION in chatml_tokenizer.decode(sample.tokens)
 
 
 async def test_prompts_are_texts_or_chat_messages_with_a_system_prompt_behind_the_agents(chatml_tokenizer):

@@ -30,12 +30,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from strands import Agent
 from strands.agent.conversation_manager import NullConversationManager
 from strands.types.content import Messages
+from typing_extensions import override
 
 from ...client.cache import get_client_from_slime_args
 from ...exceptions import SGLangAbortedError, causes
@@ -308,13 +310,25 @@ class EpisodeEnd:
         reward: Its reward, a number or a dictionary for `reward_key`; None leaves it to slime's reward function. One
             that is no finite number removes the sample.
         metadata: What `sample.metadata["strands_sglang"]` is to hold.
-        trajectory: Its calls; by default those of the trajectory in which the model was asked first.
     """
 
     reason: TerminationReason
     reward: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    trajectory: Trajectory | None = None
+
+
+class EpisodesModel(SGLangModel):
+    """The model of one episode: the first `episode()` on it is the one that is running, later ones are others'."""
+
+    _is_open = False
+
+    @override
+    def episode(self) -> AbstractContextManager[Trajectory]:
+        """The running episode, and then those of others, such as a judge's."""
+        if self._is_open:
+            return super().episode()
+        self._is_open = True
+        return nullcontext(self.trajectory)
 
 
 @dataclass(eq=False)
@@ -379,8 +393,6 @@ class Episode:
         """
         if self.state.aborted:
             raise SGLangAbortedError("slime aborts its rollouts, so no request was made")
-        if self.settings.episode is not None and not self.asked and turn.trajectory is not None:
-            self.trajectory = turn.trajectory
         self.asked.add(turn)
         budget = self.sampling_params.get("max_new_tokens")
         if budget is None or turn.trajectory is not self.trajectory:
@@ -407,7 +419,7 @@ class Episode:
         if getattr(args, "use_rollout_routing_replay", False) and not self.evaluation:
             config["return_routed_experts"] = True
         processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
-        model = SGLangModel(
+        model = EpisodesModel(
             tokenizer=state.tokenizer if processor is None else processor.tokenizer,
             client=get_client_from_slime_args(args, **(settings.client_settings or {})),
             tool_parser=settings.tool_parser,
@@ -451,8 +463,6 @@ class Episode:
         except Exception as error:
             self.end = error
             return self._reason(), None, {}
-        if end.trajectory is not None:
-            self.trajectory = end.trajectory
         reward = end.reward
         if reward is not None and not isinstance(reward, Mapping):
             reward = as_reward(self.args, reward, evaluation=self.evaluation, category="scored")
