@@ -20,7 +20,6 @@ NAMES = {
     """,
     "strands_env.eval.benchmarks": "load_benchmark",
     "strands_env.eval.checkpoint": "CheckpointFile",
-    "strands_env.eval.json_lines": "encode",
     "strands_env.rewards": """
         AllOf ExactMatchReward JudgeReward MathReward RegexReward RewardError WeightedSum WorkerLimits last_boxed
         value_key
