@@ -6,6 +6,8 @@ slime's budget of tokens holds for the whole response, its aborts stop an episod
 a sample that slime can use.
 """
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable
 from typing import Any
 

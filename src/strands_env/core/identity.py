@@ -5,6 +5,8 @@ the same whenever the same program makes the same environment again: nothing in 
 what an object has counted or collected since it was made.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import datetime
 import enum

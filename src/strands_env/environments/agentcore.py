@@ -1,5 +1,7 @@
 """An agent that runs Python in a session of AWS Bedrock AgentCore's code interpreter."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

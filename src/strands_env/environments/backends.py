@@ -3,6 +3,8 @@
 Strands shows whatever a tool raises to the model, which would then be judged for a machine's fault.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from strands.hooks import HookProvider, HookRegistry

@@ -4,6 +4,8 @@ Whole numbers are exact and have at most 3,000 digits; what would be larger is r
 and length are bounded, so every expression takes well under 0.1 s.
 """
 
+from __future__ import annotations
+
 import ast
 import math
 import operator

@@ -1,5 +1,7 @@
 """MCP servers named by plain data, as a command line gives them."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """An agent that runs Python programs, in the sandbox of this package."""
 
+from __future__ import annotations
+
 import functools
 import signal
 from collections.abc import Sequence

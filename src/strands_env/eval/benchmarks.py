@@ -1,5 +1,7 @@
 """Tasks: benchmarks by name, files and tables. Rows become actions; one that is no task is refused with its place."""
 
+from __future__ import annotations
+
 import csv
 import itertools
 import json

@@ -27,6 +27,8 @@ Two evaluations of the same prompts are compared prompt by prompt: what makes a 
 the difference, whose interval is then much narrower than those of the two values.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math

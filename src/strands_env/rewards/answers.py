@@ -1,5 +1,7 @@
 """What rewards look at: the answer of an episode, and what it is compared with."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence, Set

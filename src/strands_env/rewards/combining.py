@@ -1,5 +1,7 @@
 """Rewards made of rewards."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """`JudgeReward`: another model scores the answer by a rubric."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import inspect

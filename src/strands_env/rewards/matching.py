@@ -1,5 +1,7 @@
 """Rewards that compare texts."""
 
+from __future__ import annotations
+
 import re
 import unicodedata
 from typing import Any

@@ -22,6 +22,8 @@ them (`9^{9^{9^9}}`) is wrong, with the verdict `over_limits`: no grader would h
 error, an evaluation would try it for ever.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from typing import Any
 

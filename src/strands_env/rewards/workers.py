@@ -5,6 +5,8 @@ Whether a request is over the limits does not depend on how busy the machine is.
 needed and go with this process.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import functools

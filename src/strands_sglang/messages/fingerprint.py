@@ -7,6 +7,8 @@ normalisation that Strands itself applies before every model call, and cache poi
 sees.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math

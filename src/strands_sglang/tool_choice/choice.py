@@ -3,6 +3,8 @@
 A parser writes the call that it reads (`ToolParser.write_call`), with a `CallWriter`.
 """
 
+from __future__ import annotations
+
 import re
 import warnings
 from collections.abc import Mapping, Sequence

@@ -23,6 +23,8 @@ DSML, the format of DeepSeek V3.2 and V4: values stand between tags as plain tex
 V4 calls the section `tool_calls`; nothing else is different.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -5,6 +5,8 @@ JSON's (`None` in the first template), lists and objects have brackets, and keys
 `<|channel>thought` with a newline and `<channel|>`.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

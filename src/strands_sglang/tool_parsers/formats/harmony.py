@@ -9,6 +9,8 @@ particular is text. `<|call|>` and `<|return|>` are stop tokens: the last messag
 A call that is not exactly one takes the rest of the turn with it.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -16,6 +16,8 @@ Granite 4: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, once p
 template only asks for that and writes no call itself.
 """
 
+from __future__ import annotations
+
 import re
 
 from ..base import Element, ToolParser, Writer, register_tool_parser

@@ -13,6 +13,8 @@ call may hold one JSON object: `<|open|>json type="object"<|sep|>{"query": "x"}<
 stands between `response` tags, reasoning between `think` tags. Attributes escape `&` and `"`; nothing else is escaped.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any, cast

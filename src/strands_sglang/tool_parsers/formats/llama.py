@@ -15,6 +15,8 @@ name and `(` is one. `<|python_start|>` and `<|python_end|>` may stand around it
 double quotes as it is, so that what they show of numbers, and of quotes inside strings, is not what was called.
 """
 
+from __future__ import annotations
+
 import re
 
 from ..base import Element, ToolParser, Writer, register_tool_parser

@@ -19,6 +19,8 @@ empty string, list or object, whichever the schema allows. A text ends at the fi
 the ids known, ordinary tokens that spell the token are text.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Set
 from typing import Any, Union

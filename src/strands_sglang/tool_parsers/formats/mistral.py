@@ -5,6 +5,8 @@ later models write `[TOOL_CALLS]f[ARGS]{...}` per call, Small 3.2 with `[CALL_ID
 nine letters and digits. Reasoning stands between `[THINK]` and `[/THINK]`.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -8,6 +8,8 @@ writes them (`{'x': True}`). A turn that begins with the name and arguments of s
 object is text; it is read as JSON, or as Python where it is no JSON.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

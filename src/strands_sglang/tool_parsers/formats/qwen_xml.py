@@ -21,6 +21,8 @@ a call is refused. A string that holds the very lines that end one parameter and
 nothing in the format tells them apart.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -11,6 +11,8 @@ The template writes lists and objects as Python does, so that those are read as 
 Reasoning stands between `<seed:think>` and `</seed:think>`.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

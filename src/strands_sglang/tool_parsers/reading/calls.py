@@ -8,6 +8,8 @@ call whose value was never closed: the end of a call with what follows there, an
 the format puts one. Such a call is refused.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

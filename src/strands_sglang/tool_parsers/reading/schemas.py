@@ -4,6 +4,8 @@ Where several parts of a schema speak of one value, all of them count (`$ref`, `
 `oneOf`); a part that says nothing of it leaves the others alone.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -18,6 +18,8 @@ been opened out of sight: all that precedes it is reasoning, draft calls include
 are part of its arguments.
 """
 
+from __future__ import annotations
+
 import re
 from bisect import bisect_left
 from collections import defaultdict

@@ -8,6 +8,8 @@ Of Python, literals and keyword arguments are read, nothing that would have to b
 seconds for a hostile megabyte and warns about odd escapes, so they are read here.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
