@@ -24,7 +24,7 @@ print(time.process_time() - before, len(__import__("sys").modules), {module}.__f
 def import_once(tree: Path, module: str) -> tuple[float, int]:
     """CPU seconds, and how many modules are loaded afterwards."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     seconds, modules, file = result.stdout.split(maxsplit=2)
     if not Path(file.strip()).is_relative_to(tree):
