@@ -4,9 +4,9 @@
 
 One call runs against a scripted server, and one more as slime makes it. When the request reaches the transport, the
 chain is walked from there back to `stream`: the stack of the running task, then the suspended coroutines of the task
-that created it and waits, and so on. Counted is every frame under `src/` on this chain, in front of the call of httpx's
-client. A function that created a task and has returned since counts too, as a reader has to pass through it. Exits 1
-above a limit.
+that created it and waits, and so on. Every frame under `src/` on this chain counts, up to the call of httpx's client. A
+function that created a task and has returned since counts too, as a reader has to pass through it. Exits 1 above a
+limit.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, product
 
 from strands_sglang.tool_parsers import ToolParseResult
@@ -61,7 +62,7 @@ class Call:
     owner: str | None = None
     is_rewritten: bool = False
 
-    @property
+    @cached_property
     def lines(self):
         return list(map(as_line, self.messages))
 
@@ -238,8 +239,11 @@ class Judge:
         answers = self.answers()
         decode = self.server.tokenizer.decode
         spoken = [(one.call.answer, decode(one.output_ids[:-1])) for one in answers]
+        uses = [block["toolUse"] for call in self.calls for block in call.blocks if "toolUse" in block]
+        # The model is told why a call did not parse, in place of its result.
+        unread = {use["toolUseId"] for use in uses if use["name"] == ToolParseResult.UNKNOWN_NAME}
         for request in self.server.requests:
-            self._check_prompt(self.call_of(request), request.text, spoken)
+            _check_prompt(self.call_of(request), request.text, spoken, unread)
         turns = self._check_record(trajectories, answers)
         for trajectory in trajectories:
             recorded = [one for one in answers if turns[one.index] in trajectory.turns]
@@ -250,24 +254,6 @@ class Judge:
                 hidden = {*(() if shows_discarded else discarded), *(() if shows_auxiliary else auxiliary)}
                 _check_exported(exported, recorded, hidden | set(constrained))
         return answers
-
-    def _check_prompt(self, call, prompt, spoken):
-        """Every block of every message stands in the prompt, message behind message: in words, or as it was sampled."""
-        system, tools = call.before
-        uses = [block["toolUse"] for earlier in self.calls for block in earlier.blocks if "toolUse" in block]
-        # The model is told why a call did not parse, in place of its result.
-        unread = {use["toolUseId"] for use in uses if use["name"] == ToolParseResult.UNKNOWN_NAME}
-        require(system is None or system in prompt, "the system prompt is in the prompt", prompt=prompt)
-        require(all(f'"{tool["name"]}"' in prompt for tool in tools or ()), "every tool is told", prompt=prompt)
-        position = 0
-        for message in call.messages:
-            ends, texts = [position], list(_texts(message, unread))
-            verbatim = [text for answer, text in spoken if answer == message and prompt.find(text, position) >= 0]
-            for text in (verbatim[:1] or texts) if texts else ():
-                found = prompt.find(text, position)
-                require(found >= 0, "no message is missing", text=text, message=message, behind=prompt[position:])
-                ends.append(found + len(text))
-            position = max(ends)
 
     def _check_record(self, trajectories, answers):
         """Every sampled answer is recorded once, as it came. Returns the turns by the indices of their requests."""
@@ -283,6 +269,22 @@ class Judge:
             require(list(turn.generation.logprobs or ()) == one.logprobs, "logprobs are the server's")
         require(not by_rid, "what was recorded was sampled", requests=list(by_rid))
         return turns
+
+
+def _check_prompt(call, prompt, spoken, unread):
+    """Every block of every message stands in the prompt, message behind message: in words, or as it was sampled."""
+    system, tools = call.before
+    require(system is None or system in prompt, "the system prompt is in the prompt", prompt=prompt)
+    require(all(f'"{tool["name"]}"' in prompt for tool in tools or ()), "every tool is told", prompt=prompt)
+    position = 0
+    for message in call.messages:
+        ends, texts = [position], list(_texts(message, unread))
+        verbatim = [text for answer, text in spoken if answer == message and prompt.find(text, position) >= 0]
+        for text in (verbatim[:1] or texts) if texts else ():
+            found = prompt.find(text, position)
+            require(found >= 0, "no message is missing", text=text, message=message, behind=prompt[position:])
+            ends.append(found + len(text))
+        position = max(ends)
 
 
 def _place(one, recorded, turns, provable):
