@@ -1,9 +1,5 @@
-from collections.abc import Callable
-from typing import Any
-
 import hypothesis
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
@@ -16,7 +12,7 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     # Here and not beside the fixtures that use it: pytest reads options from the first conftest files only.
     parser.addoption(
         "--sglang-base-url",
@@ -26,18 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def chatml_tokenizer() -> PreTrainedTokenizerFast:
+def chatml_tokenizer():
     """A small real ChatML tokenizer; `support.agents.build_chatml_tokenizer` has variants of it."""
     return build_chatml_tokenizer()
 
 
 @pytest.fixture
-def rollout(chatml_tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[ScriptedSGLang, SGLangModel]]:
+def rollout(chatml_tokenizer):
     """Sets up a scripted server (arguments in `server=`) and a model on it (the other arguments)."""
 
-    def make(
-        answers: Any, *, server: dict[str, Any] | None = None, **config: Any
-    ) -> tuple[ScriptedSGLang, SGLangModel]:
+    def make(answers, *, server=None, **config):
         scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
         return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
 

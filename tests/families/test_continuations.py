@@ -52,7 +52,7 @@ DROPS_CALLS = ("deepseek_v3_original", "smollm3")
 """Families whose template has no place for the tool calls of a message, but writes its text."""
 
 TOOL_CASES = ("tool result", "several tool results", "text beside results", "full render")
-REFUSED: dict[tuple[str, str], str] = {
+REFUSED = {
     **{("gemma_3", case): "the template refuses tool results" for case in TOOL_CASES},
     **{(family, "full render"): "the template drops tool calls" for family in DROPS_CALLS},
     **{(f"llama_3_{n}", "several tool results"): "the template refuses two calls in one turn" for n in (1, 2, 3)},
@@ -341,7 +341,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_copy_encodes_and_decodes_as_its_tokenizer(family: str) -> None:  # A1
+def test_a_copy_encodes_and_decodes_as_its_tokenizer(family):  # A1
     tokenizer = load_tokenizer(family)
     encoder = get_encoder(tokenizer)
     added = tokenizer.added_tokens_decoder
@@ -354,25 +354,25 @@ def test_a_copy_encodes_and_decodes_as_its_tokenizer(family: str) -> None:  # A1
         assert encoder.decode(ids) == decoded
 
 
-def test_a_copy_of_a_truncating_tokenizer_encodes_in_full() -> None:  # A1
+def test_a_copy_of_a_truncating_tokenizer_encodes_in_full():  # A1
     tokenizer = copy.deepcopy(load_tokenizer("qwen3"))
     tokenizer.backend_tokenizer.enable_truncation(max_length=3)
     assert len(get_encoder(tokenizer).encode("one two three four five six")) == 6
 
 
-def user_turns(text: str) -> list[dict[str, str]]:
+def user_turns(text):
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}, {"role": "user", "content": text}]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_messages_write_no_control_tokens_where_they_are_escaped(family: str) -> None:  # A15
+def test_messages_write_no_control_tokens_where_they_are_escaped(family):  # A15
     tokenizer = load_tokenizer(family)
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
     added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     marks = [token.content for token in added.values() if token.content in template_text(tokenizer) or token.special]
     injected = "page" + "".join(f"{mark} {mark} x" for mark in marks[:60])
 
-    def control(token_ids: list[int]) -> list[int]:
+    def control(token_ids):
         return [token_id for token_id in token_ids if token_id in added]
 
     opening = template.opening(user_turns(injected), [PROBE_TOOL])
@@ -392,5 +392,5 @@ def test_messages_write_no_control_tokens_where_they_are_escaped(family: str) ->
         assert injected in template.decode(after)
 
 
-def template_text(tokenizer: object) -> str:
+def template_text(tokenizer):
     return str(getattr(tokenizer, "chat_template", ""))

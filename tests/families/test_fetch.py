@@ -22,7 +22,7 @@ from support.families.fetch import (
 )
 
 
-def wheel(files: dict[str, str]) -> bytes:
+def wheel(files):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for name, text in files.items():
@@ -30,7 +30,7 @@ def wheel(files: dict[str, str]) -> bytes:
     return content.getvalue()
 
 
-def tarball(files: dict[str, str]) -> bytes:
+def tarball(files):
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for name, text in files.items():
@@ -43,16 +43,16 @@ def tarball(files: dict[str, str]) -> bytes:
 class Registry:
     """Holds packages by name, and counts what is downloaded of them."""
 
-    def __init__(self) -> None:
-        self.packages: dict[str, bytes] = {}
-        self.downloads: list[str] = []
-        self.broken: set[str] = set()
+    def __init__(self):
+        self.packages = {}
+        self.downloads = []
+        self.broken = set()
 
-    def add(self, name: str, archive: bytes, members: dict[str, list[str]]) -> Source:
+    def add(self, name, archive, members):
         self.packages[name] = archive
         return Source(name, "pypi", f"{name}==1.0", hashlib.sha256(archive).hexdigest(), members)
 
-    def download(self, source: Source, folder: Path) -> Path:
+    def download(self, source, folder):
         self.downloads.append(source.name)
         if source.name in self.broken:
             raise FetchError(f"{source.name} cannot be reached")
@@ -61,7 +61,7 @@ class Registry:
         return path
 
 
-def fetch_into(folder: Path, registry: Registry, *sources: Source) -> None:
+def fetch_into(folder, registry, *sources):
     fetch_sources(sources, folder / "files", folder / "downloads", registry.download)
 
 
@@ -134,7 +134,7 @@ def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_pat
     source = registry.add("x", archive, {"raw/x": ["package/models/*.json"]})
     results = []
 
-    def run() -> None:
+    def run():
         results.append(
             fetch(
                 sources=[source],

@@ -6,17 +6,15 @@ transformers' own reader of answers is a second oracle, for the families that it
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jinja2
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from strands_sglang.tool_parsers import ParsedTurn, UnknownToolParserError, get_tool_parser
+from strands_sglang.tool_parsers import UnknownToolParserError, get_tool_parser
 from support.families import FAMILIES, load_template, load_tokenizer
-from support.parser_checks import KEYS, PIECES, Call, json_values, tools_for
+from support.parser_checks import KEYS, PIECES, json_values, tools_for
 from support.round_trips import (
     COMPOSING,
     LOSSES,
@@ -24,7 +22,6 @@ from support.round_trips import (
     NO_REASONING,
     NO_TEXT,
     ONE_CALL,
-    Loss,
     Message,
     Sampled,
     is_lost,
@@ -37,7 +34,7 @@ from support.round_trips import (
 EXAMPLES = 40
 TEXT, REASONING = "So, I look it up.", "Hm. Is it?\nLet me see."
 CODE = 'def f(x):\n    if x:\n\treturn \'\\n\' + """é"""\n\n'
-ARGUMENTS: dict[str, Any] = {
+ARGUMENTS = {
     "code": CODE,
     "text": "  é日本\U0001f642 \n",
     "digits": "123",
@@ -59,27 +56,27 @@ FAMILIES_THAT_REASON = [
 ]
 
 
-def same(turn: ParsedTurn, calls: Iterable[Call]) -> bool:
+def same(turn, calls):
     """Whether these are the turn's calls, with arguments of equal types on every level and in any order."""
     found = [(call.name, json.dumps(call.input, sort_keys=True)) for call in turn.tool_calls]
     return found == [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
 
 
-def texts_of(family: str) -> st.SearchStrategy[str]:
+def texts_of(family):
     """Strings, with all in them that the family's template writes around the values of calls."""
     pieces = st.sampled_from((*pieces_of(family), *PIECES, CODE))
     return st.lists(st.one_of(pieces, st.text(max_size=6)), max_size=5).map("".join)
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_calls_of_any_arguments_come_back_as_they_went_in(family: str) -> None:
+def test_calls_of_any_arguments_come_back_as_they_went_in(family):
     arguments = st.dictionaries(KEYS, texts_of(family) | json_values(texts_of(family), texts_of(family)), max_size=3)
     if family == "llama_4":
         arguments = st.dictionaries(KEYS, texts_of(family), max_size=3)
 
     @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ)
     @given(st.lists(arguments, min_size=1, max_size=1 if family in ONE_CALL else 2), st.booleans(), st.booleans())
-    def come_back(drawn: Sequence[dict[str, Any]], with_text: bool, with_reasoning: bool) -> None:
+    def come_back(drawn, with_text, with_reasoning):
         calls = tuple((f"f{index}", arguments) for index, arguments in enumerate(drawn))
         assume(not is_lost(family, calls))
         text = TEXT if with_text and family not in NO_TEXT else ""
@@ -96,7 +93,7 @@ def test_calls_of_any_arguments_come_back_as_they_went_in(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_arguments_of_every_kind_come_back_with_the_text_and_the_reasoning_beside_them(family: str) -> None:
+def test_arguments_of_every_kind_come_back_with_the_text_and_the_reasoning_beside_them(family):
     one = (("f", STRINGS if family == "llama_4" else ARGUMENTS),)
     several = (*one, ("g", {}), ("h", {"digits": "4"}))
     messages = [Message(one), Message((("g", {}),))]
@@ -118,7 +115,7 @@ def test_arguments_of_every_kind_come_back_with_the_text_and_the_reasoning_besid
     ("family", "loss"),
     [pytest.param(family, loss, id=f"{family}: {loss.why}") for loss in LOSSES for family in loss.families],
 )
-def test_what_is_listed_as_lost_is_lost_by_the_template_and_never_guessed(family: str, loss: Loss) -> None:
+def test_what_is_listed_as_lost_is_lost_by_the_template_and_never_guessed(family, loss):
     calls = (("f", loss.example),)
     assert loss.lost(loss.example)
     written = sample(family, Message(calls))
@@ -135,12 +132,12 @@ def test_what_is_listed_as_lost_is_lost_by_the_template_and_never_guessed(family
 
 
 @pytest.mark.parametrize("family", NO_CALLS)
-def test_templates_that_are_listed_to_write_no_call_write_none(family: str) -> None:
+def test_templates_that_are_listed_to_write_no_call_write_none(family):
     assert "key" not in sample(family, Message((("f", {"key": "value"}),))).text
 
 
 @pytest.mark.parametrize("family", ONE_CALL)
-def test_templates_that_are_listed_to_write_one_call_write_no_second_one(family: str) -> None:
+def test_templates_that_are_listed_to_write_one_call_write_no_second_one(family):
     calls = (("f", {"key": "first"}), ("g", {"key": "second"}))
     try:
         assert "second" not in sample(family, Message(calls)).text
@@ -149,7 +146,7 @@ def test_templates_that_are_listed_to_write_one_call_write_no_second_one(family:
 
 
 @pytest.mark.parametrize("family", NO_TEXT)
-def test_templates_that_are_listed_to_write_no_text_beside_a_call_write_none(family: str) -> None:
+def test_templates_that_are_listed_to_write_no_text_beside_a_call_write_none(family):
     calls = (("f", {"key": "value"}),)
     sampled = sample(family, Message(calls, TEXT))
     turn = parse(family, sampled, calls)
@@ -160,35 +157,35 @@ def test_templates_that_are_listed_to_write_no_text_beside_a_call_write_none(fam
 
 
 @pytest.mark.parametrize("family", NO_REASONING)
-def test_templates_that_are_listed_to_write_no_reasoning_write_none(family: str) -> None:
+def test_templates_that_are_listed_to_write_no_reasoning_write_none(family):
     assert REASONING not in sample(family, Message((("f", {"key": "value"}),), "", REASONING)).text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_tokenizers_that_are_listed_to_compose_characters_do(family: str) -> None:
+def test_only_tokenizers_that_are_listed_to_compose_characters_do(family):
     tokenizer, text = load_tokenizer(family), "e\u0301"
     decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
     assert decoded == (unicodedata.normalize("NFC", text) if family in COMPOSING else text)
 
 
-def marks_of(family: str) -> tuple[str, str]:
+def marks_of(family):
     """The marks around reasoning."""
     parser = parser_for(family)
     return FAMILIES[family].reasoning or (parser.think_start_token, parser.think_end_token)
 
 
-def call_text(family: str, name: str) -> str:
+def call_text(family, name):
     """A call as the family's template writes it, without the reasoning that it may write before."""
     written = sample(family, Message(((name, {"key": "value"}),))).text
     return written.rpartition(marks_of(family)[1])[2].strip()
 
 
-def encoded(family: str, text: str, *, reasoning_open: bool) -> Sampled:
+def encoded(family, text, *, reasoning_open):
     return Sampled(text, tuple(load_tokenizer(family).encode(text, add_special_tokens=False)), reasoning_open)
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_a_draft_in_reasoning_is_no_call_whoever_opened_it(family: str) -> None:
+def test_a_draft_in_reasoning_is_no_call_whoever_opened_it(family):
     opened, closed = marks_of(family)
     draft, call = call_text(family, "draft"), call_text(family, "run")
     glue = "<|start|>assistant" if family == "gpt_oss" else "\n\n"
@@ -206,7 +203,7 @@ def test_a_draft_in_reasoning_is_no_call_whoever_opened_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES_THAT_REASON)
-def test_a_draft_in_reasoning_that_the_template_writes_is_no_call(family: str) -> None:
+def test_a_draft_in_reasoning_that_the_template_writes_is_no_call(family):
     draft = f"Maybe {call_text(family, 'draft')}?"
     calls = (("run", {"key": "value"}),)
     turn = parse(family, sample(family, Message(calls, reasoning=draft)), calls)
@@ -215,7 +212,7 @@ def test_a_draft_in_reasoning_that_the_template_writes_is_no_call(family: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_parser_of_a_family_is_found_by_its_chat_template(family: str) -> None:
+def test_the_parser_of_a_family_is_found_by_its_chat_template(family):
     expected = FAMILIES[family].tool_format
     if expected is None:
         with pytest.raises(UnknownToolParserError, match="name one in place of 'auto'"):
@@ -268,7 +265,7 @@ DIFFERENCES = {
 }
 
 
-def readings(family: str, sampled: Sampled, calls: Any) -> tuple[Any, Any]:
+def readings(family, sampled, calls):
     """Our reading and the one of transformers: text, reasoning, calls; None where it raises."""
     # Templates of families whose tokenizers have none; older versions of transformers have no such thing.
     serving = pytest.importorskip("transformers.cli.serving.utils")
@@ -291,7 +288,7 @@ def readings(family: str, sampled: Sampled, calls: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("label", MESSAGES)
 @pytest.mark.parametrize("family", FAMILY_TYPES)
-def test_transformers_reads_the_same_or_there_is_a_reason(family: str, label: str) -> None:
+def test_transformers_reads_the_same_or_there_is_a_reason(family, label):
     message = MESSAGES[label]
     if message.reasoning and FAMILIES[family].reasoning is None:
         pytest.skip("the family does not reason")
@@ -317,7 +314,7 @@ def test_transformers_reads_the_same_or_there_is_a_reason(family: str, label: st
         ("gemma_4", "<|tool_call>call:f{a:NaN}<tool_call|>", "NaN is taken for JSON"),
     ],
 )
-def test_what_transformers_repairs_is_refused_here(family: str, text: str, reason: str) -> None:
+def test_what_transformers_repairs_is_refused_here(family, text, reason):
     ids = tuple(load_tokenizer(family).encode(text, add_special_tokens=False))
     ours, theirs = readings(family, Sampled(text, ids, False), [CALL])
     assert ours[2] == []

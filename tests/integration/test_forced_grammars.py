@@ -8,7 +8,6 @@ import os
 import random
 from contextlib import suppress
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -87,12 +86,12 @@ CONSTANTS = (
 )
 
 
-def argument(schema: Any, **others: Any) -> dict[str, Any]:
+def argument(schema, **others):
     """The schema of a tool with one argument, which is required."""
     return {"type": "object", "properties": {"a": schema}, "required": ["a"], **others}
 
 
-def obj(required: bool = True, **properties: Any) -> dict[str, Any]:
+def obj(required=True, **properties):
     """The schema of an object."""
     return {"type": "object", "properties": properties, "required": [*properties] if required else []}
 
@@ -100,7 +99,7 @@ def obj(required: bool = True, **properties: Any) -> dict[str, Any]:
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 TREE = {"type": "object", "properties": {"v": INTEGER, "l": {"$ref": "#/$defs/T"}, "r": {"$ref": "#/$defs/T"}}}
 
-ARGUMENTS: tuple[Any, ...] = (
+ARGUMENTS = (
     *(
         True,
         False,
@@ -239,7 +238,7 @@ ARGUMENTS: tuple[Any, ...] = (
     ),
 )
 
-WHOLE: tuple[Any, ...] = (
+WHOLE = (
     *(
         None,
         {},
@@ -280,7 +279,7 @@ WHOLE: tuple[Any, ...] = (
     {"properties": {"a": obj(b={"type": "array", "items": obj(c={"type": "array", "items": obj(False, d=STRING)})})}},
 )
 
-SCHEMAS: tuple[Any, ...] = (
+SCHEMAS = (
     *WHOLE,
     *(argument(schema) for schema in ARGUMENTS),
     *(argument({"type": "string", "pattern": pattern}) for pattern in PATTERNS),
@@ -290,11 +289,11 @@ SCHEMAS: tuple[Any, ...] = (
 )
 
 
-def random_schema(seed: int) -> dict[str, Any]:
+def random_schema(seed):
     """A schema of a tool, of the keywords that tools have; many can be forced, some allow nothing at all."""
     chance = random.Random(seed)
 
-    def some(level: int) -> Any:
+    def some(level):
         texts = [
             lambda: {"type": "string", **sizes("minLength", "maxLength", 6)},
             lambda: {"type": "string", "pattern": chance.choice(PATTERNS)},
@@ -315,17 +314,17 @@ def random_schema(seed: int) -> dict[str, Any]:
         ]
         return chance.choice([*texts, *values, *(nested if level else ())])()
 
-    def some_object(level: int) -> dict[str, Any]:
+    def some_object(level):
         names = chance.sample(["a", "b", "c", "item", *NAMES[:12]], chance.randint(0, 4))
         found = {"type": "object", "properties": {name: some(level) for name in names}}
         return {**found, "required": [name for name in names if chance.random() < 0.5]}
 
-    def bounds() -> dict[str, float]:
+    def bounds():
         low = round(chance.uniform(-99, 99), chance.randint(0, 3))
         least, most = chance.choice(["minimum", "exclusiveMinimum"]), chance.choice(["maximum", "exclusiveMaximum"])
         return {least: low, most: low + chance.choice([0, 1, 2.5, 1000])}
 
-    def sizes(least: str, most: str, largest: int) -> dict[str, int]:
+    def sizes(least, most, largest):
         low, high = sorted(chance.choices(range(largest + 1), k=2))
         return chance.choice([{}, {least: low}, {most: high}, {least: low, most: high}])
 

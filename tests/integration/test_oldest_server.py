@@ -38,7 +38,7 @@ PINS = ("sglang==0.5.10.post1", "transformers==5.3.0", "tokenizers==0.22.2", "xg
 SHIM = Path(__file__).parents[1] / "support" / "older_sglang"
 
 
-def ensure_oldest_sglang(current: Path) -> Path:
+def ensure_oldest_sglang(current):
     """The Python of an environment with it: a copy of the current one by hard links, and a few packages (20 s, 0.2 GB).
 
     Args:
@@ -47,7 +47,7 @@ def ensure_oldest_sglang(current: Path) -> Path:
     source = current.parent.parent
     pins = hashlib.sha256("\n".join(PINS).encode()).hexdigest()[:12]
 
-    def install(directory: Path) -> None:
+    def install(directory):
         directory.rmdir()
         shutil.copytree(source, directory, copy_function=os.link, symlinks=True)
         (directory / ".complete").unlink()
@@ -57,7 +57,7 @@ def ensure_oldest_sglang(current: Path) -> Path:
     return environment_python(build_once(source.parent / f"{source.name}-oldest-{pins}", install))
 
 
-def launch_oldest(python: Path, model_path: Path, log_path: Path) -> local.LocalServer:
+def launch_oldest(python, model_path, log_path):
     """Start it, without waiting until it is healthy."""
     host, settings = "127.0.0.1", local.ServerSettings(threads=1)
     port = free_port(host)

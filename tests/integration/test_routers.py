@@ -3,8 +3,6 @@
 Two servers that log their requests are started for this file. The last two tests kill one and then the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -13,7 +11,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +43,13 @@ LAUNCHERS = {
 START_DEADLINE_S = 120.0
 
 
-def ensure_routers() -> Path:
+def ensure_routers():
     """The Python of an environment with both routers; installed if need be, which takes about 20 s."""
     base = find_python()
     version = python_version(base)
     assert version is not None, f"{base} cannot make virtual environments"
 
-    def install(directory: Path) -> None:
+    def install(directory):
         run_quietly([base, "-m", "venv", directory], f"creating an environment for routers in {directory}")
         pip = [environment_python(directory), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run_quietly([*pip, "-r", REQUIREMENTS], "installing sglang-router and smg")
@@ -65,7 +62,7 @@ def ensure_routers() -> Path:
 class Router:
     """A running router in front of some workers. A context manager, which stops it."""
 
-    def __init__(self, python: Path, name: str, workers: Sequence[str], log_path: Path, *arguments: str) -> None:
+    def __init__(self, python, name, workers, log_path, *arguments):
         """Start it and wait until it has found its workers.
 
         Args:
@@ -88,7 +85,7 @@ class Router:
             self.stop()
             raise
 
-    def _wait(self, workers: int) -> None:
+    def _wait(self, workers):
         deadline = time.monotonic() + START_DEADLINE_S
         with httpx.Client(base_url=self.base_url, trust_env=False, timeout=5.0) as http:
             while True:
@@ -103,13 +100,13 @@ class Router:
                 assert time.monotonic() < deadline, f"{self.name} did not get ready:\n{tail(self.log_path)}"
                 time.sleep(0.1)
 
-    def __enter__(self) -> Router:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.stop()
 
-    def stop(self) -> None:
+    def stop(self):
         """End its process."""
         self._process.stop()
 

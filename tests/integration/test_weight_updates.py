@@ -5,7 +5,6 @@ The judge is a float32 forward pass with the weights of each version over the to
 
 import asyncio
 import shutil
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ from support.forward_pass import rescored
 from support.real_servers import running_requests
 
 
-def with_other_weights(model_path: Path, directory: Path, seed: int = 7) -> Path:
+def with_other_weights(model_path, directory, seed=7):
     """A copy of a model whose weights differ by a third of their size; norms stay as they are."""
     target = shutil.copytree(model_path, directory / "other-weights")
     generator = torch.Generator().manual_seed(seed)

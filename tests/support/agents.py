@@ -5,15 +5,11 @@ import functools
 import importlib.util
 import inspect
 import json
-from collections.abc import AsyncIterable, Iterable
-from typing import Any
 
 import pytest
 from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager
 from strands.models import Model
-from strands.types.content import Messages
-from strands.types.streaming import StreamEvent
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,14 +17,14 @@ from strands_sglang import SGLangModel
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 
 
-def call(name: str = "calculator", **arguments: Any) -> str:
+def call(name="calculator", **arguments):
     """A tool call as a model writes it in Hermes format."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def make_tools() -> tuple[list[Any], list[str]]:
+def make_tools():
     """A calculator and a tool that always fails, and the list in which they note what was run."""
-    ran: list[str] = []
+    ran = []
 
     @tool
     def calculator(expression: str) -> str:
@@ -54,11 +50,11 @@ def make_tools() -> tuple[list[Any], list[str]]:
     return [calculator, broken], ran
 
 
-def raise_once(agent: Agent, event_type: type[Any]) -> None:
+def raise_once(agent, event_type):
     """Make the agent's hooks raise `ZeroDivisionError` at the first event of a kind."""
-    raised: list[Any] = []
+    raised = []
 
-    def raise_at_first(event: Any) -> None:
+    def raise_at_first(event):
         if not raised:
             raised.append(event)
             raise ZeroDivisionError("in a hook")
@@ -66,7 +62,7 @@ def raise_once(agent: Agent, event_type: type[Any]) -> None:
     agent.add_hook(raise_at_first, event_type)
 
 
-def _hooks_of(model: Any) -> list[Any]:
+def _hooks_of(model):
     """The hooks of a model, of the one behind a view, and of those behind a router."""
     models = [getattr(one, "model", one) for one in getattr(model, "models", [model])]
     return [one.hooks for one in models if isinstance(one, SGLangModel)]
@@ -76,11 +72,11 @@ LISTENING = False
 """Whether agents get their model's hooks; a fixture sets it."""
 
 
-def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any) -> Agent:
+def make_agent(model, tools=None, **kwargs):
     """An agent without printing, without history management and without hidden retries."""
     if LISTENING:
         kwargs["hooks"] = [*kwargs.get("hooks", ()), *_hooks_of(model)]
-    defaults: dict[str, Any] = {
+    defaults = {
         "system_prompt": "Be brief.",
         "callback_handler": None,
         "conversation_manager": NullConversationManager(),
@@ -92,12 +88,12 @@ def make_agent(model: SGLangModel, tools: list[Any] | None = None, **kwargs: Any
 class EveryAnswerCallsATool(ToolParser):
     """Takes what was sampled for a tool call, a number of times: a model that cannot call tools drives a tool loop."""
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns):
         """Take the next answers for calls."""
         super().__init__()
         self.turns = turns
 
-    def parse(self, text: str) -> list[ToolParseResult]:
+    def parse(self, text):
         """One call of the calculator, until enough were made."""
         self.turns -= 1
         if self.turns < 0:
@@ -105,7 +101,7 @@ class EveryAnswerCallsATool(ToolParser):
         return [ToolParseResult(id=f"call_{self.turns}", name="calculator", input={"expression": f"{self.turns} * 7"})]
 
 
-def tool_use(identifier: str, name: str = "echo", **arguments: Any) -> dict[str, Any]:
+def tool_use(identifier, name="echo", **arguments):
     """One tool call of a scripted answer."""
     return {"toolUseId": identifier, "name": name, "input": arguments}
 
@@ -118,20 +114,20 @@ class ScriptedModel(Model):
         calls: The messages of every call so far.
     """
 
-    def __init__(self, answers: Iterable[str | list[dict[str, Any]] | Exception]) -> None:
+    def __init__(self, answers):
         self.answers = list(answers)
-        self.calls: list[Messages] = []
+        self.calls = []
 
-    def update_config(self, **model_config: Any) -> None:
+    def update_config(self, **model_config):
         pass
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self):
         return {}
 
-    def structured_output(self, *args: Any, **kwargs: Any) -> Any:
+    def structured_output(self, *args, **kwargs):
         raise NotImplementedError
 
-    async def stream(self, messages: Messages, *args: Any, **kwargs: Any) -> AsyncIterable[StreamEvent]:  # type: ignore[override]
+    async def stream(self, messages, *args, **kwargs):
         self.calls.append(messages)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -144,7 +140,7 @@ class ScriptedModel(Model):
         else:
             for use in answer:
                 start = {"toolUseId": use["toolUseId"], "name": use["name"]}
-                yield {"contentBlockStart": {"start": {"toolUse": start}}}  # type: ignore[typeddict-item]
+                yield {"contentBlockStart": {"start": {"toolUse": start}}}
                 yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(use["input"])}}}}
                 yield {"contentBlockStop": {}}
         yield {"messageStop": {"stopReason": "end_turn" if isinstance(answer, str) else "tool_use"}}
@@ -235,7 +231,7 @@ CHATML_TEMPLATE = """\
 
 
 @functools.cache
-def build_chatml_tokenizer(*, with_marks: bool = True) -> PreTrainedTokenizerFast:
+def build_chatml_tokenizer(*, with_marks=True):
     """A ChatML tokenizer with about 1,500 tokens; built once per process and shared, so don't change it.
 
     Args:
@@ -266,25 +262,25 @@ def build_chatml_tokenizer(*, with_marks: bool = True) -> PreTrainedTokenizerFas
     return fast
 
 
-def advance(seconds: float) -> None:
+def advance(seconds):
     """Let this much time pass on the running loop: every timer that ends within it is due at once."""
     loop = asyncio.get_running_loop()
     before = loop.time
-    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+    loop.time = lambda: before() + seconds
 
 
-def needs_module(name: str) -> pytest.MarkDecorator:
+def needs_module(name):
     """Skips a test, and says why, where Strands has no such module yet."""
     return pytest.mark.skipif(not has_module(name), reason=f"this version of strands-agents has no {name}")
 
 
-def needs_argument(method: str, argument: str) -> pytest.MarkDecorator:
+def needs_argument(method, argument):
     """Skips a test, and says why, where a method of `Agent` does not take an argument yet."""
     taken = argument in inspect.signature(getattr(Agent, method)).parameters
     return pytest.mark.skipif(not taken, reason=f"Agent.{method} of this version of strands-agents takes no {argument}")
 
 
-def has_module(name: str) -> bool:
+def has_module(name):
     """Whether Strands has a module."""
     try:
         return importlib.util.find_spec(name) is not None

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from strands_env.core import (
     Action,
@@ -30,10 +27,10 @@ ASK = Action(message="What is 25 * 17?", task_context=TaskContext(id="product", 
 class Contains(RewardFunction):
     """1.0 if the answer contains the ground truth; counts how often it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked = 0
 
-    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
+    async def compute(self, *, action, step_result):
         self.asked += 1
         assert step_result.reward is None
         answer = step_result.observation.final_response or ""
@@ -43,10 +40,10 @@ class Contains(RewardFunction):
 class Gives(RewardFunction):
     """Gives what it has: a value, what an async function returns, an exception by raising it."""
 
-    def __init__(self, outcome: Any) -> None:
+    def __init__(self, outcome):
         self.outcome = outcome
 
-    async def compute(self, **kwargs: Any) -> Any:
+    async def compute(self, **kwargs):
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return await self.outcome() if callable(self.outcome) else self.outcome
@@ -57,40 +54,40 @@ class CalculatorEnv(Environment):
 
     def __init__(
         self,
-        *args: Any,
-        hooks: list[Any] | None = None,
-        tools: list[Any] | None = None,
-        more_tools: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        *args,
+        hooks=None,
+        tools=None,
+        more_tools=None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         own, self.ran = (tools, []) if tools is not None else make_tools()
         self.tools = [*own, *(more_tools or [])]
         self.hooks = hooks or []
-        self.steps: list[str] = []
+        self.steps = []
 
-    async def reset(self) -> None:
+    async def reset(self):
         self.steps.append("reset")
 
-    async def cleanup(self) -> None:
+    async def cleanup(self):
         self.steps.append("cleanup")
 
-    def get_tools(self) -> list[Any]:
+    def get_tools(self):
         return self.tools
 
-    def get_hooks(self) -> list[Any]:
+    def get_hooks(self):
         return self.hooks
 
 
 def scripted_env(
-    tokenizer: Any,
-    answers: Any,
+    tokenizer,
+    answers,
     *,
-    server: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    client: dict[str, Any] | None = None,
-    **settings: Any,
-) -> tuple[CalculatorEnv, ScriptedSGLang]:
+    server=None,
+    model=None,
+    client=None,
+    **settings,
+):
     """An environment whose model is one `SGLangModel` on a scripted server."""
     scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
     shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(**(client or {})), **(model or {}))
@@ -98,9 +95,9 @@ def scripted_env(
     return CalculatorEnv(lambda: shared, **settings), scripted
 
 
-def worked_examples(values: dict[str, int]) -> list[dict[str, Any]]:
+def worked_examples(values):
     """What makes a small model call tools: the calculator asked for each expression, which has the value."""
-    messages: list[dict[str, Any]] = []
+    messages = []
     for expression, value in values.items():
         function = {"name": "calculator", "arguments": {"expression": expression}}
         messages += [
@@ -112,29 +109,27 @@ def worked_examples(values: dict[str, int]) -> list[dict[str, Any]]:
     return messages
 
 
-def task(ground_truth: Any = None, message: Any = "What is it?") -> Action:
+def task(ground_truth=None, message="What is it?"):
     """A task with a right answer."""
     return Action(message=message, task_context=TaskContext(id="t1", ground_truth=ground_truth))
 
 
-def answered(text: str | None) -> StepResult:
+def answered(text):
     """An episode that ended with a text, or without one."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"text": "What is it?"}]}]
+    messages = [{"role": "user", "content": [{"text": "What is it?"}]}]
     if text is not None:
         messages.append({"role": "assistant", "content": [{"text": text}]})
     return StepResult(observation=Observation(messages=messages), termination_reason=TerminationReason.TASK_COMPLETE)
 
 
-def tasks(count: int) -> list[Action]:
+def tasks(count):
     return [
         Action(message=f"What is {n} + {n}?", task_context=TaskContext(id=f"t{n}", ground_truth=str(2 * n)))
         for n in range(count)
     ]
 
 
-def step_result(
-    reward: float | None = 1.0, text: str = "4", reason: Any = TerminationReason.TASK_COMPLETE, error: str | None = None
-) -> StepResult:
+def step_result(reward=1.0, text="4", reason=TerminationReason.TASK_COMPLETE, error=None):
     return StepResult(
         observation=Observation(
             messages=[{"role": "assistant", "content": [{"text": text}]}], metrics={"model_calls": 1}
@@ -145,9 +140,7 @@ def step_result(
     )
 
 
-def sample(
-    reward: float | None, text: str = "4", *, finished: bool = True, prompt: str = "p", **fields: Any
-) -> EvalSample:
+def sample(reward, text="4", *, finished=True, prompt="p", **fields):
     reason = TerminationReason.TASK_COMPLETE if finished else TerminationReason.INFRASTRUCTURE_ERROR
     return EvalSample(
         prompt_id=prompt,
@@ -161,15 +154,15 @@ def sample(
 class StubEnvironment:
     """Plays `play(action)`, a result or a function that makes one; counts its episodes."""
 
-    def __init__(self, play: Callable[[Action], Any] | None = None, *, reward_fn: Any = True) -> None:
+    def __init__(self, play=None, *, reward_fn=True):
         self.play = play or (lambda action: step_result())
         self.reward_fn = reward_fn
-        self.episodes: list[Action] = []
+        self.episodes = []
 
-    async def factory(self, action: Action) -> Any:
+    async def factory(self, action):
         return self
 
-    async def step(self, action: Action) -> StepResult:
+    async def step(self, action):
         self.episodes.append(action)
         await asyncio.sleep(0)
         result = self.play(action)
@@ -178,6 +171,6 @@ class StubEnvironment:
         return result
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     """The records of a file, read with nothing but the standard library."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,11 +1,8 @@
 """Servers for what `SGLangClient` does with answers: in process behind an httpx transport, and raw ones on a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import httpx
 
@@ -13,10 +10,8 @@ from strands_sglang.client.client import SGLangClient
 
 BASE_URL = "http://sglang.test:30000"
 
-Answer = httpx.Response | Exception | Callable[[dict[str, Any]], Awaitable[httpx.Response]]
 
-
-def generation(output_ids: list[int] | None = None, *, rid: str = "r", finish: str = "stop") -> dict[str, Any]:
+def generation(output_ids=None, *, rid="r", finish="stop"):
     """A `/generate` response as SGLang 0.5.23 sends it."""
     ids = [7, 2] if output_ids is None else output_ids
     reason = {"type": finish, "matched": 2} if finish == "stop" else {"type": finish}
@@ -34,13 +29,13 @@ def generation(output_ids: list[int] | None = None, *, rid: str = "r", finish: s
 class FakeServer:
     """A server in process: what `/generate` answers, one after the other (the last for ever), and what it was asked."""
 
-    def __init__(self, *answers: Answer, paths: dict[str, httpx.Response] | None = None) -> None:
+    def __init__(self, *answers, paths=None):
         self.answers = list(answers) or [httpx.Response(200, json=generation())]
         self.paths = {"/abort_request": httpx.Response(200), **(paths or {})}
-        self.asked: list[tuple[str, Any]] = []
+        self.asked = []
         self.arrived = asyncio.Event()
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request):
         body = json.loads(request.content) if request.content else None
         self.asked.append((request.url.path, body))
         if request.url.path != "/generate":
@@ -51,15 +46,15 @@ class FakeServer:
             raise answer
         return answer if isinstance(answer, httpx.Response) else await answer(body)
 
-    def bodies(self, path: str = "/generate") -> list[Any]:
+    def bodies(self, path="/generate"):
         return [body for asked, body in self.asked if asked == path]
 
-    def client(self, **settings: Any) -> SGLangClient:
+    def client(self, **settings):
         settings = {"max_retries": 5, "retry_delay": 0.0, "abort_grace": 0.1, **settings}
         return SGLangClient(BASE_URL, transport=httpx.MockTransport(self), **settings)
 
 
-async def never(_: dict[str, Any]) -> httpx.Response:
+async def never(_):
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -67,17 +62,17 @@ async def never(_: dict[str, Any]) -> httpx.Response:
 class AbortableServer(FakeServer):
     """Samples until it is aborted, and then answers with the ids that it had until then."""
 
-    def __init__(self, sampled: Sequence[int] = (7, 8, 9), *, finish: str = "abort", **kwargs: Any) -> None:
+    def __init__(self, sampled=(7, 8, 9), *, finish="abort", **kwargs):
         super().__init__(self.sample, **kwargs)
         self.aborted = asyncio.Event()
         self._sampled, self._finish = list(sampled), finish
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request):
         if request.url.path == "/abort_request":
             self.aborted.set()
         return await super().__call__(request)
 
-    async def sample(self, body: dict[str, Any]) -> httpx.Response:
+    async def sample(self, body):
         await self.aborted.wait()
         return httpx.Response(200, json=generation(self._sampled, rid=body["rid"], finish=self._finish))
 
@@ -85,23 +80,23 @@ class AbortableServer(FakeServer):
 class Network:
     """Several servers by host name; None stands for one that refuses connections."""
 
-    def __init__(self, **servers: FakeServer | None) -> None:
+    def __init__(self, **servers):
         self.servers = servers
-        self.requests: list[httpx.Request] = []
+        self.requests = []
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request):
         self.requests.append(request)
         server = self.servers[request.url.host]
         if server is None:
             raise httpx.ConnectError("refused")
         return await server(request)
 
-    def client(self, *hosts: str, **settings: Any) -> SGLangClient:
+    def client(self, *hosts, **settings):
         settings = {"max_retries": 5, "retry_delay": 0.0, "abort_grace": 0.1, **settings}
         urls = [f"http://{host}" for host in hosts or self.servers]
         return SGLangClient(urls, transport=httpx.MockTransport(self), **settings)
 
-    def hosts(self, path: str = "/generate") -> list[str]:
+    def hosts(self, path="/generate"):
         """Who was asked, in order."""
         return [request.url.host for request in self.requests if request.url.path == path]
 
@@ -109,15 +104,8 @@ class Network:
 OK = httpx.Response(200, json=generation())
 
 
-class RawRequest(NamedTuple):
-    """A request as it came in."""
-
-    path: str
-    body: Any
-    writer: asyncio.StreamWriter
-
-
-Respond = Callable[[RawRequest], Awaitable[None]]
+RawRequest = namedtuple("RawRequest", ["path", "body", "writer"])
+"""A request as it came in; `writer` is the `asyncio.StreamWriter` of its connection."""
 
 
 class RawServer:
@@ -126,29 +114,29 @@ class RawServer:
     An asynchronous context manager.
     """
 
-    def __init__(self, respond: Respond) -> None:
-        self.requests: list[RawRequest] = []
+    def __init__(self, respond):
+        self.requests = []
         self._respond = respond
-        self._server: asyncio.Server | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._server = None
+        self._handlers = set()
         self.base_url = ""
 
-    def bodies(self, path: str) -> list[Any]:
+    def bodies(self, path):
         return [request.body for request in self.requests if request.path == path]
 
-    async def __aenter__(self) -> RawServer:
+    async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         assert self._server is not None
         self._server.close()
         for handler in self._handlers:
             handler.cancel()
         await asyncio.gather(*self._handlers)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader, writer):
         handler = asyncio.current_task()
         assert handler is not None
         self._handlers.add(handler)
@@ -167,7 +155,7 @@ class RawServer:
             writer.close()
 
 
-def http_bytes(body: Any, *, status: str = "200 OK", missing: int = 0) -> bytes:
+def http_bytes(body, *, status="200 OK", missing=0):
     """A JSON answer; `missing` bytes of its body are left out."""
     encoded = json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(encoded)}\r\n\r\n".encode()

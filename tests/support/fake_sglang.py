@@ -23,7 +23,7 @@ time.sleep(600)
 """
 
 
-def write_interpreter(path: Path) -> Path:
+def write_interpreter(path):
     """Write a program that, started as `python -m sglang.launch_server ...`, is the fake server."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n')
@@ -31,7 +31,7 @@ def write_interpreter(path: Path) -> Path:
     return path
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder):
     """Write what passes for a model folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -39,7 +39,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def main() -> None:
+def main():
     mode = os.environ.get("FAKE_SGLANG_MODE", "healthy")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     child = subprocess.Popen([sys.executable, "-c", STUBBORN_CHILD], stdout=subprocess.PIPE)
@@ -55,7 +55,7 @@ def main() -> None:
     refusals = 2
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the name is the base class's
+        def do_GET(self):  # noqa: N802 - the name is the base class's
             nonlocal refusals
             refusals -= 1
             self.send_response(200 if refusals < 0 and mode == "healthy" else 503)

@@ -2,13 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from strands import tool
 
-from strands_sglang import SGLangModel, TerminationReason, ToolLimiter, Trajectory, outcome_of, termination_reason
-from strands_sglang.trajectory.turn import Turn
+from strands_sglang import TerminationReason, ToolLimiter, Trajectory, outcome_of, termination_reason
 from support.agents import make_agent
 
 REASONS = frozenset(TerminationReason)
@@ -44,13 +42,11 @@ async def calculator(expression: str) -> str:
     return f"= {expression}"
 
 
-async def run_episodes(
-    count: int, make_model: Callable[[int], SGLangModel], *, concurrency: int, seed: int = 0, cancelled: float = 0.0
-) -> list[Episode]:
+async def run_episodes(count, make_model, *, concurrency, seed=0, cancelled=0.0):
     """Run episodes at a time, some of which somebody cancels: half of these the task, half the agent."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def run(number: int) -> Episode:
+    async def run(number):
         rng = random.Random(f"{seed}:{number}")
         async with slots:
             model = make_model(number)
@@ -60,7 +56,7 @@ async def run_episodes(
             if rng.random() < cancelled:
                 end = task.cancel if rng.random() < 0.5 else agent.cancel
                 asyncio.get_running_loop().call_later(rng.expovariate(10), end)
-            error: BaseException | None = None
+            error = None
             try:
                 reason = termination_reason(await task)
             except (Exception, asyncio.CancelledError) as raised:
@@ -71,7 +67,7 @@ async def run_episodes(
     return await asyncio.gather(*(run(number) for number in range(count)))
 
 
-def assert_all_end_in_the_table(episodes: Iterable[Episode]) -> None:
+def assert_all_end_in_the_table(episodes):
     for episode in episodes:
         assert episode.reason in REASONS
         trained = sum(sum(sequence.loss_mask) for sequence in episode.trajectory.sequences())
@@ -80,9 +76,9 @@ def assert_all_end_in_the_table(episodes: Iterable[Episode]) -> None:
         assert episode.reason is not TerminationReason.AGENT_ERROR, repr(episode.error)
 
 
-def assert_recorded_as_sampled(episodes: Sequence[Episode], log: Mapping[str, Sampled]) -> set[str]:
+def assert_recorded_as_sampled(episodes, log):
     """Everything that is recorded was sampled by a server for just these tokens. Returns the requests' ids."""
-    seen: set[str] = set()
+    seen = set()
     for episode in episodes:
         for turn in episode.trajectory.turns:
             if turn.generation is not None:
@@ -92,7 +88,7 @@ def assert_recorded_as_sampled(episodes: Sequence[Episode], log: Mapping[str, Sa
     return seen
 
 
-def _assert_turn(turn: Turn, log: Mapping[str, Sampled], seen: set[str]) -> set[str]:
+def _assert_turn(turn, log, seen):
     generation = turn.generation
     assert generation is not None
     rids = [*generation.resumed_ids, generation.request_id]
@@ -101,8 +97,8 @@ def _assert_turn(turn: Turn, log: Mapping[str, Sampled], seen: set[str]) -> set[
     assert [rid for rid in rids if rid not in log] == [], "recorded, and no server knows of it"
     ids = turn.token_ids()
     expected = ids[: len(ids) - len(turn.output_ids)]
-    logprobs: list[float] = []
-    versions: list[str | None] = []
+    logprobs = []
+    versions = []
     for part in parts:
         assert part.input_ids == expected
         expected = expected + part.output_ids
@@ -111,7 +107,7 @@ def _assert_turn(turn: Turn, log: Mapping[str, Sampled], seen: set[str]) -> set[
     assert expected == ids
     assert generation.logprobs is not None
     assert generation.logprobs.tolist() == logprobs
-    recorded: list[str | None] = [None] * len(versions)
+    recorded = [None] * len(versions)
     for version, start, end in generation.weight_versions:
         recorded[start:end] = [version] * (end - start)
     assert recorded == versions

@@ -5,14 +5,11 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 from hypothesis import strategies as st
 
-from strands_sglang.tool_parsers import ParsedTurn
-
-ARGUMENTS: dict[str, Any] = {"key": 'a "b"\nc', "n": 3, "deep": {"l": [1, 2], "s": "x"}, "flag": True}
+ARGUMENTS = {"key": 'a "b"\nc', "n": 3, "deep": {"l": [1, 2], "s": "x"}, "flag": True}
 
 _LOOK_UP = {
     "type": "object",
@@ -40,7 +37,7 @@ _LOOK_UP = {
     },
 }
 
-TOOLS: list[dict[str, Any]] = [
+TOOLS = [
     {"name": "look_up", "description": "Looks something up.", "inputSchema": {"json": _LOOK_UP}},
     {
         "name": "now",
@@ -50,7 +47,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def wrong_with(turn: ParsedTurn, names: tuple[str, ...], tools: list[dict[str, Any]] = TOOLS) -> str | None:
+def wrong_with(turn, names, tools=TOOLS):
     """What keeps a turn from being one call of one of these tools, with arguments that fit its schema, and no more."""
     found = [(call.attempted_name or call.name, call.error, call.raw) for call in turn.tool_calls]
     if turn.text or found not in [[(name, None, None)] for name in names]:
@@ -63,7 +60,7 @@ def wrong_with(turn: ParsedTurn, names: tuple[str, ...], tools: list[dict[str, A
     return f"{errors}, nobody declared {undeclared}" if errors or undeclared else None
 
 
-def declared_names(schema: Any) -> list[str]:
+def declared_names(schema):
     """The names of the properties that any part of a schema declares."""
     own = schema.get("properties") if isinstance(schema, dict) else None
     inside = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
@@ -73,7 +70,7 @@ def declared_names(schema: Any) -> list[str]:
 _PIECES = ("<b>", "</b>", "x < y", "\n", " ", '"', "\\", "{", "}", "é", "123", "null", "<think>", "</think>")
 
 
-def texts_of(element: dict[str, Any]) -> st.SearchStrategy[str]:
+def texts_of(element):
     """Texts that an element of a structural tag lets through; no grammar engine is needed for that.
 
     Written from the documentation of the elements, for those that forced calls are made of.
@@ -110,7 +107,7 @@ def texts_of(element: dict[str, Any]) -> st.SearchStrategy[str]:
     return plain | st.just('\\n\\"' if most >= 4 else "")
 
 
-def run_grammars(sglang_python: Path, asked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def run_grammars(sglang_python, asked):
     """Jobs by tokenizer, with what the grammar engine of the supported SGLang makes of them: see `grammar_engine`."""
     done = subprocess.run(
         [sglang_python, "-P", Path(__file__).with_name("grammar_engine.py")],

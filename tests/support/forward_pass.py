@@ -1,17 +1,15 @@
 """The judge of what a real server computed: a forward pass of its model in float32."""
 
-from typing import Any
-
 import torch
 from transformers import AutoModelForCausalLM
 
 
-def load_reference(model_path: Any) -> Any:
+def load_reference(model_path):
     """The model in float32."""
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
-def replayed(reference: Any, token_ids: list[int], routed: Any) -> tuple[list[float], torch.Tensor]:
+def replayed(reference, token_ids, routed):
     """Logprob of each token after the first, shape (T - 1,), and the router's logits, (T - 1, layers, experts).
 
     The experts are those of `routed`, shape (T - 1, layers, top_k): where two of them are nearly equal, float noise
@@ -32,10 +30,10 @@ def replayed(reference: Any, token_ids: list[int], routed: Any) -> tuple[list[fl
     return logprobs.tolist(), torch.stack(output.router_logits, dim=1)
 
 
-def _choosing(experts: torch.Tensor) -> Any:
+def _choosing(experts):
     """A hook that makes a router choose these experts, shape (T - 1, top_k), with the weights that it gives them."""
 
-    def choose(router: Any, args: Any, output: Any) -> Any:
+    def choose(router, args, output):
         logits, _, _ = output
         weights = torch.softmax(logits.float(), dim=-1).gather(1, experts)
         if router.norm_topk_prob:
@@ -45,7 +43,7 @@ def _choosing(experts: torch.Tensor) -> Any:
     return choose
 
 
-def rescored(model_path: Any, sequence: Any, temperature: float) -> list[float]:
+def rescored(model_path, sequence, temperature):
     """Logprob of each token after the first given those before it, shape (T - 1,).
 
     The server scales the logits of sampled tokens by the temperature, those of prompt tokens never.
@@ -54,22 +52,22 @@ def rescored(model_path: Any, sequence: Any, temperature: float) -> list[float]:
     with torch.no_grad():
         logits = load_reference(model_path)(ids[None, :-1]).logits[0].float()
     scale = torch.where(torch.tensor(sequence.loss_mask[1:]) == 1, temperature, 1.0)
-    logprobs: list[float] = torch.log_softmax(logits / scale[:, None], dim=-1).gather(1, ids[1:, None])[:, 0].tolist()
+    logprobs = torch.log_softmax(logits / scale[:, None], dim=-1).gather(1, ids[1:, None])[:, 0].tolist()
     return logprobs
 
 
-def rescored_among(model_path: Any, sequence: Any, temperature: float) -> list[float | None]:
+def rescored_among(model_path, sequence, temperature):
     """Logprob of each token after the first among the ids of its sampling mask, shape (T - 1,); None without one."""
     ids = sequence.token_ids
     with torch.no_grad():
         logits = load_reference(model_path)(torch.tensor(ids)[None, :-1]).logits[0].float() / temperature
-    logprobs: list[float | None] = []
+    logprobs = []
     for scores, token_id, row in zip(logits, ids[1:], list(sequence.sampling_mask.rows())[1:], strict=True):
         logprobs.append((scores[token_id] - scores[row].logsumexp(dim=0)).item() if row else None)
     return logprobs
 
 
-def assert_best_experts(routed: Any, router_logits: torch.Tensor) -> None:
+def assert_best_experts(routed, router_logits):
     """The routed experts, shape (T - 1, layers, top_k), are the router's best, but where float noise decides."""
     chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, torch.as_tensor(routed).long(), True)
     worst_in = router_logits.masked_fill(~chosen, torch.inf).amin(dim=-1)

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
 
 try:
     from mcp.server.mcpserver import MCPServer
@@ -12,10 +11,10 @@ except ImportError:  # mcp 1.x
     from mcp.server.fastmcp import FastMCP as MCPServer
 
 
-class Server(MCPServer):  # type: ignore[misc, valid-type, unused-ignore]
+class Server(MCPServer):
     """Lists its tools, or not."""
 
-    async def list_tools(self, *args: Any, **kwargs: Any) -> Any:
+    async def list_tools(self, *args, **kwargs):
         """The tools."""
         if "silent" in sys.argv:
             threading.Event().wait()

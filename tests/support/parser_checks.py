@@ -3,9 +3,9 @@
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -45,19 +45,13 @@ PIECES = (
     "é日本\U0001f642",
 )
 
-Arguments = dict[str, Any]
-Call = tuple[str, Arguments]
 
-Write = Callable[[Sequence[Call]], str]
-"""Writes calls as the chat templates of a format do."""
-
-
-def json_text(value: Any) -> str:
+def json_text(value):
     """A value as most templates write it."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def pairs(pair: str) -> Callable[[dict[str, Any]], str]:
+def pairs(pair):
     """Write arguments one after the other: a name and a value each, and strings as they are."""
     return lambda values: "".join(
         pair % (key, value if isinstance(value, str) else json_text(value)) for key, value in values.items()
@@ -65,12 +59,12 @@ def pairs(pair: str) -> Callable[[dict[str, Any]], str]:
 
 
 def writer(
-    call: str,
-    between: str = "",
-    begin: str = "",
-    end: str = "",
-    arguments: Callable[[dict[str, Any]], str] = json_text,
-) -> Write:
+    call,
+    between="",
+    begin="",
+    end="",
+    arguments=json_text,
+):
     """Write calls one after the other: a name and arguments each."""
     return lambda calls: begin + between.join(call % (name, arguments(values)) for name, values in calls) + end
 
@@ -87,7 +81,7 @@ class Format:
 
     Attributes:
         parser: The parser.
-        write: Writes calls as the format's chat templates do.
+        write: Callables calls as the format's chat templates do.
         tokens: Tokens of its vocabulary that its marks consist of.
         tags: Other markup, for hostile text.
         malformed: What is no call although the marks of calls stand around it.
@@ -101,41 +95,41 @@ class Format:
     """
 
     parser: ToolParser
-    write: Write
+    write: Callable
     tokens: tuple[str, ...]
     tags: tuple[str, ...]
     malformed: tuple[str, ...]
     closer: str
-    loses: Callable[[str], bool] = lambda text: False
-    loses_string: Callable[[str], object] = lambda text: None
+    loses: Callable = lambda text: False
+    loses_string: Callable = lambda text: None
     think: tuple[str, str] = ("<think>", "</think>")
     strict_json: bool = False
     delimits: bool = True
-    values: Callable[[st.SearchStrategy[str]], st.SearchStrategy[Any]] = lambda texts: json_values(texts, texts)
+    values: Callable = lambda texts: json_values(texts, texts)
 
     @property
-    def start(self) -> str:
+    def start(self):
         """The mark before calls."""
         return self.parser.tool_start_token
 
     @property
-    def end(self) -> str:
+    def end(self):
         """The mark behind calls."""
         return self.parser.tool_end_token
 
     @functools.cached_property
-    def texts(self) -> st.SearchStrategy[str]:
+    def texts(self):
         """Strings, with marks in them."""
         pieces = (*self.tokens, *self.tags, *self.think, *PIECES)
         return st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=6)), max_size=6).map("".join)
 
     @functools.cached_property
-    def arguments(self) -> st.SearchStrategy[dict[str, Any]]:
+    def arguments(self):
         """Arguments of a call that the format can carry."""
         return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
 
 
-def json_values(texts: st.SearchStrategy[str], keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+def json_values(texts, keys):
     """Any JSON with these strings."""
     return st.recursive(
         st.none() | SCALARS | texts,
@@ -144,7 +138,7 @@ def json_values(texts: st.SearchStrategy[str], keys: st.SearchStrategy[str]) -> 
     )
 
 
-def strings_in(value: Any) -> Iterator[str]:
+def strings_in(value):
     """All strings in a value, keys too."""
     if isinstance(value, str):
         yield value
@@ -153,9 +147,9 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
-def schema_of(value: Any) -> dict[str, Any]:
+def schema_of(value):
     """The JSON schema of a value; lists by their first element."""
-    schema: dict[str, Any] = {"type": JSON_TYPE[type(value)]}
+    schema = {"type": JSON_TYPE[type(value)]}
     if isinstance(value, dict):
         schema["properties"] = {key: schema_of(inner) for key, inner in value.items()}
     elif isinstance(value, list) and value:
@@ -163,26 +157,26 @@ def schema_of(value: Any) -> dict[str, Any]:
     return schema
 
 
-def tools_for(calls: Iterable[Call]) -> list[dict[str, Any]]:
+def tools_for(calls):
     """Tool specs that declare the arguments of these calls."""
     return [{"name": name, "inputSchema": {"json": schema_of(arguments)}} for name, arguments in calls]
 
 
 @functools.cache
-def tokenizer_with(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
+def tokenizer_with(tokens):
     """A small tokenizer in whose vocabulary these are single tokens."""
     tokenizer = Tokenizer.from_str(build_chatml_tokenizer(with_marks=False).backend_tokenizer.to_str())
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def sampled(tokenizer: Any, *pieces: str) -> dict[str, Any]:
+def sampled(tokenizer, *pieces):
     """A turn of pieces that were sampled one by one: a token that is cut in two is made of ordinary tokens."""
     ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     return {"text": tokenizer.decode(ids), "token_ids": ids, "tokenizer": tokenizer}
 
 
-def imitated(tokens: Sequence[str], text: str) -> list[str]:
+def imitated(tokens, text):
     """The text in pieces that cut each of these tokens, so that it is made of ordinary ones."""
     pieces = [text]
     for token in tokens:
@@ -195,17 +189,17 @@ def imitated(tokens: Sequence[str], text: str) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def summary(calls: Iterable[ToolParseResult]) -> list[tuple[str, dict[str, Any]]]:
+def summary(calls):
     """Names and arguments of calls."""
     return [(call.name, call.input) for call in calls]
 
 
-def same(found: Any, written: Any) -> bool:
+def same(found, written):
     """Whether two values are equal and of equal types on every level (True is no 1)."""
     return repr(found) == repr(written)
 
 
-def hostile_texts(form: Format) -> Iterator[tuple[str, str, str]]:
+def hostile_texts(form):
     """What to repeat, and what to put before and behind it."""
     text = form.write([("f", {"a": "x"})])
     inner = text[text.index(form.start) + len(form.start) : text.rindex(form.end)]
@@ -220,13 +214,11 @@ def hostile_texts(form: Format) -> Iterator[tuple[str, str, str]]:
         yield "", form.start + part + form.think[1], form.end
 
 
-def assert_cheap(
-    parser: ToolParser, unit: str, length: int, before: str = "", behind: str = "", **keywords: Any
-) -> None:
+def assert_cheap(parser, unit, length, before="", behind="", **keywords):
     """Fail if a turn of this length costs more CPU time than a second per megabyte."""
     text = before + unit * (length // len(unit)) + behind
 
-    def seconds(reasoning_open: bool) -> float:
+    def seconds(reasoning_open):
         begin = time.process_time()
         parser.parse_turn(text, reasoning_open=reasoning_open, **keywords)
         return time.process_time() - begin
@@ -243,7 +235,7 @@ class ParserChecks:
 
     @for_every_format
     @given(st.data())
-    def test_arguments_come_back_as_they_were_written(self, data: st.DataObject) -> None:
+    def test_arguments_come_back_as_they_were_written(self, data):
         arguments = data.draw(st.lists(self.format.arguments, min_size=1, max_size=3))
         calls = [(f"f{index}", values) for index, values in enumerate(arguments)]
         assume(not any(self.format.loses_string(text) for text in strings_in(arguments)))
@@ -256,19 +248,19 @@ class ParserChecks:
         assert len({call.id for call in turn.tool_calls}) == len(calls)
 
     @pytest.mark.parametrize("value", ["x\n" * 50_000, "", " ", "123", "null", "  indented\n\tcode\n\n"])
-    def test_a_declared_string_stays_exactly_what_was_written(self, value: str) -> None:
+    def test_a_declared_string_stays_exactly_what_was_written(self, value):
         calls = [("write", {"content": value, "n": 3})]
         assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
 
-    def test_marks_in_the_strings_of_a_list_belong_to_them(self) -> None:
+    def test_marks_in_the_strings_of_a_list_belong_to_them(self):
         if not self.format.delimits:
             pytest.skip("the format writes the strings of a list as it writes all others")
-        calls: list[Call] = [("f", {"a": [f"x{self.format.closer}", {"b": self.format.closer}]}), ("g", {})]
+        calls = [("f", {"a": [f"x{self.format.closer}", {"b": self.format.closer}]}), ("g", {})]
         assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
 
     @for_every_format
     @given(st.data())
-    def test_no_text_makes_the_parser_raise(self, data: st.DataObject) -> None:
+    def test_no_text_makes_the_parser_raise(self, data):
         written = self.format.write([("f", {"a": "1"})])
         pieces = [*self.format.tokens, *self.format.tags, *self.format.think, written, self.format.start, *PIECES]
         halves = [written[: len(written) // 2], written[len(written) // 2 :]]
@@ -280,7 +272,7 @@ class ParserChecks:
 
     @settings(for_every_format, max_examples=50)
     @given(st.data())
-    def test_wherever_a_turn_is_cut_into_tokens_a_call_that_runs_was_written(self, data: st.DataObject) -> None:
+    def test_wherever_a_turn_is_cut_into_tokens_a_call_that_runs_was_written(self, data):
         form = self.format
         written = form.write([("f", {"a": "x", "b": [1, "y"]}), ("g", {})])
         pieces = [*form.tokens, *form.tags, *form.think, written, form.write([("f", {"a": "z"})]), form.start, *PIECES]
@@ -294,7 +286,7 @@ class ParserChecks:
             if not call.is_error and "\\" not in text:  # what escapes mean is not what is written
                 assert all(found in text for found in strings_in(call.input)), text
 
-    def test_more_calls_than_a_thousand_are_one_malformed_call(self) -> None:
+    def test_more_calls_than_a_thousand_are_one_malformed_call(self):
         many = [("f", {})] * MAX_CALLS
         assert summary(self.format.parser.parse(self.format.write(many))) == many
         *good, rest = self.format.parser.parse(self.format.write([*many, *many[:5]]))
@@ -302,7 +294,7 @@ class ParserChecks:
         assert rest.status is ToolCallStatus.MALFORMED
         assert "1000 calls" in (rest.error or "")
 
-    def test_a_draft_in_reasoning_is_not_a_call(self) -> None:
+    def test_a_draft_in_reasoning_is_not_a_call(self):
         opened, closed = self.format.think
         draft, call = self.format.write([("rm", {})]), self.format.write([("ls", {})])
         for text, reasoning_open in [
@@ -315,13 +307,13 @@ class ParserChecks:
             assert (turn.reasoning, turn.text) == (f"Maybe {draft}?", "Yes.")
 
     @pytest.mark.parametrize("opened_by_prompt", [True, False])
-    def test_reasoning_that_never_closes_has_no_calls(self, opened_by_prompt: bool) -> None:
+    def test_reasoning_that_never_closes_has_no_calls(self, opened_by_prompt):
         draft = self.format.write([("rm", {})])
         mark = "" if opened_by_prompt else self.format.think[0]
         turn = self.format.parser.parse_turn(f"{mark}I will {draft}", reasoning_open=opened_by_prompt)
         assert (turn.tool_calls, turn.text, turn.reasoning) == ((), "", f"I will {draft}")
 
-    def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(self) -> None:
+    def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(self):
         opened, closed = self.format.think
         call = self.format.write([("ls", {})])
         for text, reasoning_open, unclosed in [
@@ -342,14 +334,14 @@ class ParserChecks:
             turn = self.format.parser.parse_turn(text, reasoning_open=reasoning_open)
             assert turn.ends_in_reasoning is unclosed, (text, reasoning_open)
 
-    def test_several_calls_keep_their_order_and_the_text_around_them(self) -> None:
-        calls: list[Call] = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
+    def test_several_calls_keep_their_order_and_the_text_around_them(self):
+        calls = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
         turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\nLast.")
         assert summary(turn.tool_calls) == calls
         assert turn.text == "First.\nLast."
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self) -> None:
-        calls: list[Call] = [("f", {"a": 1, "b": "x"}), ("g", {"c": "2"})]
+    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
+        calls = [("f", {"a": 1, "b": "x"}), ("g", {"c": "2"})]
         text = self.format.write(calls)
         begin = text.index(self.format.start) + len(self.format.start)
         for end in range(begin, text.rindex(self.format.end) + len(self.format.end) - 1):
@@ -362,7 +354,7 @@ class ParserChecks:
             assert (last.status, last.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
             assert "cut off" in (last.error or "")
 
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self) -> None:
+    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self):
         for body in self.format.malformed:
             turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}{self.format.end}\nB")
             assert turn.tool_calls, body
@@ -373,55 +365,55 @@ class ParserChecks:
             assert (result.raw or "") in body
             assert turn.text == "A\nB"
 
-    def test_a_name_that_no_tool_has_is_read_as_written(self) -> None:
+    def test_a_name_that_no_tool_has_is_read_as_written(self):
         text = self.format.write([("g", {"x": 1}), ("f", {})])
         assert summary(self.format.parser.parse(text, tools=tools_for([("f", {})]))) == [("g", {"x": 1}), ("f", {})]
 
-    def test_a_broken_call_does_not_take_the_one_before_it_along(self) -> None:
+    def test_a_broken_call_does_not_take_the_one_before_it_along(self):
         text = self.format.write([("f", {"a": 1}), ("g", {"b": "x"})])
         end = text.rindex(self.format.end)
         good, *_, broken = self.format.parser.parse(f"{text[:end]}\x00{text[end:]}")
         assert summary([good]) == [("f", {"a": 1})]
         assert (broken.status, "\x00" in (broken.raw or "")) == (ToolCallStatus.MALFORMED, True)
 
-    def test_an_end_mark_that_closes_nothing_puts_the_call_before_it_in_doubt(self) -> None:
+    def test_an_end_mark_that_closes_nothing_puts_the_call_before_it_in_doubt(self):
         text = self.format.write([("f", {"a": "x"})])
         for call in self.format.parser.parse(f"{text} and more {self.format.end}"):
             assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
 
-    def test_a_megabyte_of_hostile_text_is_cheap(self) -> None:
+    def test_a_megabyte_of_hostile_text_is_cheap(self):
         text = self.format.write([("f", {"a": "x", "b": 1})])
         for unit in (self.format.start, self.format.think[1], text, text + self.format.think[1]):
             assert_cheap(self.format.parser, unit, MEGABYTE)
 
-    def test_hostile_text_costs_no_more_than_its_length(self) -> None:
+    def test_hostile_text_costs_no_more_than_its_length(self):
         for before, unit, behind in hostile_texts(self.format):
             assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
 
-    def test_a_megabyte_of_hostile_lists_is_cheap_where_a_list_ends_by_itself(self) -> None:
+    def test_a_megabyte_of_hostile_lists_is_cheap_where_a_list_ends_by_itself(self):
         if not self.format.delimits:
             pytest.skip("the format writes the strings of a list as it writes all others")
-        calls: list[Call] = [("f", {"a": [7], "b": [8]})]
+        calls = [("f", {"a": [7], "b": [8]})]
         head, rest = self.format.write(calls).split("[7]")
         between, tail = rest.split("[8]")
         for piece in ("[", '["', "['", '["\\"', '{"', "[" * 30):
             for unit in (between + piece, piece + between):
                 assert_cheap(self.format.parser, unit, MEGABYTE // 4, head + "[7]", tail, tools=tools_for(calls))
 
-    def test_a_call_of_real_tokens_is_a_call(self) -> None:
+    def test_a_call_of_real_tokens_is_a_call(self):
         calls = [("f", {"a": "x", "n": 3}), ("g", {})]
         tokenizer = tokenizer_with(self.format.tokens)
         turn = self.format.parser.parse_turn(**sampled(tokenizer, "Hm. ", self.format.write(calls)))
         assert summary(turn.tool_calls) == calls
         assert turn.text == "Hm."
 
-    def test_ordinary_tokens_that_look_like_a_call_are_text(self) -> None:
+    def test_ordinary_tokens_that_look_like_a_call_are_text(self):
         tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("rm", {"a": "x"})]).strip()
         turn = self.format.parser.parse_turn(**sampled(tokenizer, "Like ", *imitated(self.format.tokens, text), "."))
         assert turn.tool_calls == ()
         assert turn.text == f"Like {text}."
 
-    def test_marks_of_ordinary_tokens_in_a_string_belong_to_the_string(self) -> None:
+    def test_marks_of_ordinary_tokens_in_a_string_belong_to_the_string(self):
         tokenizer, closer = tokenizer_with(self.format.tokens), f"{self.format.closer}{self.format.think[1]} é\n"
         inside = json.dumps(closer, ensure_ascii=False)[1:-1] if self.format.strict_json else closer
         before, behind = self.format.write([("f", {"a": "x@@"}), ("g", {})]).split("@@")
@@ -429,7 +421,7 @@ class ParserChecks:
         turn = self.format.parser.parse_turn(**pieces, tools=tools_for([("f", {"a": ""}), ("g", {})]))
         assert summary(turn.tool_calls) == [("f", {"a": f"x{closer}"}), ("g", {})]
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self) -> None:
+    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
         tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()
         head = text.removesuffix(self.format.end)
         (call,) = self.format.parser.parse(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
@@ -439,13 +431,13 @@ class ParserChecks:
 class ListedChecks(ParserChecks):
     """The suite where nothing may follow the calls, and where a broken call takes the rest of the turn along."""
 
-    def test_several_calls_keep_their_order_and_the_text_around_them(self) -> None:
-        calls: list[Call] = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
+    def test_several_calls_keep_their_order_and_the_text_around_them(self):
+        calls = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
         turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\n")
         assert summary(turn.tool_calls) == calls
         assert turn.text == "First."
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self) -> None:
+    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
         text = self.format.write([("f", {"a": 1, "b": "x"})])
         begin = text.index(self.format.start) + len(self.format.start)
         for end in range(begin, len(text) - len(self.format.end)):
@@ -456,7 +448,7 @@ class ListedChecks(ParserChecks):
                 else:
                     assert summary([result]) == [("f", {"a": 1, "b": "x"})]
 
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self) -> None:
+    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self):
         for body in self.format.malformed:
             turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}\n")
             assert turn.tool_calls, body
@@ -467,21 +459,21 @@ class ListedChecks(ParserChecks):
             assert (result.raw or "").strip() in body
             assert turn.text == "A"
 
-    def test_a_broken_call_does_not_take_the_one_before_it_along(self) -> None:
+    def test_a_broken_call_does_not_take_the_one_before_it_along(self):
         pytest.skip("the calls of such a format stand and fall together, or a file of its own says otherwise")
 
-    def test_hostile_text_costs_no_more_than_its_length(self) -> None:
+    def test_hostile_text_costs_no_more_than_its_length(self):
         for before, unit, behind in hostile_texts(self.format):
             if unit:
                 assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
 
-    def test_text_behind_a_call_keeps_it_from_running(self) -> None:
+    def test_text_behind_a_call_keeps_it_from_running(self):
         text = self.format.write([("f", {"a": 1})])
         turn = self.format.parser.parse_turn(f"{text} and that is it.")
         assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
         assert turn.text == ""
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self) -> None:
+    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
         if not self.format.end:
             pytest.skip("the format has no end mark")
         tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()

@@ -6,12 +6,11 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 PATIENCE_S = 60
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     """Whether a process ends: the kernel delivers a SIGKILL in its own time. One that nobody has reaped has ended."""
     try:
         process = os.pidfd_open(pid)
@@ -23,7 +22,7 @@ def has_ended(pid: int) -> bool:
         os.close(process)
 
 
-def processes() -> dict[int, tuple[int, str]]:
+def processes():
     """The parent and the command line of each process."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -33,7 +32,7 @@ def processes() -> dict[int, tuple[int, str]]:
     return found
 
 
-def watchers(owner: int) -> list[int]:
+def watchers(owner):
     """The processes that watch one owner's programs in the sandbox, from the outermost one on."""
     return sorted(
         pid
@@ -42,7 +41,7 @@ def watchers(owner: int) -> list[int]:
     )
 
 
-def running(owner: int, folder: str | Path) -> list[int]:
+def running(owner, folder):
     """Processes of the sandbox of one owner: what watches, and programs that have their folder under `folder`.
 
     The programs in a namespace end with the process that watches there, which looks like the one outside.
@@ -58,7 +57,7 @@ def running(owner: int, folder: str | Path) -> list[int]:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name: str, *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_example(name, *arguments, timeout=120):
     """Run `examples/NAME.py` to its end."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -4,10 +4,8 @@ import ast
 import asyncio
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -32,7 +30,7 @@ class Block:
     line: int
     section: str
 
-    def run(self, namespace: dict[str, Any], replace: Callable[[str], str] = str) -> None:
+    def run(self, namespace, replace=str):
         """Execute Python in a namespace, `await` at the top level allowed; tracebacks name the README's own lines.
 
         Args:
@@ -46,7 +44,7 @@ class Block:
             asyncio.run(result)
 
 
-def blocks(language: str, path: Path = README) -> list[Block]:
+def blocks(language, path=README):
     """The fenced blocks of a language, in order."""
     text = path.read_text(encoding="utf-8")
     return [
@@ -61,7 +59,7 @@ def blocks(language: str, path: Path = README) -> list[Block]:
     ]
 
 
-def table(section: str, *headings: str, path: Path = README) -> list[dict[str, str]]:
+def table(section, *headings, path=README):
     """The rows of the table in a section that has these column headings, markup of cells included.
 
     Raises:
@@ -80,11 +78,11 @@ def table(section: str, *headings: str, path: Path = README) -> list[dict[str, s
     return found[0]
 
 
-def names_in_code(text: str) -> list[str]:
+def names_in_code(text):
     """What stands between single backticks."""
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def _heading_above(text: str) -> str:
+def _heading_above(text):
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), flags=re.MULTILINE)
     return headings[-1] if headings else ""

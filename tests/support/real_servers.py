@@ -2,28 +2,25 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 import httpx
 
 
-async def running_requests(base_url: str) -> int:
+async def running_requests(base_url):
     """Requests that the server is generating for, or is going to."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         loads = (await http.get("/v1/loads")).json()["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
-async def until_it_runs(base_url: str) -> None:
+async def until_it_runs(base_url):
     """Until the server is generating."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
 
 
-async def at_best(seconds: Callable[[], Awaitable[float]], *, goal: float) -> float:
+async def at_best(seconds, *, goal):
     """The best of up to three tries: a machine that is busy can be late, a library that does nothing always is."""
     best = await seconds()
     for _ in range(2):
@@ -32,7 +29,7 @@ async def at_best(seconds: Callable[[], Awaitable[float]], *, goal: float) -> fl
     return best
 
 
-async def abort_all(base_url: str) -> None:
+async def abort_all(base_url):
     """End all generations, as a trainer does before it updates the weights."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
@@ -42,7 +39,7 @@ LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests
 """Arguments with which a server logs every request and its whole answer."""
 
 
-def logged(path: Path, event: str) -> list[dict[str, Any]]:
+def logged(path, event):
     """The log's entries of one kind, `request.received` or `request.finished`."""
     entries = []
     for line in path.read_text(errors="replace").splitlines():

@@ -9,15 +9,14 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
 
-from strands_sglang.tool_parsers import ParsedTurn, ToolParser, get_tool_parser
+from strands_sglang.tool_parsers import get_tool_parser
 from support.families import FAMILIES, load_tokenizer
-from support.parser_checks import JSON_TYPE, Arguments, Call, strings_in
+from support.parser_checks import JSON_TYPE, strings_in
 
 QUESTION = {"role": "user", "content": "What is it?"}
 
@@ -46,7 +45,7 @@ class Message:
         reasoning: The reasoning.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple
     text: str = ""
     reasoning: str = ""
 
@@ -67,12 +66,12 @@ class Sampled:
 
 
 @functools.cache
-def parser_for(family: str) -> ToolParser:
+def parser_for(family):
     """The parser that is chosen for a family."""
     return get_tool_parser("auto", tokenizer=load_tokenizer(family))
 
 
-def sample(family: str, message: Message) -> Sampled:
+def sample(family, message):
     """Have a family's template write a message, and cut out what stands there for the assistant.
 
     Raises:
@@ -81,8 +80,8 @@ def sample(family: str, message: Message) -> Sampled:
     row, tokenizer = FAMILIES[family], load_tokenizer(family)
     thinking = {"thinking": True, "enable_thinking": True} if message.reasoning else {}
 
-    def render(messages: list[dict[str, Any]], **keywords: Any) -> str:
-        rendered: str = tokenizer.apply_chat_template(
+    def render(messages, **keywords):
+        rendered = tokenizer.apply_chat_template(
             copy.deepcopy(messages), tools=TOOLS, tokenize=False, **thinking, **keywords
         )
         return rendered
@@ -102,7 +101,7 @@ def sample(family: str, message: Message) -> Sampled:
     return Sampled(part, tuple(tokenizer.encode(part, add_special_tokens=False)), reasoning_open)
 
 
-def parse(family: str, sampled: Sampled, calls: Sequence[Call]) -> ParsedTurn:
+def parse(family, sampled, calls):
     """Parse a turn, with its token ids and the tools that these calls are made of."""
     tokenizer = load_tokenizer(family)
     return parser_for(family).parse_turn(
@@ -115,7 +114,7 @@ def parse(family: str, sampled: Sampled, calls: Sequence[Call]) -> ParsedTurn:
 
 
 @functools.cache
-def pieces_of(family: str) -> tuple[str, ...]:
+def pieces_of(family):
     """All that a family's template writes around the names and values of calls, in pieces."""
     message = Message((("f0", {"k0": "v0", "k1": "v1"}), ("f1", {"k2": "v2"})), "t0", "r0")
     for attempt in (message, Message(message.calls), Message(message.calls[:1])):
@@ -134,9 +133,9 @@ def pieces_of(family: str) -> tuple[str, ...]:
     return tuple(sorted(piece for piece in {*found, *tokens} if not any(stop in piece for stop in stops)))
 
 
-def _schema(values: Sequence[Any]) -> dict[str, Any]:
+def _schema(values):
     """The schema of all values that stand in one place."""
-    schema: dict[str, Any] = {"type": sorted({JSON_TYPE[type(value)] for value in values})}
+    schema = {"type": sorted({JSON_TYPE[type(value)] for value in values})}
     objects = [value for value in values if isinstance(value, dict)]
     items = [inner for value in values if isinstance(value, list) for inner in value]
     if items:
@@ -147,9 +146,9 @@ def _schema(values: Sequence[Any]) -> dict[str, Any]:
     return schema
 
 
-def _as_chat(family: str, message: Message) -> dict[str, Any]:
+def _as_chat(family, message):
     """The message in the form of chat templates."""
-    chat: dict[str, Any] = {"role": "assistant", "content": message.text}
+    chat = {"role": "assistant", "content": message.text}
     if message.reasoning:
         if family in WANTS_BLOCKS:
             chat["content"] = [
@@ -189,10 +188,10 @@ class Loss:
 
     families: tuple[str, ...]
     why: str
-    lost: Callable[[Arguments], bool]
-    example: Arguments
-    same_as: tuple[Arguments, ...] = ()
-    reads_as: Arguments | None = None
+    lost: Callable
+    example: dict
+    same_as: tuple = ()
+    reads_as: dict | None = None
 
 
 NO_CALLS = {
@@ -230,7 +229,7 @@ COMPOSING = frozenset(
 """Families whose tokenizer composes characters (Unicode NFC) when it encodes a text."""
 
 
-def _strings(pattern: str, around: str = "") -> Callable[[Arguments], bool]:
+def _strings(pattern, around=""):
     """Arguments that are a string in which the pattern occurs."""
     compiled = re.compile(pattern)
     return lambda arguments: any(
@@ -238,24 +237,24 @@ def _strings(pattern: str, around: str = "") -> Callable[[Arguments], bool]:
     )
 
 
-def _anywhere(pattern: str) -> Callable[[Arguments], bool]:
+def _anywhere(pattern):
     """Arguments with a string somewhere in which the pattern occurs."""
     compiled = re.compile(pattern)
     return lambda arguments: any(compiled.search(text) for text in strings_in(list(arguments.values())))
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _values(value):
     yield value
     if isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _values(inner)
 
 
-def _keys(value: Any) -> Iterator[str]:
+def _keys(value):
     return (key for inner in _values(value) if isinstance(inner, dict) for key in inner)
 
 
-def _is_mixed(values: Sequence[Any]) -> bool:
+def _is_mixed(values):
     """Whether values in one place of a schema are not all strings, all lists, all objects or all something else."""
     if len({type(value) if isinstance(value, (str, list, dict)) else None for value in values}) > 1:
         return True
@@ -268,13 +267,13 @@ def _is_mixed(values: Sequence[Any]) -> bool:
 
 
 def _of_untagged_strings(
-    *families: str,
-    next_value: tuple[str, str],
-    next_call: tuple[str, str],
-    opening: tuple[str, str],
-    ending: tuple[str, str],
-    around: str = "",
-) -> tuple[Loss, ...]:
+    *families,
+    next_value,
+    next_call,
+    opening,
+    ending,
+    around="",
+):
     """The losses of a format that puts strings between tags and escapes nothing: each a pattern and an example of it.
 
     Args:
@@ -328,7 +327,7 @@ _K3_CALL = r'<\|open\|>call tool="[^"\n]+" index="[0-9]+"<\|sep\|>'
 _K3_END = rf"<\|close\|>call<\|sep\|>\s*(?:{_K3_CALL}|<\|close\|>tools<\|sep\|>)"
 
 
-def _of_dsml(family: str, section: str) -> tuple[Loss, ...]:
+def _of_dsml(family, section):
     end = rf'</｜DSML｜invoke>\s*(?:<｜DSML｜invoke name="[^"\n]+">|</｜DSML｜{section}>)'
     opening = '<｜DSML｜parameter name="b" string="true">'
     return _of_untagged_strings(
@@ -343,7 +342,7 @@ def _of_dsml(family: str, section: str) -> tuple[Loss, ...]:
     )
 
 
-LOSSES: tuple[Loss, ...] = (
+LOSSES = (
     *_of_untagged_strings(
         *("qwen3_coder", "qwen3_5", "qwen3_6", "qwen3_8", "nemotron_3"),
         next_value=(r"</parameter>\s*<parameter=[^>\n]+>", "\n</parameter>\n<parameter=b>\n"),
@@ -481,6 +480,6 @@ LOSSES: tuple[Loss, ...] = (
 """Every loss of arguments."""
 
 
-def is_lost(family: str, calls: Sequence[Call]) -> bool:
+def is_lost(family, calls):
     """Whether a family's template loses the arguments of one of these calls."""
     return any(loss.lost(arguments) for loss in LOSSES if family in loss.families for _, arguments in calls)

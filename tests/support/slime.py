@@ -10,20 +10,15 @@ description of slime (its `ray/rollout.py`, `rollout_data_utils.py`, `data.py`, 
   there after exactly the tokens before it, with that logprob and those experts, and is trained once.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import pickle
 import sys
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as functional
 
@@ -43,7 +38,7 @@ class SpecInfo:
     spec_verify_ct: int = 0
     completion_token_num: int = 0
 
-    def add(self, meta_info: dict[str, Any]) -> None:
+    def add(self, meta_info):
         self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
         self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
@@ -55,7 +50,7 @@ class PrefixCacheInfo:
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
-    def add(self, meta_info: dict[str, Any]) -> None:
+    def add(self, meta_info):
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
@@ -74,34 +69,34 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: str | list[dict] = ""
     label: str | None = None
     tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_inputs: dict | None = None
+    multimodal_train_inputs: dict | None = None
     response: str = ""
     response_length: int = 0
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
-    rollout_top_p_token_ids: Any = None
-    rollout_top_p_token_offsets: Any = None
-    rollout_routed_experts: Any = None
+    rollout_top_p_token_ids: object = None
+    rollout_top_p_token_offsets: object = None
+    rollout_routed_experts: object = None
     teacher_log_probs: list[float] | None = None
-    reward: float | dict[str, Any] | None = None
+    reward: float | dict | None = None
     status: Status = Status.PENDING
     remove_sample: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
-    train_metadata: dict[str, Any] | None = None
+    metadata: dict = field(default_factory=dict)
+    train_metadata: dict | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
-    def get_reward_value(self, args: Any) -> Any:
+    def get_reward_value(self, args):
         return self.reward[args.reward_key] if getattr(args, "reward_key", None) else self.reward
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return {
             **self.__dict__,
             "status": self.status.value,
@@ -110,7 +105,7 @@ class Sample:
         }
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Sample:
+    def from_dict(data):
         known = {
             **data,
             "status": Sample.Status(data["status"]),
@@ -125,7 +120,7 @@ class Sample:
         return sample
 
 
-def slime_args(base_url: str = "http://127.0.0.1:30000", **overrides: Any) -> SimpleNamespace:
+def slime_args(base_url="http://127.0.0.1:30000", **overrides):
     """The parsed arguments that name a router, and what else the documented functions read."""
     ip, _, port = base_url.removeprefix("http://").rpartition(":")
     arguments = {
@@ -140,7 +135,7 @@ def slime_args(base_url: str = "http://127.0.0.1:30000", **overrides: Any) -> Si
     return SimpleNamespace(**{**arguments, **overrides})
 
 
-def slime_sampling_params(**overrides: Any) -> dict[str, Any]:
+def slime_sampling_params(**overrides):
     """The sampling parameters that slime gives to `generate` in training."""
     parameters = {
         "temperature": 1.0,
@@ -156,18 +151,18 @@ def slime_sampling_params(**overrides: Any) -> dict[str, Any]:
     return {**parameters, **overrides}
 
 
-def install_slime(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *, aborted: bool = False) -> type:
+def install_slime(monkeypatch, tokenizer, *, aborted=False):
     """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test.
 
     `aborted` of the class that is returned is the flag of every state, as slime's state is a singleton.
     """
 
     class GenerateState:
-        def __init__(self, args: Any) -> None:
+        def __init__(self, args):
             self.args = args
             self.tokenizer = tokenizer
 
-    GenerateState.aborted = aborted  # type: ignore[attr-defined]
+    GenerateState.aborted = aborted
 
     modules = {
         "slime": {},
@@ -197,7 +192,7 @@ EXPERTS = ScriptedExperts()
 class SlimeState:
     """slime's `GenerateState` as far as `generate` reads it; `aborted` may be set at any time."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.aborted = False
 
@@ -205,7 +200,7 @@ class SlimeState:
 class Rollouts:
     """A scripted server behind a `generate` function of slime's; a list of answers may grow until it is used up."""
 
-    def __init__(self, tokenizer: Any, answers: Any, *, server: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, tokenizer, answers, *, server=None, **settings):
         self.tokenizer = tokenizer
         self.state = SlimeState(tokenizer)
         self.answers = answers
@@ -215,34 +210,32 @@ class Rollouts:
         settings["client_settings"] = client
         if "agent_factory" not in settings:
             settings = {"tools": self.tools, "system_prompt": "Be brief.", **settings}
-        self.generate: Callable[..., Awaitable[Any]] = slime.make_generate(
-            generate_state=lambda args: self.state, **settings
-        )
+        self.generate = slime.make_generate(generate_state=lambda args: self.state, **settings)
 
     async def __call__(
         self,
-        sample: Sample | None = None,
+        sample=None,
         *,
-        params: dict[str, Any] | None = None,
-        evaluation: bool = False,
-        **args: Any,
-    ) -> Any:
+        params=None,
+        evaluation=False,
+        **args,
+    ):
         """One sample; further arguments are slime's."""
         sample = Sample(index=3, group_index=1, prompt=QUESTION) if sample is None else sample
         given = slime_sampling_params() if params is None else params
         return await self.generate(slime_args(**args), sample, given, evaluation=evaluation)
 
-    def aborts_with(self, answer: Any) -> Callable[[Any], Any]:
+    def aborts_with(self, answer):
         """An answer in whose middle slime aborts its rollouts."""
 
-        def answer_and_abort(request: Any) -> Any:
+        def answer_and_abort(request):
             self.state.aborted = True
             return answer
 
         return answer_and_abort
 
 
-def checked(result: Any, rollouts: Rollouts, *, replayed: bool = True, log: bool = True, **args: Any) -> Any:
+def checked(result, rollouts, *, replayed=True, log=True, **args):
     """The result, after both checks."""
     samples = [result] if isinstance(result, list) else result
     check_rollouts(samples, slime_args(**args), rollouts.tokenizer, replayed=replayed)
@@ -251,7 +244,7 @@ def checked(result: Any, rollouts: Rollouts, *, replayed: bool = True, log: bool
     return result
 
 
-def moe_args(**more: Any) -> dict[str, Any]:
+def moe_args(**more):
     """slime's arguments for routing replay of the scripted model's experts."""
     return {
         "use_rollout_routing_replay": True,
@@ -261,21 +254,21 @@ def moe_args(**more: Any) -> dict[str, Any]:
     }
 
 
-async def play(tokenizer: Any, answers: Any, *, server: dict[str, Any] | None = None, **config: Any) -> SimpleNamespace:
+async def play(tokenizer, answers, *, server=None, **config):
     """An agent's episode: its `trajectory`, `reason` and `server`."""
     scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
     model = SGLangModel(tokenizer=tokenizer, client=scripted.client(max_retries=0), **config)
     limiter = ToolLimiter(max_tool_iters=3, on_limit="stop")
     agent = make_agent(model, make_tools()[0], hooks=[limiter])
     try:
-        end: Any = await agent.invoke_async(QUESTION)
+        end = await agent.invoke_async(QUESTION)
     except Exception as error:
         end = error
     reason = termination_reason(end, trajectory=model.trajectory, limiter=limiter)
     return SimpleNamespace(trajectory=model.trajectory, reason=reason, server=scripted, agent=agent, model=model)
 
 
-async def forked(tokenizer: Any, **settings: Any) -> Any:
+async def forked(tokenizer, **settings):
     """An episode whose history was rewritten, so that it has two sequences with a common beginning."""
     episode = await play(tokenizer, [CALL, ANSWER, "Other words."], **settings)
     agent = episode.agent
@@ -284,16 +277,16 @@ async def forked(tokenizer: Any, **settings: Any) -> Any:
     return episode
 
 
-def int32_text(values: list[int]) -> str:
+def int32_text(values):
     """An int32 array as slime's SGLang puts it into JSON."""
     return base64.b64encode(array("i", values).tobytes()).decode("ascii")
 
 
-def tell_top_p(monkeypatch: Any) -> None:
+def tell_top_p(monkeypatch):
     """Have scripted servers tell the ids that top-p kept, as slime's SGLang does: the sampled one and some others."""
     body_of = bodies.generation
 
-    def generation(request: Any, sampled: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def generation(request, sampled, *args, **kwargs):
         body = body_of(request, sampled, *args, **kwargs)
         if (request.sampling_params.get("custom_params") or {}).get("return_top_p_token_ids"):
             ids, offsets = [], [0]
@@ -307,7 +300,7 @@ def tell_top_p(monkeypatch: Any) -> None:
     monkeypatch.setattr(bodies, "generation", generation)
 
 
-def stale_sample(**overrides: Any) -> Sample:
+def stale_sample(**overrides):
     """A sample that an earlier run has filled with what is wrong now."""
     fields = {
         "index": 3,
@@ -334,7 +327,7 @@ def stale_sample(**overrides: Any) -> Sample:
     return Sample(**{**fields, **overrides})
 
 
-def export(episode: Any, tokenizer: Any, outcome: Any = None, *, args: Any = None, **kwargs: Any) -> Any:
+def export(episode, tokenizer, outcome=None, *, args=None, **kwargs):
     """The samples of an episode, checked against slime's needs and against the server's log."""
     args = slime_args() if args is None else args
     outcome = episode.reason if outcome is None else outcome
@@ -347,7 +340,7 @@ def export(episode: Any, tokenizer: Any, outcome: Any = None, *, args: Any = Non
     return samples
 
 
-ENDS: dict[str, tuple[list[Any], dict[str, Any], str, bool, Any]] = {
+ENDS = {
     "an answer": ([CALL, ANSWER], {}, "COMPLETED", False, None),
     "a limit on tokens": ([CALL, LONG], {}, "TRUNCATED", False, None),
     "a limit on tools": ([CALL] * 3, {}, "TRUNCATED", False, None),
@@ -371,7 +364,7 @@ class SlimeViolationError(AssertionError):
     """slime could not use a sample, or would train on something wrong."""
 
 
-def demand(promises: Mapping[str, Any]) -> None:
+def demand(promises):
     """Raise with the first promise that does not hold.
 
     Raises:
@@ -382,14 +375,14 @@ def demand(promises: Mapping[str, Any]) -> None:
         raise SlimeViolationError(broken[0])
 
 
-def flat(rollouts: Sequence[Any]) -> list[Any]:
+def flat(rollouts):
     """The samples of rollouts, as slime takes lists apart: by the look of the first one."""
     lists = [isinstance(one, list) for one in rollouts]
     demand({"a batch holds lists only, or samples only": all(lists) or not any(lists)})
     return [sample for rollout in rollouts for sample in rollout] if lists[0] else list(rollouts)
 
 
-def check_rollouts(rollouts: Any, args: Any, tokenizer: Any, *, replayed: bool = True) -> None:
+def check_rollouts(rollouts, args, tokenizer, *, replayed=True):
     """Check what `generate` or `to_slime_samples` returned, one result or a list of results of one kind.
 
     Args:
@@ -414,7 +407,7 @@ def check_rollouts(rollouts: Any, args: Any, tokenizer: Any, *, replayed: bool =
         convert([sample for sample in samples if sample.status.name != "ABORTED"], args)
 
 
-def check_tokens(sample: Any, tokenizer: Any) -> None:
+def check_tokens(sample, tokenizer):
     length, tokens, mask, logprobs = (
         sample.response_length,
         sample.tokens,
@@ -439,7 +432,7 @@ def check_tokens(sample: Any, tokenizer: Any) -> None:
     )
 
 
-def check_end(sample: Any, args: Any, trained: bool) -> None:
+def check_end(sample, args, trained):
     status, reward, removed = sample.status.name, sample.reward, sample.remove_sample
     demand(
         {
@@ -457,7 +450,7 @@ def check_end(sample: Any, args: Any, trained: bool) -> None:
         demand({"a reward is a finite number": math.isfinite(float(reward[key] if key else reward))})
 
 
-def check_replay(sample: Any, args: Any, replayed: bool) -> None:
+def check_replay(sample, args, replayed):
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if replayed and getattr(args, "rollout_top_p", 1.0) != 1.0:
         demand({"top-p ids and offsets are there": ids is not None and offsets is not None})
@@ -498,7 +491,7 @@ def check_replay(sample: Any, args: Any, replayed: bool) -> None:
         demand({"no routed experts where none are replayed": experts is None})
 
 
-def check_facts(sample: Any) -> None:
+def check_facts(sample):
     """What is logged, kept and sent on."""
     versions, cache, waited = sample.weight_versions, sample.prefix_cache_info, sample.non_generation_time
     again = type(sample).from_dict(pickle.loads(pickle.dumps(sample.to_dict())))
@@ -517,7 +510,7 @@ def check_facts(sample: Any) -> None:
     )
 
 
-def check_fan_out(rollout: list[Any]) -> None:
+def check_fan_out(rollout):
     demand({"a rollout has a sample": rollout})
     ids = {sample.rollout_id for sample in rollout}
     aborted = {sample.status.name == "ABORTED" for sample in rollout}
@@ -530,15 +523,15 @@ def check_fan_out(rollout: list[Any]) -> None:
     )
 
 
-def check_nothing_shared(samples: list[Any]) -> None:
-    owners: dict[int, Any] = {}
+def check_nothing_shared(samples):
+    owners = {}
     for sample in samples:
         for name in OWNED_LISTS:
             other = owners.setdefault(id(getattr(sample, name)), sample)
             demand({f"samples do not share their {name}": other is sample})
 
 
-def convert(samples: list[Any], args: Any) -> None:
+def convert(samples, args):
     """The steps from samples to the tensors of a training batch; a reward that slime is to ask for is 1.0."""
     limit = getattr(args, "max_tokens_per_gpu", None) if getattr(args, "use_dynamic_batch_size", False) else None
     key = getattr(args, "reward_key", None)
@@ -573,12 +566,12 @@ def convert(samples: list[Any], args: Any) -> None:
 
 
 def check_against_server(
-    samples: Any,
-    server: ScriptedSGLang,
+    samples,
+    server,
     *,
-    experts: ScriptedExperts | None = None,
-    all_trained: bool = False,
-) -> None:
+    experts=None,
+    all_trained=False,
+):
     """Check the samples of one rollout against what the server was asked and answered.
 
     Args:
@@ -588,7 +581,7 @@ def check_against_server(
         all_trained: Whether every token that it sampled is to be trained.
     """
     samples = samples if isinstance(samples, list) else [samples]
-    answered: list[tuple[list[int], list[int], list[float]]] = []
+    answered = []
     for request, response in zip(server.requests, server.responses, strict=True):
         try:
             body = response.body if response is not None and response.status == 200 else {}
@@ -598,7 +591,7 @@ def check_against_server(
             continue
         logprobs = [entry[0] for entry in body["meta_info"].get("output_token_logprobs") or ()]
         answered.append((request.input_ids, body["output_ids"], logprobs))
-    trained: set[tuple[int, int]] = set()
+    trained = set()
     for sample in samples:
         start = len(sample.tokens) - sample.response_length
         for number, mask in enumerate(sample.loss_mask):
@@ -621,9 +614,7 @@ def check_against_server(
     demand({promise: not all_trained or len(trained) == count})
 
 
-def _sampled_at(
-    answered: list[tuple[list[int], list[int], list[float]]], tokens: list[int], position: int
-) -> list[tuple[int, int]]:
+def _sampled_at(answered, tokens, position):
     """Which answers' which token stands at a position of a sequence."""
     found = []
     for number, (prompt, output, _) in enumerate(answered):

@@ -10,7 +10,6 @@ import io
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -20,19 +19,19 @@ from strands_sglang.messages.content import Picture
 from support.families import families_directory, load_template, load_tokenizer
 
 
-def png(width: int = 100, height: int = 150, colour: str = "red") -> bytes:
+def png(width=100, height=150, colour="red"):
     """The bytes of an image file."""
     file = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(file, "PNG")
     return file.getvalue()
 
 
-def picture(width: int = 100, height: int = 150, colour: str = "red", where: str = "here") -> Picture:
+def picture(width=100, height=150, colour="red", where="here"):
     """A picture as `content` makes it of a block."""
     return Picture(png(width, height, colour), "png", where)
 
 
-def image_block(data: bytes | None = None, image_format: str = "png") -> dict[str, Any]:
+def image_block(data=None, image_format="png"):
     """A Strands image block."""
     return {"image": {"format": image_format, "source": {"bytes": png() if data is None else data}}}
 
@@ -59,7 +58,7 @@ VISION_FAMILIES = {
 
 
 @functools.cache
-def load_processor(name: str) -> Any:
+def load_processor(name):
     """A family's processor, saved to a folder and loaded from there; skips where transformers lacks its class."""
     family = VISION_FAMILIES[name]
     if not hasattr(transformers, family.processor):
@@ -68,7 +67,7 @@ def load_processor(name: str) -> Any:
         return _load_gemma(Path(folder)) if name == "gemma_3" else _load_qwen(family, Path(folder))
 
 
-def _load_gemma(folder: Path) -> Any:
+def _load_gemma(folder):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(families_directory() / "tokenizers" / "gemma3" / "tokenizer.json"),
         bos_token="<bos>",
@@ -91,7 +90,7 @@ def _load_gemma(folder: Path) -> Any:
     return transformers.AutoProcessor.from_pretrained(folder)
 
 
-def load_without_videos(processor: str, folder: Path, tokenizer: Any) -> Any:
+def load_without_videos(processor, folder, tokenizer):
     """One of Qwen's processors without its part for videos, which needs torchvision, and with any fast tokenizer.
 
     Args:
@@ -101,13 +100,13 @@ def load_without_videos(processor: str, folder: Path, tokenizer: Any) -> Any:
     """
 
     class WithoutVideos(getattr(transformers, processor)):
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, argument_name, argument):
             return type(argument)
 
     return WithoutVideos(transformers.AutoImageProcessor.from_pretrained(folder), tokenizer, None)
 
 
-def _load_qwen(family: VisionFamily, folder: Path) -> Any:
+def _load_qwen(family, folder):
     patch = 16 if family.processor == "Qwen3VLProcessor" else 14
     # Few pixels, so that an image is a few dozen tokens.
     limits = {"min_pixels": (4 * patch) ** 2, "max_pixels": (16 * patch) ** 2}

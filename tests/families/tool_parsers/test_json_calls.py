@@ -1,9 +1,7 @@
 """Formats whose calls are JSON between marks, or elements."""
 
 import json
-from collections.abc import Sequence
 from itertools import starmap
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from strands_sglang.tool_parsers import (
 )
 from support.parser_checks import (
     KEYS,
-    Call,
     Format,
     ParserChecks,
     json_text,
@@ -60,17 +57,17 @@ class TestDeepSeekV3(ParserChecks):
     )
 
 
-def test_deepseek_v3_arguments_that_are_no_object_are_said_to_be_none() -> None:
+def test_deepseek_v3_arguments_that_are_no_object_are_said_to_be_none():
     (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_CALL % ("f", "[]") + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
-def test_a_fence_inside_a_string_does_not_end_the_arguments() -> None:
-    calls: list[Call] = [("write", {"text": "```json\n{}\n```<｜tool▁call▁end｜>"})]
+def test_a_fence_inside_a_string_does_not_end_the_arguments():
+    calls = [("write", {"text": "```json\n{}\n```<｜tool▁call▁end｜>"})]
     assert summary(DeepSeekV3ToolParser().parse(deepseek_v3_written(calls))) == calls
 
 
-def test_white_space_around_the_fence_does_not_matter() -> None:
+def test_white_space_around_the_fence_does_not_matter():
     found = DeepSeekV3ToolParser().parse(deepseek_v3_written([("f", {"a": 1})]).replace("\n```<", "\n```\n<"))
     assert summary(found) == [("f", {"a": 1})]
 
@@ -107,7 +104,7 @@ class TestDeepSeekV31(ParserChecks):
     )
 
 
-def test_deepseek_v3_1_arguments_that_are_no_object_are_said_to_be_none() -> None:
+def test_deepseek_v3_1_arguments_that_are_no_object_are_said_to_be_none():
     (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_1_CALL % ("f", '"{}"') + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
@@ -118,7 +115,7 @@ KIMI_K2_BEGIN, KIMI_K2_END = "<|tool_calls_section_begin|>", "<|tool_calls_secti
 KIMI_K2_CALL = "<|tool_call_begin|>%s<|tool_call_argument_begin|>%s<|tool_call_end|>"
 
 
-def kimi_k2_written(calls: Sequence[Call]) -> str:
+def kimi_k2_written(calls):
     """Calls as the chat template writes them."""
     texts = [
         KIMI_K2_CALL % (f"functions.{name}:{index}", json_text(arguments))
@@ -154,7 +151,7 @@ class TestKimiK2(ParserChecks):
     )
 
 
-def test_the_models_own_id_is_kept_and_is_not_the_calls_id() -> None:
+def test_the_models_own_id_is_kept_and_is_not_the_calls_id():
     calls = KimiK2ToolParser().parse(
         KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", "{}") + KIMI_K2_CALL % ("search:14", "{}") + KIMI_K2_END
     )
@@ -163,25 +160,25 @@ def test_the_models_own_id_is_kept_and_is_not_the_calls_id() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "[]", '{"a": 1, "a": 1}', "{} x"])
-def test_a_call_that_failed_keeps_the_models_own_id(arguments: str) -> None:
+def test_a_call_that_failed_keeps_the_models_own_id(arguments):
     for behind in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
         (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", arguments) + behind)
         assert (found.is_error, found.native_id, found.attempted_name) == (True, "functions.f:3", "f")
 
 
 @pytest.mark.parametrize("arguments", ["[]", '"x"', "1", "null"])
-def test_kimi_k2_arguments_that_are_no_object_are_said_to_be_none(arguments: str) -> None:
+def test_kimi_k2_arguments_that_are_no_object_are_said_to_be_none(arguments):
     (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:0", arguments) + KIMI_K2_END)
     assert found.status is ToolCallStatus.NOT_AN_OBJECT
 
 
-def test_white_space_between_marks_and_around_arguments_does_not_matter() -> None:
+def test_white_space_between_marks_and_around_arguments_does_not_matter():
     body = "\n<|tool_call_begin|> functions.f:0 <|tool_call_argument_begin|>\n{\n}\n <|tool_call_end|>\n"
     (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + body + KIMI_K2_END)
     assert (found.name, found.input) == ("f", {})
 
 
-def test_a_call_without_a_section_is_text() -> None:
+def test_a_call_without_a_section_is_text():
     turn = KimiK2ToolParser().parse_turn(KIMI_K2_CALL % ("functions.f:0", "{}"))
     assert (turn.tool_calls, turn.text) == ((), KIMI_K2_CALL % ("functions.f:0", "{}"))
 
@@ -198,7 +195,7 @@ class TestSmolLM3(ParserChecks):
     )
 
 
-def test_the_parser_is_found_by_name_and_code_is_text() -> None:
+def test_the_parser_is_found_by_name_and_code_is_text():
     turn = get_tool_parser("smollm3").parse_turn("<code>print(1)</code>")
     assert (turn.text, turn.tool_calls) == ("<code>print(1)</code>", ())
 
@@ -207,7 +204,7 @@ NS = "]<]minimax[>["
 M3_BEGIN, M3_END = f"{NS}<tool_call>", f"{NS}</tool_call>"
 
 
-def element(key: str, value: Any) -> str:
+def element(key, value):
     if isinstance(value, dict):
         text = "".join(element(*item) for item in value.items())
     elif isinstance(value, list):
@@ -221,7 +218,7 @@ M3_CALL = f'{NS}<invoke name="%s">%s{NS}</invoke>\n'
 m3_written = writer(M3_CALL, "", f"{M3_BEGIN}\n", M3_END, lambda values: "".join(starmap(element, values.items())))
 
 
-def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+def values(texts):
     """Values that elements can carry: no null, and lists of one type, which is what a schema can say of them."""
     texts = texts.map(lambda text: text.replace(NS, "[>["))
     scalars = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
@@ -284,7 +281,7 @@ class TestMiniMaxM3(ParserChecks):
         ({"a": [1, "x"], "b": {"c": True}}, None),
     ],
 )
-def test_values_have_the_type_that_the_schema_declares_on_every_level(value: Any, schema: Any) -> None:
+def test_values_have_the_type_that_the_schema_declares_on_every_level(value, schema):
     definitions = {"Words": {"type": "object", "additionalProperties": {"type": "string"}}}
     root = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
     text = m3_written([("f", {"x": value})])
@@ -302,18 +299,18 @@ def test_values_have_the_type_that_the_schema_declares_on_every_level(value: Any
         ({"a": "b"}, {"properties": {"a": {"type": "number"}}}, "'x' is wrong: 'a' is wrong: it must be a number"),
     ],
 )
-def test_a_value_of_another_type_than_declared_is_malformed_and_says_where(value: Any, schema: Any, error: str) -> None:
+def test_a_value_of_another_type_than_declared_is_malformed_and_says_where(value, schema, error):
     tools = [{"name": "f", "inputSchema": {"json": {"properties": {"x": schema}}}}]
     (found,) = MiniMaxM3ToolParser().parse(m3_written([("f", {"x": value})]), tools=tools)
     assert (found.status, found.attempted_name) == (ToolCallStatus.MALFORMED, "f")
     assert error in (found.error or "")
 
 
-def test_a_token_without_a_tag_behind_it_is_text() -> None:
-    calls: list[Call] = [("f", {"a": f"{NS} is a token"})]
+def test_a_token_without_a_tag_behind_it_is_text():
+    calls = [("f", {"a": f"{NS} is a token"})]
     assert summary(MiniMaxM3ToolParser().parse(m3_written(calls), tools=tools_for(calls))) == calls
 
 
-def test_white_space_between_elements_does_not_matter() -> None:
+def test_white_space_between_elements_does_not_matter():
     body = f"\n  {NS}<a>\n  {NS}<item>1{NS}</item>\n  {NS}</a>\n"
     assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{M3_CALL % ('f', body)}{M3_END}")) == [("f", {"a": [1]})]

@@ -1,7 +1,5 @@
 """Formats with a notation or a structure of their own."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +29,7 @@ from support.parser_checks import (
 QUOTE = '<|"|>'
 
 
-def value(of: Any) -> str:
+def value(of):
     if isinstance(of, str):
         return f"{QUOTE}{of}{QUOTE}"
     if of is None or isinstance(of, bool):
@@ -78,7 +76,7 @@ class TestGemma4(ParserChecks):
 GEMMA4_PARSER = Gemma4ToolParser()
 
 
-def test_the_name_of_the_channel_is_no_part_of_the_reasoning() -> None:
+def test_the_name_of_the_channel_is_no_part_of_the_reasoning():
     turn = GEMMA4_PARSER.parse_turn("<|channel>thought\nHm.\n<channel|>Yes.")
     assert (turn.reasoning, turn.text) == ("Hm.", "Yes.")
     turn = GEMMA4_PARSER.parse_turn("Hm.\n<channel|>Yes.", reasoning_open=True)
@@ -97,11 +95,11 @@ def test_the_name_of_the_channel_is_no_part_of_the_reasoning() -> None:
         (f"{{a b:{QUOTE}c, d{QUOTE},e:[]}}", {"a b": "c, d", "e": []}),
     ],
 )
-def test_values_are_typed_as_they_are_written(written: str, found: Any) -> None:
+def test_values_are_typed_as_they_are_written(written, found):
     assert summary(GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{written}}}<tool_call|>")) == [("f", {"x": found})]
 
 
-def test_a_string_that_does_not_end_is_unterminated_or_malformed() -> None:
+def test_a_string_that_does_not_end_is_unterminated_or_malformed():
     (call,) = GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{QUOTE}abc")
     assert (call.status, call.attempted_name) == (ToolCallStatus.UNTERMINATED, "f")
     (call,) = GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{QUOTE}abc}}<tool_call|>")
@@ -127,7 +125,7 @@ class TestHarmony(ListedChecks):
         strict_json=True,
     )
 
-    def test_a_draft_in_reasoning_is_not_a_call(self) -> None:
+    def test_a_draft_in_reasoning_is_not_a_call(self):
         draft, call = harmony_write([("rm", {})]), harmony_write([("ls", {})])
         for text, reasoning_open in [
             (f"<|channel|>analysis<|message|>Maybe {draft}?<|end|>{call}", False),
@@ -137,7 +135,7 @@ class TestHarmony(ListedChecks):
             assert [found.name for found in turn.tool_calls] == ["ls"]
             assert (turn.reasoning, turn.text) == (f"Maybe {draft}?", "")
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self) -> None:
+    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
         text = harmony_write([("f", {"a": 1, "b": "x"})]).removeprefix("<|start|>assistant")
         for end in range(text.index("functions") + 1, len(text) - len("<|call|>") + 1):
             (call,) = HARMONY_PARSER.parse_turn(text[:end], truncated=True).tool_calls
@@ -159,17 +157,17 @@ class TestHarmony(ListedChecks):
             '<|channel|>commentary to=functions.f<|message|>{"a": 1, "a": 2}',
         ],
     )
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self, text: str) -> None:
+    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self, text):
         (call,) = HARMONY_PARSER.parse(text)
         assert (call.status, call.attempted_name, call.input) == (ToolCallStatus.MALFORMED, "f", {})
         assert call.raw is not None and call.raw in text
 
-    def test_text_behind_a_call_keeps_it_from_running(self) -> None:
+    def test_text_behind_a_call_keeps_it_from_running(self):
         turn = HARMONY_PARSER.parse_turn(f"{harmony_write([('f', {})])} and that is it.")
         assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
         assert turn.text == ""
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self) -> None:
+    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
         head = harmony_write([("f", {})]).removesuffix("<|call|>")
         (call,) = HARMONY_PARSER.parse(**sampled(tokenizer_with(TOKENS), head, "<|ca", "ll|>"))
         assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
@@ -185,13 +183,13 @@ HEADERS = (
 
 
 @given(st.sampled_from(HEADERS), TestHarmony.format.arguments)
-def test_every_way_to_write_a_header_is_read_and_the_stop_token_may_be_gone(header: str, arguments: dict) -> None:
+def test_every_way_to_write_a_header_is_read_and_the_stop_token_may_be_gone(header, arguments):
     turn = HARMONY_PARSER.parse_turn(header + json_text(arguments), tools=tools_for([("f", arguments)]))
     assert same(summary(turn.tool_calls), [("f", arguments)])
     assert (turn.text, turn.reasoning) == ("", None)
 
 
-def test_each_channel_goes_where_it_belongs() -> None:
+def test_each_channel_goes_where_it_belongs():
     turn = HARMONY_PARSER.parse_turn(
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Ah.<|end|><|start|>assistant<|channel|>final<|message|>  Yes."
@@ -200,21 +198,21 @@ def test_each_channel_goes_where_it_belongs() -> None:
 
 
 @pytest.mark.parametrize("text", ["Hello.", "", "a\n b ", "to be <|end|> or not"])
-def test_a_turn_without_headers_is_text(text: str) -> None:
+def test_a_turn_without_headers_is_text(text):
     assert HARMONY_PARSER.parse_turn(text).text == text.strip()
 
 
-def test_a_call_to_anything_but_a_function_names_no_tool() -> None:
+def test_a_call_to_anything_but_a_function_names_no_tool():
     (call,) = HARMONY_PARSER.parse('<|channel|>commentary to=browser.search<|message|>{"query": "x"}')
     assert (call.status, call.attempted_name) == (ToolCallStatus.UNKNOWN_TOOL, "browser.search")
 
 
-def test_arguments_that_are_no_object_are_told_apart() -> None:
+def test_arguments_that_are_no_object_are_told_apart():
     (call,) = HARMONY_PARSER.parse("<|channel|>commentary to=functions.f<|message|>[1]")
     assert (call.status, call.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
-def test_a_call_quoted_in_a_final_answer_is_text() -> None:
+def test_a_call_quoted_in_a_final_answer_is_text():
     turn = HARMONY_PARSER.parse_turn(
         "<|channel|>final<|message|>Like " + harmony_write([("rm", {})]).removesuffix("<|call|>")
     )
@@ -233,7 +231,7 @@ def test_a_call_quoted_in_a_final_answer_is_text() -> None:
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", False),
     ],
 )
-def test_a_turn_ends_in_reasoning_where_its_last_message_is_an_unended_analysis(text: str, unclosed: bool) -> None:
+def test_a_turn_ends_in_reasoning_where_its_last_message_is_an_unended_analysis(text, unclosed):
     assert HARMONY_PARSER.parse_turn(text, truncated=True).ends_in_reasoning is unclosed
 
 
@@ -259,13 +257,13 @@ WRAPPED = (
 
 @pytest.mark.parametrize("body", [PLAIN, WRAPPED])
 @pytest.mark.parametrize("around", ["<|tool_call|>{}<|/tool_call|>", "functools{}", "\nfunctools{}\n"])
-def test_a_list_holds_several_calls(body: str, around: str) -> None:
+def test_a_list_holds_several_calls(body, around):
     turn = Phi4ToolParser().parse_turn(around.replace("{}", body))
     assert summary(turn.tool_calls) == CALLS
     assert turn.text == ""
 
 
-def test_functools_is_a_call_behind_reasoning_and_text_anywhere_else() -> None:
+def test_functools_is_a_call_behind_reasoning_and_text_anywhere_else():
     parser = Phi4ToolParser()
     assert summary(parser.parse(f"Hm.</think>functools{PLAIN}", reasoning_open=True)) == CALLS
     turn = parser.parse_turn(f"Write functools{PLAIN}")
@@ -282,7 +280,7 @@ def test_functools_is_a_call_behind_reasoning_and_text_anywhere_else() -> None:
         (f"functools{PLAIN[:30]}", ToolCallStatus.UNTERMINATED),
     ],
 )
-def test_a_list_that_no_mark_ends_is_all_or_nothing(text: str, status: ToolCallStatus) -> None:
+def test_a_list_that_no_mark_ends_is_all_or_nothing(text, status):
     turn = Phi4ToolParser().parse_turn(text)
     assert [call.status for call in turn.tool_calls] == [status]
     assert turn.text == ""
@@ -295,13 +293,13 @@ OBJECTS = (
 
 
 @pytest.mark.parametrize("text", OBJECTS)
-def test_a_turn_that_is_nothing_but_objects_is_calls(text: str) -> None:
+def test_a_turn_that_is_nothing_but_objects_is_calls(text):
     turn = Phi4ToolParser().parse_turn(f"\n{text}\n")
     assert summary(turn.tool_calls) == CALLS
     assert turn.text == ""
 
 
-def test_the_arguments_of_an_object_may_be_written_as_python() -> None:
+def test_the_arguments_of_an_object_may_be_written_as_python():
     values = {"s": 'it\'s "é"\n', "b": True, "n": None, "l": [1, -1.5e10, {"k": []}], "t": "true"}
     (call,) = Phi4ToolParser().parse(f'{{"name": "f", "arguments": {values}}}')
     assert same(call.input, values)
@@ -310,7 +308,7 @@ def test_the_arguments_of_an_object_may_be_written_as_python() -> None:
 @pytest.mark.parametrize(
     "text", [f"See {OBJECTS[0]}", '{"name": "Ada", "born": 1815}', '{"answer": 4}', "{", "[1]", OBJECTS[0][1:]]
 )
-def test_other_objects_and_objects_behind_text_are_text(text: str) -> None:
+def test_other_objects_and_objects_behind_text_are_text(text):
     turn = Phi4ToolParser().parse_turn(text)
     assert (turn.text, turn.tool_calls) == (text, ())
 
@@ -326,7 +324,7 @@ def test_other_objects_and_objects_behind_text_are_text(text: str) -> None:
         ('{"name": "f", "arguments": [1]}', ToolCallStatus.NOT_AN_OBJECT),
     ],
 )
-def test_what_begins_as_an_object_of_a_call_and_is_none_is_an_error(text: str, status: ToolCallStatus) -> None:
+def test_what_begins_as_an_object_of_a_call_and_is_none_is_an_error(text, status):
     turn = Phi4ToolParser().parse_turn(text, truncated=status is ToolCallStatus.UNTERMINATED)
     assert [(call.status, call.attempted_name) for call in turn.tool_calls] == [(status, "f")]
     assert turn.text == ""

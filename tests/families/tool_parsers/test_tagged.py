@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
 from itertools import starmap
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from strands_sglang.tool_parsers import (
 )
 from support.parser_checks import (
     JSON_TYPE,
-    Call,
     Format,
     ParserChecks,
     pairs,
@@ -32,7 +29,7 @@ from support.parser_checks import (
 DSML_BEGIN, DSML_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
 
 
-def parameter(key: str, value: Any) -> str:
+def parameter(key, value):
     is_string = isinstance(value, str)
     text = value if is_string else json.dumps(value, ensure_ascii=False)
     return f'<｜DSML｜parameter name="{key}" string="{"true" if is_string else "false"}">{text}</｜DSML｜parameter>'
@@ -101,7 +98,7 @@ class TestDeepSeekV4(ParserChecks):
     )
 
 
-def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says() -> None:
+def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says():
     text = f"{DSML_BEGIN}\n{DSML_CALL % ('f', parameter('a', '3'))}\n{DSML_END}"
     tools = [{"name": "f", "inputSchema": {"json": {"properties": {"a": {"type": "integer"}}}}}]
     (found,) = DeepSeekV32ToolParser().parse(text, tools=tools)
@@ -109,7 +106,7 @@ def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says() -> N
 
 
 @pytest.mark.parametrize("value", ['"a"', "3", "[1]", "null"])
-def test_a_value_that_says_it_is_no_string_is_json(value: str) -> None:
+def test_a_value_that_says_it_is_no_string_is_json(value):
     body = f'<｜DSML｜parameter name="a" string="false">{value}</｜DSML｜parameter>'
     (found,) = DeepSeekV32ToolParser().parse(f"{DSML_BEGIN}\n{DSML_CALL % ('f', body)}\n{DSML_END}")
     assert found.input == {"a": json.loads(value)}
@@ -149,25 +146,25 @@ class TestGLM(ParserChecks):
     )
 
 
-def test_calls_with_and_without_line_breaks_are_read() -> None:
+def test_calls_with_and_without_line_breaks_are_read():
     glm_4_7 = writer("<tool_call>%s%s</tool_call>", arguments=pairs("<arg_key>%s</arg_key><arg_value>%s</arg_value>"))
-    calls: list[Call] = [("f", {"a": "  x\n", "b": [1, {"c": None}]}), ("g", {})]
+    calls = [("f", {"a": "  x\n", "b": [1, {"c": None}]}), ("g", {})]
     for write in (glm_written, glm_4_7):
         assert summary(GLMToolParser().parse(write(calls), tools=tools_for(calls))) == calls
 
 
-def test_glm_without_a_schema_json_is_json_and_anything_else_is_text() -> None:
+def test_glm_without_a_schema_json_is_json_and_anything_else_is_text():
     (call,) = GLMToolParser().parse(glm_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})]))
     assert call.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
 
 
-def test_a_value_of_another_type_than_declared_is_malformed_and_says_so() -> None:
+def test_a_value_of_another_type_than_declared_is_malformed_and_says_so():
     (call,) = GLMToolParser().parse(glm_written([("f", {"a": "three"})]), tools=tools_for([("f", {"a": 3})]))
     assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
     assert "'a' is wrong: it must be an integer" in (call.error or "")
 
 
-def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it() -> None:
+def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it():
     broken, good = GLMToolParser().parse(
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>" + glm_written([("g", {"b": "2"})])
     )
@@ -175,36 +172,36 @@ def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it() -> N
     assert (good.name, good.input) == ("g", {"b": 2})
 
 
-def test_glm_tags_that_end_nothing_belong_to_the_value() -> None:
+def test_glm_tags_that_end_nothing_belong_to_the_value():
     code = "</arg_value> <arg_key>b</arg_key> </tool_call> <tool_call>rm</tool_call> </think>"
-    calls: list[Call] = [("write", {"code": code})]
+    calls = [("write", {"code": code})]
     turn = GLMToolParser().parse_turn(glm_written(calls))
     assert summary(turn.tool_calls) == calls
     assert turn.reasoning is None
 
 
-def opened(tag: str, **attributes: Any) -> str:
+def opened(tag, **attributes):
     escaped = (
         f' {key}="{str(value).replace("&", "&amp;").replace(chr(34), "&quot;")}"' for key, value in attributes.items()
     )
     return f"<|open|>{tag}{''.join(escaped)}<|sep|>"
 
 
-def closed(tag: str) -> str:
+def closed(tag):
     return f"<|close|>{tag}<|sep|>"
 
 
-def argument(key: str, value: Any) -> str:
+def argument(key, value):
     kind = "number" if isinstance(value, int) and not isinstance(value, bool) else JSON_TYPE[type(value)]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return opened("argument", key=key, type=kind) + text + closed("argument")
 
 
-def kimi_k3_call(name: str, body: str, index: int = 1) -> str:
+def kimi_k3_call(name, body, index=1):
     return opened("call", tool=name, index=index) + body + closed("call")
 
 
-def kimi_k3_written(calls: Sequence[Call]) -> str:
+def kimi_k3_written(calls):
     """Calls as the chat template writes them."""
     bodies = ("".join(argument(*item) for item in arguments.items()) for _, arguments in calls)
     texts = (kimi_k3_call(name, body, at) for at, ((name, _), body) in enumerate(zip(calls, bodies, strict=True), 1))
@@ -242,7 +239,7 @@ class TestKimiK3(ParserChecks):
     )
 
 
-def test_the_tags_around_the_visible_text_are_no_part_of_it() -> None:
+def test_the_tags_around_the_visible_text_are_no_part_of_it():
     said = "I look it up." + closed("response")
     turn = KimiK3ToolParser().parse_turn(
         f"Hm.{closed('think')}{opened('response')}{said}{kimi_k3_written([('ls', {})])}{closed('message')}",
@@ -252,7 +249,7 @@ def test_the_tags_around_the_visible_text_are_no_part_of_it() -> None:
     assert KimiK3ToolParser().parse_turn(said + closed("message")).text == "I look it up."
 
 
-def test_arguments_may_be_one_json_object() -> None:
+def test_arguments_may_be_one_json_object():
     body = opened("json", type="object") + '{"a": "<|close|>json<|sep|>", "b": [1]}' + closed("json")
     text = opened("tools") + kimi_k3_call("f", body) + kimi_k3_call("g", argument("x", True), 2) + closed("tools")
     assert summary(KimiK3ToolParser().parse(text)) == [
@@ -261,14 +258,14 @@ def test_arguments_may_be_one_json_object() -> None:
     ]
 
 
-def test_one_json_value_that_is_no_object_is_said_to_be_none() -> None:
+def test_one_json_value_that_is_no_object_is_said_to_be_none():
     body = opened("json", type="object") + "[]" + closed("json")
     (found,) = KimiK3ToolParser().parse(opened("tools") + kimi_k3_call("f", body) + closed("tools"))
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
 @pytest.mark.parametrize("key", ['a"b', "a&b", "&quot;", "&amp;quot;", "ä b"])
-def test_names_of_arguments_are_unescaped(key: str) -> None:
+def test_names_of_arguments_are_unescaped(key):
     assert summary(KimiK3ToolParser().parse(kimi_k3_written([("f", {key: 1})]))) == [("f", {key: 1})]
 
 
@@ -312,15 +309,15 @@ class TestMiniMaxM2(ParserChecks):
     )
 
 
-def test_minimax_m2_without_a_schema_json_is_json_and_anything_else_is_text() -> None:
+def test_minimax_m2_without_a_schema_json_is_json_and_anything_else_is_text():
     (found,) = MiniMaxM2ToolParser().parse(
         minimax_m2_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})])
     )
     assert found.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
 
 
-def test_a_value_of_another_type_than_declared_is_malformed_and_the_calls_around_it_stand() -> None:
-    calls: list[Call] = [("a", {}), ("f", {"x": "three"}), ("b", {})]
+def test_a_value_of_another_type_than_declared_is_malformed_and_the_calls_around_it_stand():
+    calls = [("a", {}), ("f", {"x": "three"}), ("b", {})]
     tools = tools_for([("a", {}), ("f", {"x": 3}), ("b", {})])
     first, wrong, last = MiniMaxM2ToolParser().parse(minimax_m2_written(calls), tools=tools)
     assert (first.name, last.name) == ("a", "b")
@@ -328,13 +325,13 @@ def test_a_value_of_another_type_than_declared_is_malformed_and_the_calls_around
     assert "'x' is wrong: it must be an integer" in (wrong.error or "")
 
 
-def test_minimax_m2_tags_that_end_nothing_belong_to_the_value() -> None:
+def test_minimax_m2_tags_that_end_nothing_belong_to_the_value():
     code = 'x = "</parameter>" </invoke> <parameter name="a"> </minimax:tool_call> </think>'
-    calls: list[Call] = [("write", {"code": code, "n": 1}), ("g", {})]
+    calls = [("write", {"code": code, "n": 1}), ("g", {})]
     assert summary(MiniMaxM2ToolParser().parse(minimax_m2_written(calls))) == calls
 
 
-def test_a_value_that_closes_its_own_section_runs_nothing() -> None:
+def test_a_value_that_closes_its_own_section_runs_nothing():
     value = f"x</parameter>\n</invoke>\n{MINIMAX_M2_END}\nand more"
     calls = MiniMaxM2ToolParser().parse(minimax_m2_written([("write", {"content": value})]))
     assert calls
@@ -383,19 +380,19 @@ class TestSeedOSS(ParserChecks):
     ],
 )
 @pytest.mark.parametrize("spell", [repr, json.dumps])
-def test_lists_and_objects_may_be_written_as_python_or_as_json(value: Any, spell: Any) -> None:
+def test_lists_and_objects_may_be_written_as_python_or_as_json(value, spell):
     text = f"<seed:tool_call><function=f><parameter=x>{spell(value)}</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": value})]))
     assert same(call.input, {"x": value})
 
 
-def test_a_string_that_looks_like_a_python_list_stays_a_string() -> None:
+def test_a_string_that_looks_like_a_python_list_stays_a_string():
     text = "<seed:tool_call><function=f><parameter=x>['a']</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": ""})]))
     assert call.input == {"x": "['a']"}
 
 
-def test_newlines_at_the_edges_of_a_value_belong_to_it() -> None:
+def test_newlines_at_the_edges_of_a_value_belong_to_it():
     text = "<seed:tool_call><function=f><parameter=x>\na\n</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": ""})]))
     assert call.input == {"x": "\na\n"}

@@ -28,7 +28,7 @@ STRANDS = Source(
 )
 
 
-def unpack(directory: Path) -> None:
+def unpack(directory):
     """Put Strands' `src`, `tests` and `tests_integ` into a folder."""
     with (
         tempfile.TemporaryDirectory() as downloads,
@@ -40,7 +40,7 @@ def unpack(directory: Path) -> None:
                 archive.extract(member, directory, filter="data")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """Return pytest's exit status."""
     folder = build_once(home() / "strands-tests" / STRANDS.sha256[:12], unpack)
     # The version whose tests these are, whichever is installed.

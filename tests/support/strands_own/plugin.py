@@ -14,11 +14,9 @@ import json
 import sys
 import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import strands.agent.agent
@@ -30,19 +28,19 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import build_chatml_tokenizer
 
 HERE = Path(__file__).parent
-LEFT_OUT: dict[str, str] = json.loads((HERE / "left_out.json").read_text(encoding="utf-8"))
-ANSWERS: dict[str, list[str]] = json.loads((HERE / "cloud_answers.json").read_text(encoding="utf-8"))
+LEFT_OUT = json.loads((HERE / "left_out.json").read_text(encoding="utf-8"))
+ANSWERS = json.loads((HERE / "cloud_answers.json").read_text(encoding="utf-8"))
 CLOUD_TESTS = "tests_integ"
 
 # A simulation of AWS, which their conftest file imports and no test uses that is run.
-_moto: Any = types.ModuleType("moto")
+_moto = types.ModuleType("moto")
 _moto.mock_aws = contextlib.nullcontext
 sys.modules.setdefault("moto", _moto)
 
 _tokenizer = cache(build_chatml_tokenizer)
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
 
-_next: ContextVar[ScriptedAnswer] = ContextVar("next")
+_next = ContextVar("next")
 """What the running call is answered with: some tests ask one model from two threads at once."""
 
 
@@ -53,15 +51,13 @@ class BrainModel(SGLangModel):
         brain: That one.
     """
 
-    def __init__(self, brain: Any) -> None:
+    def __init__(self, brain):
         self.brain = brain
-        self._sampled_ids: dict[str, list[str]] = {}  # the model's own ids, by that of the script, which may repeat one
+        self._sampled_ids = {}  # the model's own ids, by that of the script, which may repeat one
         server = ScriptedSGLang(_tokenizer(), lambda request: _next.get(), context_length=10_000_000)
         super().__init__(tokenizer=_tokenizer(), client=server.client())
 
-    async def stream(  # type: ignore[override]
-        self, messages: Any, tool_specs: Any = None, system_prompt: Any = None, tool_choice: Any = None, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def stream(self, messages, tool_specs=None, system_prompt=None, tool_choice=None, **kwargs):
         kwargs["tool_choice"] = tool_choice
         signal = kwargs.get("cancel_signal")
         cancelled = signal is not None and signal.is_set()  # then nothing is asked, and no answer is used up
@@ -85,15 +81,15 @@ class BrainModel(SGLangModel):
             if "metadata" in event:
                 yield event
 
-    async def structured_output(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def structured_output(self, *args, **kwargs):
         async for event in self.brain.structured_output(*args, **kwargs):
             yield event
 
-    def _with_sampled_ids(self, messages: Any) -> Any:
+    def _with_sampled_ids(self, messages):
         """Messages with the model's own ids: of an id's calls the first, the second, ... in their order."""
-        seen: Counter[str] = Counter()
+        seen = Counter()
 
-        def block(given: Any) -> Any:
+        def block(given):
             for kind in ("toolUse", "toolResult"):
                 if isinstance(given, dict) and kind in given:
                     shown = given[kind]["toolUseId"]
@@ -105,11 +101,11 @@ class BrainModel(SGLangModel):
         return [{**message, "content": [block(one) for one in message["content"]]} for message in messages]
 
 
-def _as_sampled(events: list[Any]) -> tuple[ScriptedAnswer | None, list[str]]:
+def _as_sampled(events):
     """What was streamed as a model of the Hermes format samples it, and the ids of its calls; None if none could."""
-    reasoning: str | None = None
+    reasoning = None
     text, stop_reason, calls = "", "end_turn", []
-    use: dict[str, Any] | None = None
+    use = None
     for event in events:
         match event:
             case {"metadata": _} | {"messageStart": _}:
@@ -156,18 +152,18 @@ class CloudModel(SGLangModel):
         answers: What is left to be said in the running test, by all its models.
     """
 
-    answers: ClassVar[list[str]] = []
+    answers = []
 
-    def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args, max_tokens=None, **kwargs):
         server = ScriptedSGLang(_tokenizer(), lambda request: self.answers.pop(0) if self.answers else "Hello.")
         limits = {} if max_tokens is None else {"max_new_tokens": max_tokens}
         super().__init__(tokenizer=_tokenizer(), client=server.client(), sampling_params=limits)
 
 
-_brains: dict[int, tuple[Any, BrainModel]] = {}
+_brains = {}
 
 
-def brain_of(model: Any) -> Any:
+def brain_of(model):
     """The `SGLangModel` that gives the answers of a test's own model; that of a test as it is."""
     if isinstance(model, BrainModel | AuxiliaryModel):
         return model
@@ -176,12 +172,12 @@ def brain_of(model: Any) -> Any:
     return _brains[id(model)][1]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--own-models", action="store_true", help="run with Strands' own models, to compare")
     parser.addoption("--all-tests", action="store_true", help="run what is left out, too")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.getoption("own_models"):
         return
     if any(argument.startswith(CLOUD_TESTS) for argument in config.args):
@@ -190,7 +186,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     stream_messages = event_loop.stream_messages
 
-    def with_brain(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_brain(model, *args, **kwargs):
         return stream_messages(brain_of(model), *args, **kwargs)
 
     event_loop.stream_messages = with_brain
@@ -201,12 +197,12 @@ def pytest_configure(config: pytest.Config) -> None:
     class MockedModelProvider(BrainModel):
         """Strands' scripted model, as the brain of an `SGLangModel`."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(stand_in(*args, **kwargs))
 
         index = property(lambda self: self.brain.index, lambda self, index: setattr(self.brain, "index", index))
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             if name == "brain":
                 raise AttributeError(name)
             return getattr(self.brain, name)
@@ -215,18 +211,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _brains_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+def _brains_of_a_test(request):
     CloudModel.answers[:] = ANSWERS.get(request.node.nodeid, [])
     yield
     _brains.clear()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     path = collection_path.relative_to(config.rootpath).as_posix()
     return True if path in LEFT_OUT and not config.getoption("all_tests") else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if config.getoption("all_tests"):
         return
     left_out = [item for item in items if any(_is_of(item.nodeid, entry) for entry in LEFT_OUT)]
@@ -243,5 +239,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def _is_of(nodeid: str, entry: str) -> bool:
+def _is_of(nodeid, entry):
     return nodeid == entry or nodeid.startswith((f"{entry}[", f"{entry}::"))
