@@ -33,18 +33,17 @@ def quick_probes(monkeypatch):
     monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
 
 
-def busy(*in_flight):
-    servers = Servers(URLS)
-    for server, count in zip(servers.all, in_flight, strict=True):
-        for _ in range(count):
-            servers.started(server)
-    return servers
-
-
 # --- choosing ---
 
 
 def test_the_server_with_the_fewest_requests_in_flight_is_chosen():
+    def busy(*in_flight):
+        servers = Servers(URLS)
+        for server, count in zip(servers.all, in_flight, strict=True):
+            for _ in range(count):
+                servers.started(server)
+        return servers
+
     servers = busy(2, 1, 3)
     assert servers.choose().base_url == "http://two"
     servers.started(servers["http://two"])

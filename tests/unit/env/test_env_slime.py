@@ -17,7 +17,11 @@ from support.slime import Sample, SlimeState, check_against_server, check_rollou
 
 QUESTION = "What is 25 * 17?"
 
-SPLIT_FUNCTIONS = """
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatml_tokenizer: Any) -> None:
+    # As the package's page has had them from the start.
+    split_functions = """
     from strands_env.core import Action, TaskContext
     from strands_env.core.models import sglang_model_factory
     from strands_env.utils import get_cached_client_from_slime_args
@@ -53,11 +57,6 @@ SPLIT_FUNCTIONS = """
         reward_result = await reward_fn.compute(action=sample.action, step_result=sample.step_result)
         return reward_result.reward
 """
-"""As the package's page has had them from the start."""
-
-
-@pytest.mark.parametrize("chat", [False, True])
-async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatml_tokenizer: Any) -> None:
     clear_clients()
     server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
     namespace: dict[str, Any] = {
@@ -65,7 +64,7 @@ async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatm
         "YourEnv": CalculatorEnv,
         "YourRewardFunction": Contains,
     }
-    exec(textwrap.dedent(SPLIT_FUNCTIONS), namespace)
+    exec(textwrap.dedent(split_functions), namespace)
     prompt: Any = [{"role": "user", "content": QUESTION}] if chat else QUESTION
     with server.serve() as url:
         args = slime_args(url)

@@ -147,21 +147,6 @@ async def test_a_tool_that_drops_messages_of_its_own_agent_opens_a_sequence(judg
 # --- Conversation managers shorten and rewrite the history: what was sampled stays recorded, and no prompt lies ---
 
 
-def make_reader():
-    """A tool that returns far more than fits."""
-
-    @tool
-    def read(page: str) -> str:
-        """Read a page.
-
-        Args:
-            page: Its name.
-        """
-        return f"{page} begins. " + "Long is the text of this page. " * 40 + f"{page} ends."
-
-    return read
-
-
 # Row 1
 async def test_a_sliding_window_that_drops_messages_opens_a_sequence_per_window(judged):
     judge = judged(numbered)
@@ -211,6 +196,20 @@ async def test_proactive_compression_drops_messages_before_the_call_that_would_b
 
 # Row 2
 async def test_an_overflow_that_shortens_an_old_tool_result_opens_a_sequence(judged):
+    def make_reader():
+        """A tool that returns far more than fits."""
+
+        @tool
+        def read(page: str) -> str:
+            """Read a page.
+
+            Args:
+                page: Its name.
+            """
+            return f"{page} begins. " + "Long is the text of this page. " * 40 + f"{page} ends."
+
+        return read
+
     judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], max_context_tokens=1500)
     manager = SlidingWindowConversationManager()
     agent = make_agent(judge.model, [make_reader()], conversation_manager=manager)
@@ -288,9 +287,6 @@ async def test_an_agent_that_writes_the_summaries_has_sequences_of_its_own(judge
 # --- token counts ---
 
 
-BROKEN = "<tool_call>\nno JSON\n</tool_call>"
-
-
 @tool(name="read")
 def read_pages(pages: int = 1) -> str:
     """Read.
@@ -311,10 +307,11 @@ def watch(agent):
 @pytest.mark.parametrize("with_tools", [True, False])
 async def test_what_strands_projects_for_a_call_is_what_the_call_sends(judged, with_tools):
     """A5"""
+    broken = "<tool_call>\nno JSON\n</tool_call>"
     answers = [
         call("read", pages=3),
         "<think>\nhm\n</think>\n\nThree pages.",
-        call(expression="2 * 3") * 2 + BROKEN,
+        call(expression="2 * 3") * 2 + broken,
         call("ghost"),
         call("invalid tool"),
         "Six.",

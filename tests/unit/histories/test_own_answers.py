@@ -288,6 +288,10 @@ async def test_output_by_the_model_itself_is_a_tool_call_like_any_other(judged):
 # Row 12
 async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
     """A14"""
+
+    def is_constrained(request):
+        return any(name in request.sampling_params for name in ("json_schema", "regex", "ebnf", "structural_tag"))
+
     judge = judged([call(expression="2 * 3"), "It is 6.", call("Total", total=6)])
     agent = make_agent(judge.model, make_tools()[0])
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
@@ -305,15 +309,14 @@ async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
     assert "discarded" not in statuses(judge.model.trajectory)
 
 
-class Odd(BaseModel):
-    """A total that no grammar of the format can force."""
-
-    total: int = Field(multiple_of=3)
-
-
 # Row 12
 @pytest.mark.filterwarnings("ignore:the tool choice is not forced:UserWarning")
 async def test_output_that_cannot_be_forced_is_asked_for_with_its_tool_alone(judged):
+    class Odd(BaseModel):
+        """A total that no grammar of the format can force."""
+
+        total: int = Field(multiple_of=3)
+
     judge = judged([call(expression="2 * 3"), "It is 6.", call("Odd", total=6)])
     agent = make_agent(judge.model, make_tools()[0])
     result = await agent.invoke_async("Compute.", structured_output_model=Odd)
@@ -348,10 +351,6 @@ class Text(BaseModel):
     """A text."""
 
     text: str
-
-
-def is_constrained(request):
-    return any(name in request.sampling_params for name in ("json_schema", "regex", "ebnf", "structural_tag"))
 
 
 # Row 12

@@ -25,10 +25,6 @@ def computes(request):
     return numbered(request) if "<tool_response>" in request.text else call(expression="2 * 3")
 
 
-def handoff(name, message):
-    return call("handoff_to_agent", agent_name=name, message=message)
-
-
 def make_graph(model):
     """Two nodes side by side, each with tools, and one behind both."""
     builder = GraphBuilder()
@@ -82,6 +78,9 @@ async def test_a_graph_that_comes_back_to_a_node_starts_its_conversation_anew(ju
 
 # Row 19
 async def test_the_agents_of_a_swarm_have_sequences_of_their_own(judged):
+    def handoff(name, message):
+        return call("handoff_to_agent", agent_name=name, message=message)
+
     def answer(request):
         first = "You are first." in request.text and "<tool_response>" not in request.text
         return handoff("second", "TAKE OVER") if first else numbered(request)

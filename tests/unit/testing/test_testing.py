@@ -72,677 +72,750 @@ class Gate:
         return "let go"
 
 
-class TestAnswers:
-    async def test_a_text_is_tokenised_and_ends_with_the_stop_token(self, make_server, chatml_tokenizer):
-        body = await generate(make_server(["hello world"]))
-        assert body["output_ids"] == [*chatml_tokenizer.encode("hello world"), chatml_tokenizer.eos_token_id]
-        assert body["text"] == "hello world"
-        assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": chatml_tokenizer.eos_token_id}
-
-    async def test_a_stop_token_in_the_text_is_not_doubled_and_ends_the_answer(self, make_server, chatml_tokenizer):
-        server = make_server(["one<|im_end|>", "one<|im_end|>two"])
-        first, second = await generate(server), await generate(server)
-        expected = [*chatml_tokenizer.encode("one"), chatml_tokenizer.eos_token_id]
-        assert first["output_ids"] == second["output_ids"] == expected
-
-    async def test_given_token_ids_are_sampled_as_they_are(self, make_server, chatml_tokenizer):
-        spelled_out = [chatml_tokenizer.encode(letter)[0] for letter in "hello"]
-        assert spelled_out != chatml_tokenizer.encode("hello")
-        body = await generate(make_server([ScriptedAnswer(token_ids=spelled_out, finish_reason="length")]))
-        assert body["output_ids"] == spelled_out
-        assert body["text"] == "hello"
-        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
-
-    async def test_an_answer_can_end_with_another_stop_token(self, make_server):
-        server = make_server([ScriptedAnswer("hi", stop_token_id=0)], stop_token_ids=(2, 0))
-        body = await generate(server)
-        assert body["output_ids"][-1] == 0
-        assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 0}
-
-    async def test_an_abort_can_be_scripted(self, make_server):
-        body = await generate(make_server([ScriptedAnswer("partial", finish_reason="abort")]))
-        assert body["text"] == "partial"
-        assert body["meta_info"]["finish_reason"] == ABORTED
-
-    async def test_a_function_computes_answers_from_requests(self, make_server, chatml_tokenizer):
-        def answer(request):
-            return f"{request.index}:{request.text}:{request.sampling_params['temperature']}"
-
-        server = make_server(answer)
-        for expected in ("0:hello:0", "1:hello:0"):
-            assert (await generate(server, chatml_tokenizer.encode("hello")))["text"] == expected
-
-    async def test_an_async_function_and_functions_inside_a_list_work(self, make_server):
-        async def later(request):
-            await asyncio.sleep(0)
-            return ScriptedAnswer("later")
-
-        server = make_server([later, "plain", lambda request: f"index {request.index}"])
-        assert [(await generate(server))["text"] for _ in range(3)] == ["later", "plain", "index 2"]
-
-    async def test_an_exhausted_script_answers_501_and_names_the_request(self, make_server):
-        server = make_server(["only one"])
-        await generate(server)
-        response = await post(server, input_ids=PROMPT)
-        assert response.status_code == 501
-        assert "no answer for request 1 (counted from 0)" in response.json()["error"]["message"]
-        assert server.responses[1].status == 501
-        assert server.running == []
-
-    async def test_an_error_in_an_answer_function_answers_501_with_its_text(self, make_server):
-        def answer(request):
-            raise ValueError("unexpected prompt")
-
-        response = await post(make_server(answer), input_ids=PROMPT)
-        assert response.status_code == 501
-        assert "request 0: ValueError: unexpected prompt" in response.json()["error"]["message"]
-
-    @pytest.mark.parametrize("answers", ["a text", ScriptedAnswer("a text")])
-    def test_a_single_answer_in_place_of_a_list_is_refused(self, make_server, answers):
-        with pytest.raises(TypeError, match="list of answers"):
-            make_server(answers)
-
-    def test_meaningless_answers_are_refused(self):
-        with pytest.raises(ValueError, match="not both"):
-            ScriptedAnswer("text", token_ids=[1])
-        with pytest.raises(ValueError, match="finish_reason='done'"):
-            ScriptedAnswer("text", finish_reason="done")  # type: ignore[arg-type]
-
-    def test_a_server_needs_a_stop_token(self, make_server):
-        with pytest.raises(ValueError, match="stop_token_ids"):
-            make_server([], stop_token_ids=())
+# --- answers ---
 
 
-class TestEndOfAnAnswer:
-    async def test_max_new_tokens_cuts_the_answer(self, make_server, chatml_tokenizer):
-        body = await generate(make_server(["hello world and more"]), sampling_params={"max_new_tokens": 2})
-        assert body["output_ids"] == chatml_tokenizer.encode("hello world and more")[:2]
-        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
-
-    async def test_max_new_tokens_left_out_means_128(self, make_server):
-        server = make_server([ScriptedAnswer(token_ids=[300] * 500)])
-        body = await generate(server, sampling_params={})
-        assert body["meta_info"]["completion_tokens"] == 128
-
-    async def test_max_new_tokens_zero_only_scores_the_prompt(self, make_server):
-        body = await generate(
-            make_server(["ignored"]),
-            sampling_params={"max_new_tokens": 0},
-            return_logprob=True,
-            logprob_start_len=0,
-        )
-        assert (body["output_ids"], body["text"]) == ([], "")
-        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-        assert len(body["meta_info"]["input_token_logprobs"]) == len(PROMPT)
-
-    async def test_the_context_cuts_the_answer_two_tokens_before_its_end(self, make_server):
-        server = make_server([ScriptedAnswer(token_ids=[300] * 500)], context_length=100)
-        body = await generate(server, [7] * 90, sampling_params={"max_new_tokens": 10})
-        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
-
-    async def test_a_stop_token_at_the_limit_counts_as_stop(self, make_server, chatml_tokenizer):
-        limit = len(chatml_tokenizer.encode("hi")) + 1
-        body = await generate(make_server(["hi"]), sampling_params={"max_new_tokens": limit})
-        assert body["meta_info"]["finish_reason"]["type"] == "stop"
-
-    async def test_the_requests_own_stop_tokens_end_it(self, make_server):
-        server = make_server([ScriptedAnswer(token_ids=[300, 301, 302, 303])])
-        body = await generate(server, sampling_params={"stop_token_ids": [302]})
-        assert body["output_ids"] == [300, 301, 302]
-        assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 302}
-
-    async def test_ignore_eos_goes_on_to_the_end_of_the_script(self, make_server, chatml_tokenizer):
-        server = make_server([ScriptedAnswer(token_ids=[300, 2, 301, 2])])
-        body = await generate(server, sampling_params={"ignore_eos": True, "max_new_tokens": 3})
-        assert body["output_ids"] == [300, 2, 301]
-        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
-
-    @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "the quick"), (True, "the quick brown")])
-    async def test_a_stop_string_ends_it_at_the_token_that_completes_it(
-        self, make_server, chatml_tokenizer, no_stop_trim, text
-    ):
-        server = make_server(["the quick brown fox"])
-        params = {"stop": [" brown", " fox"], "no_stop_trim": no_stop_trim}
-        body = await generate(server, sampling_params=params)
-        assert chatml_tokenizer.decode(body["output_ids"]) == "the quick brown"
-        assert body["text"] == text
-        assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": " brown"}
-
-    async def test_the_text_leaves_special_tokens_out_unless_asked(self, make_server):
-        server = make_server(["a<|im_start|>b<tool_call>"] * 3)
-        texts = [
-            (await generate(server, sampling_params=params))["text"]
-            for params in ({}, {"skip_special_tokens": False}, {"skip_special_tokens": False, "no_stop_trim": True})
-        ]
-        assert texts == ["ab<tool_call>", "a<|im_start|>b<tool_call>", "a<|im_start|>b<tool_call><|im_end|>"]
+async def test_a_text_is_tokenised_and_ends_with_the_stop_token(make_server, chatml_tokenizer):
+    body = await generate(make_server(["hello world"]))
+    assert body["output_ids"] == [*chatml_tokenizer.encode("hello world"), chatml_tokenizer.eos_token_id]
+    assert body["text"] == "hello world"
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": chatml_tokenizer.eos_token_id}
 
 
-class TestLogprobs:
-    async def test_they_come_only_when_asked_for(self, make_server):
-        meta = (await generate(make_server(["hi"])))["meta_info"]
-        assert not {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"} & meta.keys()
-
-    async def test_they_follow_from_position_and_token(self, make_server):
-        body = await generate(make_server(["hello world"]), return_logprob=True)
-        expected = [
-            [scripted_logprob(len(PROMPT) + i, token_id), token_id, None]
-            for i, token_id in enumerate(body["output_ids"])
-        ]
-        meta = body["meta_info"]
-        assert meta["output_token_logprobs"] == expected
-        assert meta["output_token_logprobs_length"] == len(expected)
-        assert meta["input_token_logprobs"] == []
-
-    async def test_a_prompt_scored_later_has_the_logprobs_it_was_sampled_with(self, make_server):
-        server = make_server(["hello world", "unused"])
-        sampled = await generate(server, return_logprob=True)
-        scored = await generate(
-            server,
-            [*PROMPT, *sampled["output_ids"]],
-            return_logprob=True,
-            logprob_start_len=len(PROMPT) - 1,
-            sampling_params={"max_new_tokens": 0},
-        )
-        first, *rest = scored["meta_info"]["input_token_logprobs"]
-        assert first == [None, PROMPT[-1], None]
-        assert rest == sampled["meta_info"]["output_token_logprobs"]
-
-    @pytest.mark.parametrize(("start", "length"), [(0, 5), (3, 2), (5, 0), (-1, 0), (None, 0)])
-    async def test_prompt_logprobs_begin_at_logprob_start_len(self, make_server, start, length):
-        body = await generate(make_server(["hi"]), return_logprob=True, logprob_start_len=start)
-        entries = body["meta_info"]["input_token_logprobs"]
-        assert [entry[1] for entry in entries] == PROMPT[len(PROMPT) - length :]
-        assert all(entry[0] is None for entry in entries[:1])
-        assert all(isinstance(entry[0], float) for entry in entries[1:])
-
-    async def test_scripted_values_are_returned_as_float32(self, make_server):
-        answer = ScriptedAnswer(token_ids=[300, 301], logprobs=[-0.1, -0.5])
-        body = await generate(make_server([answer]), return_logprob=True)
-        values = [entry[0] for entry in body["meta_info"]["output_token_logprobs"]]
-        assert values[:2] == [struct.unpack("f", struct.pack("f", -0.1))[0], -0.5]
-        assert values[2] == scripted_logprob(len(PROMPT) + 2, 2)
-
-    @pytest.mark.parametrize("finish_reason", ["stop", "length"])
-    async def test_logprobs_that_do_not_fit_the_answer_are_an_error(self, make_server, finish_reason):
-        answer = ScriptedAnswer(token_ids=[300, 301], logprobs=[-0.1], finish_reason=finish_reason)
-        response = await post(make_server([answer]), input_ids=PROMPT, return_logprob=True)
-        assert response.status_code == 501
-        assert "1 logprobs" in response.json()["error"]["message"]
-
-    async def test_a_function_of_ones_own_gives_them(self, make_server):
-        server = make_server(["hi"], logprob=lambda position, token_id: -float(position))
-        body = await generate(server, return_logprob=True)
-        assert body["meta_info"]["output_token_logprobs"][0][0] == -5.0
-
-    @given(st.integers(0, 1 << 20), st.integers(0, 1 << 18))
-    def test_default_values_are_negative_float32(self, position, token_id):
-        value = scripted_logprob(position, token_id)
-        assert -8 <= value < 0
-        assert struct.unpack("f", struct.pack("f", value))[0] == value
+async def test_a_stop_token_in_the_text_is_not_doubled_and_ends_the_answer(make_server, chatml_tokenizer):
+    server = make_server(["one<|im_end|>", "one<|im_end|>two"])
+    first, second = await generate(server), await generate(server)
+    expected = [*chatml_tokenizer.encode("one"), chatml_tokenizer.eos_token_id]
+    assert first["output_ids"] == second["output_ids"] == expected
 
 
-class TestPrefixCache:
-    async def test_a_growing_conversation_finds_all_but_what_is_new(self, make_server):
-        server = make_server(["one", "two"])
-        first = await generate(server)
-        await generate(server, [*PROMPT, *first["output_ids"], 66, 77])
-        # The stop token was sampled last: no forward pass has seen it yet.
-        assert [r.cached_tokens for r in server.requests] == [0, len(PROMPT) + len(first["output_ids"]) - 1]
-
-    async def test_a_repeated_prompt_computes_its_last_token_again(self, make_server):
-        server = make_server(["one", "two"])
-        details = [(await generate(server))["meta_info"]["cached_tokens_details"] for _ in range(2)]
-        assert details == [None, {"device": 4, "host": 0}]
-
-    @pytest.mark.parametrize(("start", "cached"), [(None, 4), (0, 0), (3, 3)])
-    async def test_asking_for_prompt_logprobs_limits_reuse(self, make_server, start, cached):
-        server = make_server(["one", "two"])
-        await generate(server)
-        body = await generate(server, return_logprob=True, logprob_start_len=start)
-        assert body["meta_info"]["cached_tokens"] == cached
-
-    async def test_an_extra_key_and_a_flush_each_start_afresh(self, make_server):
-        server = make_server(["answer"] * 4)
-        await generate(server)
-        await generate(server, extra_key="other")
-        assert (await post(server, "/flush_cache")).text.startswith("Cache flushed.\n")
-        await generate(server)
-        await generate(server)
-        assert [r.cached_tokens for r in server.requests] == [0, 0, 0, 4]
-
-    @settings(max_examples=200, deadline=None)
-    @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=15))
-    def test_it_finds_the_longest_prefix_shared_with_any_earlier_prompt(self, prompts):
-        tokenizer = build_chatml_tokenizer()
-        server = ScriptedSGLang(tokenizer, lambda request: ScriptedAnswer(token_ids=[9]), stop_token_ids=[9])
-
-        async def run():
-            return [(await generate(server, prompt))["meta_info"]["cached_tokens"] for prompt in prompts]
-
-        def expected(i):
-            shared = (os.path.commonprefix([prompts[i], earlier]) for earlier in prompts[:i])
-            return min(max(map(len, shared), default=0), len(prompts[i]) - 1)
-
-        assert asyncio.run(run()) == [expected(i) for i in range(len(prompts))]
-
-    async def test_it_finds_the_first_difference_in_long_prompts(self, make_server):
-        server = make_server(lambda request: "ok", context_length=40000)
-        base = [i % 900 for i in range(30000)]
-        await generate(server, base)
-        for change_at in (0, 1, 1023, 1024, 17777, 29999):
-            changed = [*base]
-            changed[change_at] = 901
-            body = await generate(server, changed)
-            assert body["meta_info"]["cached_tokens"] == change_at
+async def test_given_token_ids_are_sampled_as_they_are(make_server, chatml_tokenizer):
+    spelled_out = [chatml_tokenizer.encode(letter)[0] for letter in "hello"]
+    assert spelled_out != chatml_tokenizer.encode("hello")
+    body = await generate(make_server([ScriptedAnswer(token_ids=spelled_out, finish_reason="length")]))
+    assert body["output_ids"] == spelled_out
+    assert body["text"] == "hello"
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
 
 
-class TestRefusals:
-    async def test_a_prompt_as_long_as_the_context_is_refused(self, make_server):
-        assert await refused(make_server([], context_length=512), input_ids=[5] * 600) == (
-            "The input (600 tokens) is longer than the model's context length (512 tokens)."
-        )
+async def test_an_answer_can_end_with_another_stop_token(make_server):
+    server = make_server([ScriptedAnswer("hi", stop_token_id=0)], stop_token_ids=(2, 0))
+    body = await generate(server)
+    assert body["output_ids"][-1] == 0
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 0}
 
-    async def test_prompt_and_completion_longer_than_the_context_are_refused(self, make_server):
-        server = make_server([], context_length=512)
-        message = await refused(server, input_ids=[5] * 500, sampling_params={"max_new_tokens": 100})
-        assert message.startswith("Requested token count exceeds the model's maximum context length of 512 tokens.")
-        assert "a total of 600 tokens: 500 tokens from the input" in message
 
-    async def test_the_last_six_tokens_of_the_context_hold_no_prompt(self, make_server):
-        server = make_server(["fits"], context_length=512)
-        message = await refused(server, input_ids=[5] * 507, sampling_params={"max_new_tokens": 1})
-        assert message.startswith("Input length (507 tokens) exceeds the maximum allowed length (506 tokens).")
-        await generate(server, [5] * 506, sampling_params={"max_new_tokens": 1})
+async def test_an_abort_can_be_scripted(make_server):
+    body = await generate(make_server([ScriptedAnswer("partial", finish_reason="abort")]))
+    assert body["text"] == "partial"
+    assert body["meta_info"]["finish_reason"] == ABORTED
 
-    @pytest.mark.parametrize(
-        ("body", "message"),
-        [
-            ({}, "Either text, input_ids or input_embeds should be provided."),
-            ({"input_ids": []}, "input_ids cannot be empty."),
-            ({"input_ids": PROMPT, "sampling_params": {"top_p": 2}}, "top_p must be in (0, 1], got 2."),
-            (
-                {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 5}},
-                "min_new_tokens must be in [0, max_new_tokens(2)], got 5.",
-            ),
-            (
-                {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}", "regex": "a"}},
-                "Only one of json_schema, regex, ebnf, or structural_tag can be set.",
-            ),
-            (
-                {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 6},
-                "req.logprob_start_len=6 is higher than the number of input tokens len(req.origin_input_ids)=5. "
-                "Please use a smaller logprob_start_len.",
-            ),
-        ],
+
+async def test_a_function_computes_answers_from_requests(make_server, chatml_tokenizer):
+    def answer(request):
+        return f"{request.index}:{request.text}:{request.sampling_params['temperature']}"
+
+    server = make_server(answer)
+    for expected in ("0:hello:0", "1:hello:0"):
+        assert (await generate(server, chatml_tokenizer.encode("hello")))["text"] == expected
+
+
+async def test_an_async_function_and_functions_inside_a_list_work(make_server):
+    async def later(request):
+        await asyncio.sleep(0)
+        return ScriptedAnswer("later")
+
+    server = make_server([later, "plain", lambda request: f"index {request.index}"])
+    assert [(await generate(server))["text"] for _ in range(3)] == ["later", "plain", "index 2"]
+
+
+async def test_an_exhausted_script_answers_501_and_names_the_request(make_server):
+    server = make_server(["only one"])
+    await generate(server)
+    response = await post(server, input_ids=PROMPT)
+    assert response.status_code == 501
+    assert "no answer for request 1 (counted from 0)" in response.json()["error"]["message"]
+    assert server.responses[1].status == 501
+    assert server.running == []
+
+
+async def test_an_error_in_an_answer_function_answers_501_with_its_text(make_server):
+    def answer(request):
+        raise ValueError("unexpected prompt")
+
+    response = await post(make_server(answer), input_ids=PROMPT)
+    assert response.status_code == 501
+    assert "request 0: ValueError: unexpected prompt" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("answers", ["a text", ScriptedAnswer("a text")])
+def test_a_single_answer_in_place_of_a_list_is_refused(make_server, answers):
+    with pytest.raises(TypeError, match="list of answers"):
+        make_server(answers)
+
+
+def test_meaningless_answers_are_refused():
+    with pytest.raises(ValueError, match="not both"):
+        ScriptedAnswer("text", token_ids=[1])
+    with pytest.raises(ValueError, match="finish_reason='done'"):
+        ScriptedAnswer("text", finish_reason="done")  # type: ignore[arg-type]
+
+
+def test_a_server_needs_a_stop_token(make_server):
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        make_server([], stop_token_ids=())
+
+
+# --- end of an answer ---
+
+
+async def test_max_new_tokens_cuts_the_answer(make_server, chatml_tokenizer):
+    body = await generate(make_server(["hello world and more"]), sampling_params={"max_new_tokens": 2})
+    assert body["output_ids"] == chatml_tokenizer.encode("hello world and more")[:2]
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+
+
+async def test_max_new_tokens_left_out_means_128(make_server):
+    server = make_server([ScriptedAnswer(token_ids=[300] * 500)])
+    body = await generate(server, sampling_params={})
+    assert body["meta_info"]["completion_tokens"] == 128
+
+
+async def test_max_new_tokens_zero_only_scores_the_prompt(make_server):
+    body = await generate(
+        make_server(["ignored"]),
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=0,
     )
-    async def test_the_engines_messages_are_the_real_ones(self, make_server, body, message):
-        server = make_server(["unused"])
-        assert await refused(server, **body) == message
-        assert server.requests == []
-        assert [refusal.message for refusal in server.refusals] == [message]
+    assert (body["output_ids"], body["text"]) == ([], "")
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert len(body["meta_info"]["input_token_logprobs"]) == len(PROMPT)
 
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({"bogus": 1}, "unknown field `bogus`, expected one of `max_new_tokens`, `stop`, "),
-            ({"max_new_tokens": "10"}, 'invalid type: string "10", expected i64'),
-            ({"max_new_tokens": 2.0}, "invalid type: floating point `2.0`, expected i64"),
-            ({"stop_token_ids": 3}, "invalid type: integer `3`, expected a sequence"),
-            ({"json_schema": {"type": "object"}}, "invalid type: map, expected a string"),
-        ],
+
+async def test_the_context_cuts_the_answer_two_tokens_before_its_end(make_server):
+    server = make_server([ScriptedAnswer(token_ids=[300] * 500)], context_length=100)
+    body = await generate(server, [7] * 90, sampling_params={"max_new_tokens": 10})
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
+
+
+async def test_a_stop_token_at_the_limit_counts_as_stop(make_server, chatml_tokenizer):
+    limit = len(chatml_tokenizer.encode("hi")) + 1
+    body = await generate(make_server(["hi"]), sampling_params={"max_new_tokens": limit})
+    assert body["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+async def test_the_requests_own_stop_tokens_end_it(make_server):
+    server = make_server([ScriptedAnswer(token_ids=[300, 301, 302, 303])])
+    body = await generate(server, sampling_params={"stop_token_ids": [302]})
+    assert body["output_ids"] == [300, 301, 302]
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 302}
+
+
+async def test_ignore_eos_goes_on_to_the_end_of_the_script(make_server, chatml_tokenizer):
+    server = make_server([ScriptedAnswer(token_ids=[300, 2, 301, 2])])
+    body = await generate(server, sampling_params={"ignore_eos": True, "max_new_tokens": 3})
+    assert body["output_ids"] == [300, 2, 301]
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+@pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "the quick"), (True, "the quick brown")])
+async def test_a_stop_string_ends_it_at_the_token_that_completes_it(make_server, chatml_tokenizer, no_stop_trim, text):
+    server = make_server(["the quick brown fox"])
+    params = {"stop": [" brown", " fox"], "no_stop_trim": no_stop_trim}
+    body = await generate(server, sampling_params=params)
+    assert chatml_tokenizer.decode(body["output_ids"]) == "the quick brown"
+    assert body["text"] == text
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": " brown"}
+
+
+async def test_the_text_leaves_special_tokens_out_unless_asked(make_server):
+    server = make_server(["a<|im_start|>b<tool_call>"] * 3)
+    texts = [
+        (await generate(server, sampling_params=params))["text"]
+        for params in ({}, {"skip_special_tokens": False}, {"skip_special_tokens": False, "no_stop_trim": True})
+    ]
+    assert texts == ["ab<tool_call>", "a<|im_start|>b<tool_call>", "a<|im_start|>b<tool_call><|im_end|>"]
+
+
+# --- logprobs ---
+
+
+async def test_they_come_only_when_asked_for(make_server):
+    meta = (await generate(make_server(["hi"])))["meta_info"]
+    assert not {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"} & meta.keys()
+
+
+async def test_they_follow_from_position_and_token(make_server):
+    body = await generate(make_server(["hello world"]), return_logprob=True)
+    expected = [
+        [scripted_logprob(len(PROMPT) + i, token_id), token_id, None] for i, token_id in enumerate(body["output_ids"])
+    ]
+    meta = body["meta_info"]
+    assert meta["output_token_logprobs"] == expected
+    assert meta["output_token_logprobs_length"] == len(expected)
+    assert meta["input_token_logprobs"] == []
+
+
+async def test_a_prompt_scored_later_has_the_logprobs_it_was_sampled_with(make_server):
+    server = make_server(["hello world", "unused"])
+    sampled = await generate(server, return_logprob=True)
+    scored = await generate(
+        server,
+        [*PROMPT, *sampled["output_ids"]],
+        return_logprob=True,
+        logprob_start_len=len(PROMPT) - 1,
+        sampling_params={"max_new_tokens": 0},
     )
-    async def test_unknown_and_mistyped_sampling_keys_give_an_error_that_is_a_string(
-        self, make_server, params, message
-    ):
-        response = await post(make_server([]), input_ids=PROMPT, sampling_params=params)
-        assert response.status_code == 400
-        assert response.json()["error"].startswith(message)
+    first, *rest = scored["meta_info"]["input_token_logprobs"]
+    assert first == [None, PROMPT[-1], None]
+    assert rest == sampled["meta_info"]["output_token_logprobs"]
 
-    @pytest.mark.parametrize(
-        "body",
-        [
-            {"input_ids": "abc"},
-            {"input_ids": ["abc"]},
-            {"input_ids": PROMPT, "rid": 5},
-            {"sampling_params": "x"},
-        ],
+
+@pytest.mark.parametrize(("start", "length"), [(0, 5), (3, 2), (5, 0), (-1, 0), (None, 0)])
+async def test_prompt_logprobs_begin_at_logprob_start_len(make_server, start, length):
+    body = await generate(make_server(["hi"]), return_logprob=True, logprob_start_len=start)
+    entries = body["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in entries] == PROMPT[len(PROMPT) - length :]
+    assert all(entry[0] is None for entry in entries[:1])
+    assert all(isinstance(entry[0], float) for entry in entries[1:])
+
+
+async def test_scripted_values_are_returned_as_float32(make_server):
+    answer = ScriptedAnswer(token_ids=[300, 301], logprobs=[-0.1, -0.5])
+    body = await generate(make_server([answer]), return_logprob=True)
+    values = [entry[0] for entry in body["meta_info"]["output_token_logprobs"]]
+    assert values[:2] == [struct.unpack("f", struct.pack("f", -0.1))[0], -0.5]
+    assert values[2] == scripted_logprob(len(PROMPT) + 2, 2)
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+async def test_logprobs_that_do_not_fit_the_answer_are_an_error(make_server, finish_reason):
+    answer = ScriptedAnswer(token_ids=[300, 301], logprobs=[-0.1], finish_reason=finish_reason)
+    response = await post(make_server([answer]), input_ids=PROMPT, return_logprob=True)
+    assert response.status_code == 501
+    assert "1 logprobs" in response.json()["error"]["message"]
+
+
+async def test_a_function_of_ones_own_gives_them(make_server):
+    server = make_server(["hi"], logprob=lambda position, token_id: -float(position))
+    body = await generate(server, return_logprob=True)
+    assert body["meta_info"]["output_token_logprobs"][0][0] == -5.0
+
+
+@given(st.integers(0, 1 << 20), st.integers(0, 1 << 18))
+def test_default_values_are_negative_float32(position, token_id):
+    value = scripted_logprob(position, token_id)
+    assert -8 <= value < 0
+    assert struct.unpack("f", struct.pack("f", value))[0] == value
+
+
+# --- prefix cache ---
+
+
+async def test_a_growing_conversation_finds_all_but_what_is_new(make_server):
+    server = make_server(["one", "two"])
+    first = await generate(server)
+    await generate(server, [*PROMPT, *first["output_ids"], 66, 77])
+    # The stop token was sampled last: no forward pass has seen it yet.
+    assert [r.cached_tokens for r in server.requests] == [0, len(PROMPT) + len(first["output_ids"]) - 1]
+
+
+async def test_a_repeated_prompt_computes_its_last_token_again(make_server):
+    server = make_server(["one", "two"])
+    details = [(await generate(server))["meta_info"]["cached_tokens_details"] for _ in range(2)]
+    assert details == [None, {"device": 4, "host": 0}]
+
+
+@pytest.mark.parametrize(("start", "cached"), [(None, 4), (0, 0), (3, 3)])
+async def test_asking_for_prompt_logprobs_limits_reuse(make_server, start, cached):
+    server = make_server(["one", "two"])
+    await generate(server)
+    body = await generate(server, return_logprob=True, logprob_start_len=start)
+    assert body["meta_info"]["cached_tokens"] == cached
+
+
+async def test_an_extra_key_and_a_flush_each_start_afresh(make_server):
+    server = make_server(["answer"] * 4)
+    await generate(server)
+    await generate(server, extra_key="other")
+    assert (await post(server, "/flush_cache")).text.startswith("Cache flushed.\n")
+    await generate(server)
+    await generate(server)
+    assert [r.cached_tokens for r in server.requests] == [0, 0, 0, 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=15))
+def test_it_finds_the_longest_prefix_shared_with_any_earlier_prompt(prompts):
+    tokenizer = build_chatml_tokenizer()
+    server = ScriptedSGLang(tokenizer, lambda request: ScriptedAnswer(token_ids=[9]), stop_token_ids=[9])
+
+    async def run():
+        return [(await generate(server, prompt))["meta_info"]["cached_tokens"] for prompt in prompts]
+
+    def expected(i):
+        shared = (os.path.commonprefix([prompts[i], earlier]) for earlier in prompts[:i])
+        return min(max(map(len, shared), default=0), len(prompts[i]) - 1)
+
+    assert asyncio.run(run()) == [expected(i) for i in range(len(prompts))]
+
+
+async def test_it_finds_the_first_difference_in_long_prompts(make_server):
+    server = make_server(lambda request: "ok", context_length=40000)
+    base = [i % 900 for i in range(30000)]
+    await generate(server, base)
+    for change_at in (0, 1, 1023, 1024, 17777, 29999):
+        changed = [*base]
+        changed[change_at] = 901
+        body = await generate(server, changed)
+        assert body["meta_info"]["cached_tokens"] == change_at
+
+
+# --- refusals ---
+
+
+async def test_a_prompt_as_long_as_the_context_is_refused(make_server):
+    assert await refused(make_server([], context_length=512), input_ids=[5] * 600) == (
+        "The input (600 tokens) is longer than the model's context length (512 tokens)."
     )
-    async def test_wrong_types_give_a_validation_error(self, make_server, body):
-        response = await post(make_server([]), **body)
-        assert response.status_code == 400
-        assert response.json().keys() == {"object", "message", "type", "param", "code"}
-
-    @pytest.mark.parametrize("content", [b"", b"{broken", b"[1]"])
-    async def test_a_body_that_is_no_json_object_gives_a_validation_error(self, make_server, content):
-        server = make_server([])
-        async with connect(server) as client:
-            response = await client.post("/generate", content=content, headers={"content-type": "application/json"})
-        assert (response.status_code, response.json()["object"]) == (400, "error")
-        assert server.refusals[0].request == content
-
-    async def test_a_body_not_declared_as_json_gives_a_validation_error(self, make_server):
-        async with connect(make_server([])) as client:
-            response = await client.post("/generate", content=b'{"input_ids":[5]}')
-        assert (response.status_code, response.json()["object"]) == (400, "error")
-
-    @pytest.mark.parametrize(
-        "body",
-        [{"input_ids": [5, 10**6]}, {"input_ids": [-1]}, {"text": ""}]
-        + [{"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": -2}],
-    )
-    async def test_what_kills_a_real_server_is_told(self, make_server, body):
-        response = await post(make_server(["unused"]), **body)
-        assert response.status_code == 501
-        assert "a real SGLang server dies on this request" in response.json()["error"]["message"]
-
-    @pytest.mark.parametrize(
-        "extra", [{"stream": True}, {"input_ids": [PROMPT, PROMPT]}, {"sampling_params": {"n": 2}}]
-    )
-    async def test_what_is_not_imitated_is_told(self, make_server, extra):
-        response = await post(make_server(["unused"]), **{"input_ids": PROMPT, **extra})
-        assert response.status_code == 501
-
-    async def test_a_refused_request_uses_up_no_answer(self, make_server):
-        server = make_server(["first"])
-        await refused(server, input_ids=[])
-        assert (await generate(server))["text"] == "first"
 
 
-class TestLog:
-    async def test_requests_and_responses_are_kept_as_they_were(self, make_server):
-        server = make_server(["hi"])
-        async with connect(server, headers={"X-SMG-Routing-Key": "k1"}) as client:
-            body = {
-                "input_ids": PROMPT,
-                "rid": "r-1",
-                "sampling_params": {"json_schema": "{}"},
-                "routing_key": "k1",
-            }
-            response = await client.post("/generate", json=body)
-        request = server.requests[0]
-        assert (request.index, request.rid, request.input_ids) == (0, "r-1", PROMPT)
-        assert request.sampling_params == {"json_schema": "{}"}
-        assert request.body == {key: value for key, value in body.items() if key != "input_ids"}
-        assert request.headers["x-smg-routing-key"] == "k1"
-        assert server.responses[0].body == response.json()
-        assert response.json()["meta_info"]["id"] == "r-1"
+async def test_prompt_and_completion_longer_than_the_context_are_refused(make_server):
+    server = make_server([], context_length=512)
+    message = await refused(server, input_ids=[5] * 500, sampling_params={"max_new_tokens": 100})
+    assert message.startswith("Requested token count exceeds the model's maximum context length of 512 tokens.")
+    assert "a total of 600 tokens: 500 tokens from the input" in message
 
-    async def test_responses_stand_at_the_index_of_their_request(self, make_server):
-        gate = Gate()
-        server = make_server([gate, "second"])
-        first = asyncio.create_task(generate(server))
+
+async def test_the_last_six_tokens_of_the_context_hold_no_prompt(make_server):
+    server = make_server(["fits"], context_length=512)
+    message = await refused(server, input_ids=[5] * 507, sampling_params={"max_new_tokens": 1})
+    assert message.startswith("Input length (507 tokens) exceeds the maximum allowed length (506 tokens).")
+    await generate(server, [5] * 506, sampling_params={"max_new_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "Either text, input_ids or input_embeds should be provided."),
+        ({"input_ids": []}, "input_ids cannot be empty."),
+        ({"input_ids": PROMPT, "sampling_params": {"top_p": 2}}, "top_p must be in (0, 1], got 2."),
+        (
+            {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 5}},
+            "min_new_tokens must be in [0, max_new_tokens(2)], got 5.",
+        ),
+        (
+            {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}", "regex": "a"}},
+            "Only one of json_schema, regex, ebnf, or structural_tag can be set.",
+        ),
+        (
+            {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 6},
+            "req.logprob_start_len=6 is higher than the number of input tokens len(req.origin_input_ids)=5. "
+            "Please use a smaller logprob_start_len.",
+        ),
+    ],
+)
+async def test_the_engines_messages_are_the_real_ones(make_server, body, message):
+    server = make_server(["unused"])
+    assert await refused(server, **body) == message
+    assert server.requests == []
+    assert [refusal.message for refusal in server.refusals] == [message]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"bogus": 1}, "unknown field `bogus`, expected one of `max_new_tokens`, `stop`, "),
+        ({"max_new_tokens": "10"}, 'invalid type: string "10", expected i64'),
+        ({"max_new_tokens": 2.0}, "invalid type: floating point `2.0`, expected i64"),
+        ({"stop_token_ids": 3}, "invalid type: integer `3`, expected a sequence"),
+        ({"json_schema": {"type": "object"}}, "invalid type: map, expected a string"),
+    ],
+)
+async def test_unknown_and_mistyped_sampling_keys_give_an_error_that_is_a_string(make_server, params, message):
+    response = await post(make_server([]), input_ids=PROMPT, sampling_params=params)
+    assert response.status_code == 400
+    assert response.json()["error"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": "abc"},
+        {"input_ids": ["abc"]},
+        {"input_ids": PROMPT, "rid": 5},
+        {"sampling_params": "x"},
+    ],
+)
+async def test_wrong_types_give_a_validation_error(make_server, body):
+    response = await post(make_server([]), **body)
+    assert response.status_code == 400
+    assert response.json().keys() == {"object", "message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{broken", b"[1]"])
+async def test_a_body_that_is_no_json_object_gives_a_validation_error(make_server, content):
+    server = make_server([])
+    async with connect(server) as client:
+        response = await client.post("/generate", content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["object"]) == (400, "error")
+    assert server.refusals[0].request == content
+
+
+async def test_a_body_not_declared_as_json_gives_a_validation_error(make_server):
+    async with connect(make_server([])) as client:
+        response = await client.post("/generate", content=b'{"input_ids":[5]}')
+    assert (response.status_code, response.json()["object"]) == (400, "error")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"input_ids": [5, 10**6]}, {"input_ids": [-1]}, {"text": ""}]
+    + [{"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": -2}],
+)
+async def test_what_kills_a_real_server_is_told(make_server, body):
+    response = await post(make_server(["unused"]), **body)
+    assert response.status_code == 501
+    assert "a real SGLang server dies on this request" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("extra", [{"stream": True}, {"input_ids": [PROMPT, PROMPT]}, {"sampling_params": {"n": 2}}])
+async def test_what_is_not_imitated_is_told(make_server, extra):
+    response = await post(make_server(["unused"]), **{"input_ids": PROMPT, **extra})
+    assert response.status_code == 501
+
+
+async def test_a_refused_request_uses_up_no_answer(make_server):
+    server = make_server(["first"])
+    await refused(server, input_ids=[])
+    assert (await generate(server))["text"] == "first"
+
+
+# --- log ---
+
+
+async def test_requests_and_responses_are_kept_as_they_were(make_server):
+    server = make_server(["hi"])
+    async with connect(server, headers={"X-SMG-Routing-Key": "k1"}) as client:
+        body = {
+            "input_ids": PROMPT,
+            "rid": "r-1",
+            "sampling_params": {"json_schema": "{}"},
+            "routing_key": "k1",
+        }
+        response = await client.post("/generate", json=body)
+    request = server.requests[0]
+    assert (request.index, request.rid, request.input_ids) == (0, "r-1", PROMPT)
+    assert request.sampling_params == {"json_schema": "{}"}
+    assert request.body == {key: value for key, value in body.items() if key != "input_ids"}
+    assert request.headers["x-smg-routing-key"] == "k1"
+    assert server.responses[0].body == response.json()
+    assert response.json()["meta_info"]["id"] == "r-1"
+
+
+async def test_responses_stand_at_the_index_of_their_request(make_server):
+    gate = Gate()
+    server = make_server([gate, "second"])
+    first = asyncio.create_task(generate(server))
+    await gate.reached.wait()
+    await generate(server)
+    assert server.responses[0] is None
+    assert server.responses[1].body["text"] == "second"
+    gate.open.set()
+    assert server.responses[0 if await first else 1].body["text"] == "let go"
+
+
+async def test_a_text_prompt_is_tokenised(make_server, chatml_tokenizer):
+    server = make_server(["hi"])
+    body = (await post(server, text="hello world", return_prompt_token_ids=True)).json()
+    assert body["prompt_token_ids"] == server.requests[0].input_ids == chatml_tokenizer.encode("hello world")
+
+
+async def test_the_weight_version_can_change_between_requests(make_server):
+    server = make_server(["one", "two"])
+    await generate(server)
+    server.weight_version = "v2"
+    meta = (await generate(server))["meta_info"]
+    length = meta["completion_tokens"]
+    assert meta["weight_version"] == "v2"
+    assert meta["weight_versions"] == [{"version": "v2", "start": 0, "end": length}]
+
+
+# --- abort ---
+
+
+async def test_a_waiting_request_comes_back_aborted_and_empty(make_server):
+    gate = Gate()
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server, rid="r-1", return_logprob=True))
+    await gate.reached.wait()
+    assert server.running == ["r-1"]
+    response = await post(server, "/abort_request", rid="r-1")
+    assert (response.status_code, response.content) == (200, b"")
+    body = await task
+    assert (body["text"], body["output_ids"]) == ("", [])
+    assert body["meta_info"]["finish_reason"] == ABORTED
+    assert body["meta_info"]["output_token_logprobs"] == []
+    assert (server.aborted, server.running) == (["r-1"], [])
+
+
+async def test_the_function_may_return_the_partial_answer(make_server, chatml_tokenizer):
+    gate = Gate(on_abort="The answer")
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server, rid="r-1"))
+    await gate.reached.wait()
+    await post(server, "/abort_request", rid="r-1")
+    body = await task
+    assert body["output_ids"] == chatml_tokenizer.encode("The answer")
+    assert body["meta_info"]["finish_reason"] == ABORTED
+
+
+async def test_only_the_exact_request_id_is_aborted(make_server):
+    gate = Gate()
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server, rid="abc-1"))
+    await gate.reached.wait()
+    for body in ({"rid": "abc"}, {"rid": None}, {}):
+        assert (await post(server, "/abort_request", **body)).status_code == 200
+    gate.open.set()
+    assert (await task)["text"] == "let go"
+    assert (await post(server, "/abort_request", rid="abc-1")).status_code == 200
+    assert server.aborted == []
+
+
+async def test_abort_all_ends_every_request(make_server):
+    gates = [Gate(), Gate()]
+    server = make_server(list(gates))
+    tasks = [asyncio.create_task(generate(server)) for _ in gates]
+    for gate in gates:
         await gate.reached.wait()
-        await generate(server)
-        assert server.responses[0] is None
-        assert server.responses[1].body["text"] == "second"
-        gate.open.set()
-        assert server.responses[0 if await first else 1].body["text"] == "let go"
-
-    async def test_a_text_prompt_is_tokenised(self, make_server, chatml_tokenizer):
-        server = make_server(["hi"])
-        body = (await post(server, text="hello world", return_prompt_token_ids=True)).json()
-        assert body["prompt_token_ids"] == server.requests[0].input_ids == chatml_tokenizer.encode("hello world")
-
-    async def test_the_weight_version_can_change_between_requests(self, make_server):
-        server = make_server(["one", "two"])
-        await generate(server)
-        server.weight_version = "v2"
-        meta = (await generate(server))["meta_info"]
-        length = meta["completion_tokens"]
-        assert meta["weight_version"] == "v2"
-        assert meta["weight_versions"] == [{"version": "v2", "start": 0, "end": length}]
+    await post(server, "/abort_request", abort_all=True)
+    assert [(await task)["meta_info"]["finish_reason"] for task in tasks] == [ABORTED, ABORTED]
 
 
-class TestAbort:
-    async def test_a_waiting_request_comes_back_aborted_and_empty(self, make_server):
-        gate = Gate()
-        server = make_server([gate])
-        task = asyncio.create_task(generate(server, rid="r-1", return_logprob=True))
-        await gate.reached.wait()
-        assert server.running == ["r-1"]
-        response = await post(server, "/abort_request", rid="r-1")
-        assert (response.status_code, response.content) == (200, b"")
-        body = await task
-        assert (body["text"], body["output_ids"]) == ("", [])
-        assert body["meta_info"]["finish_reason"] == ABORTED
-        assert body["meta_info"]["output_token_logprobs"] == []
-        assert (server.aborted, server.running) == (["r-1"], [])
+async def test_a_request_that_its_client_left_runs_until_it_is_aborted(make_server):
+    gate = Gate()
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server, rid="left"))
+    await gate.reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.running == ["left"]
+    assert (await post(server, "/flush_cache")).status_code == 400
+    await post(server, "/abort_request", rid="left")
+    assert (server.aborted, server.running, server.responses) == (["left"], [], [None])
 
-    async def test_the_function_may_return_the_partial_answer(self, make_server, chatml_tokenizer):
-        gate = Gate(on_abort="The answer")
-        server = make_server([gate])
-        task = asyncio.create_task(generate(server, rid="r-1"))
-        await gate.reached.wait()
-        await post(server, "/abort_request", rid="r-1")
-        body = await task
-        assert body["output_ids"] == chatml_tokenizer.encode("The answer")
-        assert body["meta_info"]["finish_reason"] == ABORTED
 
-    async def test_only_the_exact_request_id_is_aborted(self, make_server):
-        gate = Gate()
-        server = make_server([gate])
-        task = asyncio.create_task(generate(server, rid="abc-1"))
-        await gate.reached.wait()
-        for body in ({"rid": "abc"}, {"rid": None}, {}):
-            assert (await post(server, "/abort_request", **body)).status_code == 200
-        gate.open.set()
-        assert (await task)["text"] == "let go"
-        assert (await post(server, "/abort_request", rid="abc-1")).status_code == 200
-        assert server.aborted == []
+async def test_an_abort_that_comes_before_the_answer_is_waited_for_is_not_lost(make_server):
+    def answer(request):
+        thread = threading.Thread(target=lambda: asyncio.run(post(server, "/abort_request", rid="early")))
+        thread.start()
+        thread.join()
+        return asyncio.Event().wait()
 
-    async def test_abort_all_ends_every_request(self, make_server):
-        gates = [Gate(), Gate()]
-        server = make_server(list(gates))
-        tasks = [asyncio.create_task(generate(server)) for _ in gates]
-        for gate in gates:
-            await gate.reached.wait()
-        await post(server, "/abort_request", abort_all=True)
-        assert [(await task)["meta_info"]["finish_reason"] for task in tasks] == [ABORTED, ABORTED]
+    server = make_server([answer])
+    assert (await generate(server, rid="early"))["meta_info"]["finish_reason"] == ABORTED
 
-    async def test_a_request_that_its_client_left_runs_until_it_is_aborted(self, make_server):
-        gate = Gate()
-        server = make_server([gate])
-        task = asyncio.create_task(generate(server, rid="left"))
-        await gate.reached.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert server.running == ["left"]
-        assert (await post(server, "/flush_cache")).status_code == 400
-        await post(server, "/abort_request", rid="left")
-        assert (server.aborted, server.running, server.responses) == (["left"], [], [None])
 
-    async def test_an_abort_that_comes_before_the_answer_is_waited_for_is_not_lost(self, make_server):
-        def answer(request):
-            thread = threading.Thread(target=lambda: asyncio.run(post(server, "/abort_request", rid="early")))
-            thread.start()
-            thread.join()
-            return asyncio.Event().wait()
+async def test_an_aborted_request_does_not_end_a_later_one_with_its_id(make_server):
+    first, second = Gate(on_abort="partial"), Gate()
+    server = make_server([first, second])
+    tasks = [asyncio.create_task(generate(server, rid="same"))]
+    await first.reached.wait()
+    await post(server, "/abort_request", rid="same")
+    tasks.append(asyncio.create_task(generate(server, rid="same")))
+    await second.reached.wait()
+    await tasks[0]
+    assert server.running == ["same"]
+    second.open.set()
+    assert (await tasks[1])["text"] == "let go"
 
-        server = make_server([answer])
-        assert (await generate(server, rid="early"))["meta_info"]["finish_reason"] == ABORTED
 
-    async def test_an_aborted_request_does_not_end_a_later_one_with_its_id(self, make_server):
-        first, second = Gate(on_abort="partial"), Gate()
-        server = make_server([first, second])
-        tasks = [asyncio.create_task(generate(server, rid="same"))]
-        await first.reached.wait()
-        await post(server, "/abort_request", rid="same")
-        tasks.append(asyncio.create_task(generate(server, rid="same")))
-        await second.reached.wait()
-        await tasks[0]
-        assert server.running == ["same"]
-        second.open.set()
-        assert (await tasks[1])["text"] == "let go"
+async def test_a_request_id_in_flight_cannot_be_used_again(make_server):
+    gate = Gate()
+    server = make_server([gate, "second"])
+    task = asyncio.create_task(generate(server, rid="same"))
+    await gate.reached.wait()
+    assert await refused(server, input_ids=PROMPT, rid="same") == "Duplicate request ID detected: same"
+    gate.open.set()
+    await task
+    assert (await generate(server, rid="same"))["text"] == "second"
 
-    async def test_a_request_id_in_flight_cannot_be_used_again(self, make_server):
-        gate = Gate()
-        server = make_server([gate, "second"])
-        task = asyncio.create_task(generate(server, rid="same"))
-        await gate.reached.wait()
-        assert await refused(server, input_ids=PROMPT, rid="same") == "Duplicate request ID detected: same"
+
+async def test_a_read_timeout_is_honoured_in_process(make_server):
+    server = make_server([Gate()])
+    async with connect(server, timeout=httpx.Timeout(None, read=0.01)) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/generate", json={"input_ids": PROMPT, "rid": "slow"})
+    assert server.running == ["slow"]
+
+
+# --- other endpoints ---
+
+
+async def test_the_server_tells_its_model_and_context(make_server):
+    server = make_server([], model_path="org/model", context_length=4096)
+    async with connect(server) as client:
+        info = (await client.get("/model_info")).json()
+        assert info == (await client.get("/get_model_info")).json()
+        assert (info["model_path"], info["weight_version"]) == ("org/model", "default")
+        assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 4096
+        assert (await client.get("/server_info")).json()["max_req_input_len"] == 4090
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_it_is_healthy_with_an_empty_body(make_server, path):
+    async with connect(make_server([])) as client:
+        response = await client.get(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+async def test_loads_count_what_is_running(make_server):
+    gate = Gate()
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server))
+    await gate.reached.wait()
+    async with connect(server) as client:
+        assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 1
         gate.open.set()
         await task
-        assert (await generate(server, rid="same"))["text"] == "second"
-
-    async def test_a_read_timeout_is_honoured_in_process(self, make_server):
-        server = make_server([Gate()])
-        async with connect(server, timeout=httpx.Timeout(None, read=0.01)) as client:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post("/generate", json={"input_ids": PROMPT, "rid": "slow"})
-        assert server.running == ["slow"]
+        assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
 
 
-class TestOtherEndpoints:
-    async def test_the_server_tells_its_model_and_context(self, make_server):
-        server = make_server([], model_path="org/model", context_length=4096)
-        async with connect(server) as client:
-            info = (await client.get("/model_info")).json()
-            assert info == (await client.get("/get_model_info")).json()
-            assert (info["model_path"], info["weight_version"]) == ("org/model", "default")
-            assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 4096
-            assert (await client.get("/server_info")).json()["max_req_input_len"] == 4090
-
-    @pytest.mark.parametrize("path", ["/health", "/ready"])
-    async def test_it_is_healthy_with_an_empty_body(self, make_server, path):
-        async with connect(make_server([])) as client:
-            response = await client.get(path)
-        assert (response.status_code, response.content) == (200, b"")
-
-    async def test_loads_count_what_is_running(self, make_server):
-        gate = Gate()
-        server = make_server([gate])
-        task = asyncio.create_task(generate(server))
-        await gate.reached.wait()
-        async with connect(server) as client:
-            assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 1
-            gate.open.set()
-            await task
-            assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
-
-    async def test_tokenize_gives_the_tokenizers_ids(self, make_server, chatml_tokenizer):
-        body = (await post(make_server([]), "/tokenize", prompt="hello<|im_end|>")).json()
-        ids = chatml_tokenizer.encode("hello<|im_end|>")
-        assert body == {"tokens": ids, "count": len(ids), "max_model_len": 32768}
-
-    async def test_unknown_paths_and_wrong_methods_are_404_and_405(self, make_server):
-        async with connect(make_server([])) as client:
-            unknown, wrong = await client.get("/nope"), await client.get("/generate")
-        assert (unknown.status_code, unknown.json()) == (404, {"detail": "Not Found"})
-        assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+async def test_tokenize_gives_the_tokenizers_ids(make_server, chatml_tokenizer):
+    body = (await post(make_server([]), "/tokenize", prompt="hello<|im_end|>")).json()
+    ids = chatml_tokenizer.encode("hello<|im_end|>")
+    assert body == {"tokens": ids, "count": len(ids), "max_model_len": 32768}
 
 
-class TestWaysToReachIt:
-    def test_one_transport_serves_several_event_loops(self, make_server):
-        server = make_server(["one", "two"])
-        transport = server.transport()
-
-        async def ask():
-            async with httpx.AsyncClient(transport=transport, base_url="http://scripted") as client:
-                return (await client.post("/generate", json={"input_ids": PROMPT})).json()["text"]
-
-        assert [asyncio.run(ask()), asyncio.run(ask())] == ["one", "two"]
-
-    def test_an_abort_from_another_thread_reaches_the_request(self, make_server):
-        started = threading.Event()
-
-        async def wait_for_ever(request):
-            started.set()
-            await asyncio.Event().wait()
-            return "never"
-
-        server = make_server([wait_for_ever])
-        results = []
-        thread = threading.Thread(target=lambda: results.append(asyncio.run(generate(server, rid="there"))))
-        thread.start()
-        started.wait()
-        asyncio.run(post(server, "/abort_request", rid="there"))
-        thread.join()
-        assert results[0]["meta_info"]["finish_reason"] == ABORTED
-
-    async def test_the_ready_made_client_generates(self, make_server):
-        server = make_server(["hello"])
-        async with server.client() as client:
-            result = await client.generate(PROMPT, {"max_new_tokens": 8})
-        assert result["output_ids"] == server.responses[0].body["output_ids"]
+async def test_unknown_paths_and_wrong_methods_are_404_and_405(make_server):
+    async with connect(make_server([])) as client:
+        unknown, wrong = await client.get("/nope"), await client.get("/generate")
+    assert (unknown.status_code, unknown.json()) == (404, {"detail": "Not Found"})
+    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
 
 
-class TestOnAPort:
-    def test_another_process_can_use_it(self, make_server):
-        server = make_server(["from afar"])
-        script = (
-            "import json, sys, urllib.request as u; "
-            "r = u.Request(sys.argv[1] + '/generate', json.dumps({'input_ids': [5]}).encode(), "
-            "{'Content-Type': 'application/json'}); print(json.load(u.urlopen(r))['text'])"
-        )
-        with server.serve() as base_url:
-            result = subprocess.run(
-                [sys.executable, "-c", script, base_url], capture_output=True, text=True, check=True
-            )
-        assert result.stdout.strip() == "from afar"
-        assert server.requests[0].input_ids == [5]
+# --- ways to reach it ---
 
-    async def test_it_keeps_connections_open_and_takes_large_bodies(self, make_server):
-        server = make_server(lambda request: "ok", context_length=600_000)
-        async with server.serve() as base_url, httpx.AsyncClient(base_url=base_url) as client:
-            for _ in range(2):
-                response = await client.post("/generate", json={"input_ids": [900] * 500_000})
-                assert response.json()["meta_info"]["prompt_tokens"] == 500_000
-                assert response.http_version == "HTTP/1.1"
-                assert response.headers.get("connection") != "close"
 
-    def test_no_thread_is_left_and_the_port_is_free_again(self, make_server):
-        server = make_server(["one", "two"])
-        before = threading.active_count()
-        with server.serve() as base_url:
-            assert httpx.get(base_url + "/ready").status_code == 200
-            port = int(base_url.rsplit(":", 1)[1])
-        assert threading.active_count() == before
-        with server.serve(port) as base_url:
-            assert httpx.get(base_url + "/ready").status_code == 200
-            with pytest.raises(OSError), server.serve(port):
-                pass
-        assert threading.active_count() == before
+def test_one_transport_serves_several_event_loops(make_server):
+    server = make_server(["one", "two"])
+    transport = server.transport()
 
-    async def test_open_requests_do_not_hold_up_the_end(self, make_server):
-        reached = threading.Event()
+    async def ask():
+        async with httpx.AsyncClient(transport=transport, base_url="http://scripted") as client:
+            return (await client.post("/generate", json={"input_ids": PROMPT})).json()["text"]
 
-        async def wait_for_ever(request):
-            reached.set()
-            await asyncio.Event().wait()
-            return "never"
+    assert [asyncio.run(ask()), asyncio.run(ask())] == ["one", "two"]
 
-        server = make_server([wait_for_ever])
-        async with httpx.AsyncClient() as client:
-            async with server.serve() as base_url:
-                task = asyncio.create_task(client.post(base_url + "/generate", json={"input_ids": PROMPT}))
-                await asyncio.to_thread(reached.wait)
-            with pytest.raises(httpx.HTTPError):
-                await task
 
-    async def test_a_client_that_disconnects_leaves_its_request_running_until_aborted(self, make_server):
-        reached, left = threading.Event(), threading.Event()
+def test_an_abort_from_another_thread_reaches_the_request(make_server):
+    started = threading.Event()
 
-        async def wait_for_ever(request):
-            reached.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                left.set()
-            return "never"
+    async def wait_for_ever(request):
+        started.set()
+        await asyncio.Event().wait()
+        return "never"
 
-        server = make_server([wait_for_ever])
+    server = make_server([wait_for_ever])
+    results = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(generate(server, rid="there"))))
+    thread.start()
+    started.wait()
+    asyncio.run(post(server, "/abort_request", rid="there"))
+    thread.join()
+    assert results[0]["meta_info"]["finish_reason"] == ABORTED
+
+
+async def test_the_ready_made_client_generates(make_server):
+    server = make_server(["hello"])
+    async with server.client() as client:
+        result = await client.generate(PROMPT, {"max_new_tokens": 8})
+    assert result["output_ids"] == server.responses[0].body["output_ids"]
+
+
+# --- on a port ---
+
+
+def test_another_process_can_use_it(make_server):
+    server = make_server(["from afar"])
+    script = (
+        "import json, sys, urllib.request as u; "
+        "r = u.Request(sys.argv[1] + '/generate', json.dumps({'input_ids': [5]}).encode(), "
+        "{'Content-Type': 'application/json'}); print(json.load(u.urlopen(r))['text'])"
+    )
+    with server.serve() as base_url:
+        result = subprocess.run([sys.executable, "-c", script, base_url], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "from afar"
+    assert server.requests[0].input_ids == [5]
+
+
+async def test_it_keeps_connections_open_and_takes_large_bodies(make_server):
+    server = make_server(lambda request: "ok", context_length=600_000)
+    async with server.serve() as base_url, httpx.AsyncClient(base_url=base_url) as client:
+        for _ in range(2):
+            response = await client.post("/generate", json={"input_ids": [900] * 500_000})
+            assert response.json()["meta_info"]["prompt_tokens"] == 500_000
+            assert response.http_version == "HTTP/1.1"
+            assert response.headers.get("connection") != "close"
+
+
+def test_no_thread_is_left_and_the_port_is_free_again(make_server):
+    server = make_server(["one", "two"])
+    before = threading.active_count()
+    with server.serve() as base_url:
+        assert httpx.get(base_url + "/ready").status_code == 200
+        port = int(base_url.rsplit(":", 1)[1])
+    assert threading.active_count() == before
+    with server.serve(port) as base_url:
+        assert httpx.get(base_url + "/ready").status_code == 200
+        with pytest.raises(OSError), server.serve(port):
+            pass
+    assert threading.active_count() == before
+
+
+async def test_open_requests_do_not_hold_up_the_end(make_server):
+    reached = threading.Event()
+
+    async def wait_for_ever(request):
+        reached.set()
+        await asyncio.Event().wait()
+        return "never"
+
+    server = make_server([wait_for_ever])
+    async with httpx.AsyncClient() as client:
         async with server.serve() as base_url:
-            async with httpx.AsyncClient(base_url=base_url) as client:
-                task = asyncio.create_task(client.post("/generate", json={"input_ids": PROMPT, "rid": "left"}))
-                await asyncio.to_thread(reached.wait)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                await asyncio.to_thread(left.wait)
-                assert server.running == ["left"]
-                await client.post("/abort_request", json={"rid": "left"})
-                assert (server.running, server.aborted) == ([], ["left"])
+            task = asyncio.create_task(client.post(base_url + "/generate", json={"input_ids": PROMPT}))
+            await asyncio.to_thread(reached.wait)
+        with pytest.raises(httpx.HTTPError):
+            await task
+
+
+async def test_a_client_that_disconnects_leaves_its_request_running_until_aborted(make_server):
+    reached, left = threading.Event(), threading.Event()
+
+    async def wait_for_ever(request):
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+        return "never"
+
+    server = make_server([wait_for_ever])
+    async with server.serve() as base_url:
+        async with httpx.AsyncClient(base_url=base_url) as client:
+            task = asyncio.create_task(client.post("/generate", json={"input_ids": PROMPT, "rid": "left"}))
+            await asyncio.to_thread(reached.wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(left.wait)
+            assert server.running == ["left"]
+            await client.post("/abort_request", json={"rid": "left"})
+            assert (server.running, server.aborted) == ([], ["left"])
 
 
 def test_importing_it_does_not_load_transformers_or_the_http_server():

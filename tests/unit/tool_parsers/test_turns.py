@@ -182,7 +182,6 @@ def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TOKENIZER = build_chatml_tokenizer()
-WITHOUT_MARKS = build_chatml_tokenizer(with_marks=False)
 
 
 def encode(*pieces: str, tokenizer: Any = TOKENIZER) -> dict[str, Any]:
@@ -247,7 +246,8 @@ def test_a_value_that_ends_in_a_look_alike_goes_on() -> None:
 
 
 def test_marks_that_the_vocabulary_spells_with_several_tokens_are_found_by_their_text() -> None:
-    turn = HermesToolParser().parse_turn(**encode(f"<think>{CALL}</think>{CALL}", tokenizer=WITHOUT_MARKS))
+    without_marks = build_chatml_tokenizer(with_marks=False)
+    turn = HermesToolParser().parse_turn(**encode(f"<think>{CALL}</think>{CALL}", tokenizer=without_marks))
     assert turn.reasoning == CALL
     assert [call.name for call in turn.tool_calls] == ["ls"]
 

@@ -1,6 +1,7 @@
 """`generate` for slime: budgets, aborts, evaluation, samples that are handed in again, and all that episodes raise."""
 
 import asyncio
+import base64
 import copy
 import gc
 import importlib
@@ -1118,11 +1119,14 @@ async def test_a_sequence_that_forks_one_token_before_an_odd_stop_has_its_own_ro
 
 
 async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(chatml_tokenizer):
+    def encoded(rows):
+        return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
     episode = await play(chatml_tokenizer, [CALL, ANSWER], **MOE)
     first, second = (turn.generation.expert_ids() for turn in episode.trajectory.turns)
     episode.trajectory.turns[0].generation = replace(
         episode.trajectory.turns[0].generation,
-        routed_experts=_encoded((first + 1) % EXPERTS.experts),
+        routed_experts=encoded((first + 1) % EXPERTS.experts),
     )
     sample = to_slime_samples(
         episode.trajectory, Sample(), "task_complete", tokenizer=chatml_tokenizer, args=slime_args(**moe_args())
@@ -1130,12 +1134,6 @@ async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(ch
     rows = sample.rollout_routed_experts.reshape(len(second), -1).numpy()
     assert (rows[: len(first)] == (first + 1) % EXPERTS.experts).all()
     assert (rows[len(first) :] == second[len(first) :]).all()
-
-
-def _encoded(rows):
-    import base64
-
-    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -1417,6 +1415,14 @@ KEYS = {"reward_key": "score", "eval_reward_key": "acc", "log_reward_category": 
 @pytest.mark.parametrize("evaluation", [False, True])
 async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation, chatml_tokenizer):
     """C2: one failed episode raised KeyError or TypeError in slime."""
+
+    def check_reward_is_readable(args, reward, *, evaluation):
+        """Read a reward as slime does, in training, in evaluations and in its metrics."""
+        key = (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
+        assert (reward[key] if key else reward) == 0.0
+        if getattr(args, "log_reward_category", None):
+            assert reward[args.log_reward_category] == "failed"
+
     args = slime_args(**{name: KEYS[name] for name in names})
 
     def broken(args, one):
@@ -1426,14 +1432,6 @@ async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation,
     ungraded = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=evaluation)
     for reward in (failed.reward, await make_reward(broken)(args, failed), await make_reward(broken)(args, ungraded)):
         check_reward_is_readable(args, reward, evaluation=evaluation)
-
-
-def check_reward_is_readable(args, reward, *, evaluation):
-    """Read a reward as slime does, in training, in evaluations and in its metrics."""
-    key = (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
-    assert (reward[key] if key else reward) == 0.0
-    if getattr(args, "log_reward_category", None):
-        assert reward[args.log_reward_category] == "failed"
 
 
 async def test_an_evaluation_may_have_a_reward_key_of_its_own(chatml_tokenizer):

@@ -412,37 +412,6 @@ def test_a_turn_without_a_trajectory_says_that_it_cannot_cross(rollout, cross):
 
 RELEASES = sorted(path for path in (Path(__file__).parents[2] / "fixtures").iterdir() if path.is_dir())
 of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
-QUESTIONS = [{"id": f"s{n}", "question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
-COMMAND = [
-    *("eval", "--dataset", "sums.jsonl", "--env", "calculator", "--backend", "sglang", "--tokenizer", "tokenizer"),
-    *("--n-samples", "2", "--concurrency", "1", "--keep-tokens", "--output", "out"),
-]
-"""The evaluation in `command/`, run in a folder with `sums.jsonl` and `tokenizer`; `--base-url` comes on top."""
-
-
-def solve(request):
-    """A policy that asks the calculator and is right about every sum but those divisible by three."""
-    left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
-    if "<tool_response>" not in request.text:
-        return ScriptedAnswer(call("calculator", expression=f"{left} + {right}"))
-    return ScriptedAnswer(rf"\boxed{{{left + right if (left + right) % 3 else 0}}}")
-
-
-def facts(trajectory):
-    """What the code at hand reads from a trajectory."""
-    return {
-        "statuses": [turn.status.value for turn in trajectory.turns],
-        "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
-        "sent_ids": [turn.sent_ids() for turn in trajectory.turns],
-        "policy_versions": [list(sequence.policy_versions) for sequence in trajectory.sequences()],
-        "sequences": [
-            {"token_ids": s.token_ids, "loss_mask": s.loss_mask, "logprobs": s.logprobs}
-            for s in trajectory.sequences(discarded=True, auxiliary=True)
-        ],
-        "trained": [sum(sequence.loss_mask) for sequence in trajectory.sequences()],
-        "main": trajectory.latest_main_sequence().token_ids,
-        "tool_parse_errors": trajectory.tool_parse_errors,
-    }
 
 
 def old_told(path):
@@ -455,6 +424,22 @@ def old_told(path):
     ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
 )
 def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
+    def facts(trajectory):
+        """What the code at hand reads from a trajectory."""
+        return {
+            "statuses": [turn.status.value for turn in trajectory.turns],
+            "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
+            "sent_ids": [turn.sent_ids() for turn in trajectory.turns],
+            "policy_versions": [list(sequence.policy_versions) for sequence in trajectory.sequences()],
+            "sequences": [
+                {"token_ids": s.token_ids, "loss_mask": s.loss_mask, "logprobs": s.logprobs}
+                for s in trajectory.sequences(discarded=True, auxiliary=True)
+            ],
+            "trained": [sum(sequence.loss_mask) for sequence in trajectory.sequences()],
+            "main": trajectory.latest_main_sequence().token_ids,
+            "tool_parse_errors": trajectory.tool_parse_errors,
+        }
+
     def same(one, other):
         """NaN equals itself here."""
         if isinstance(one, dict):
@@ -504,16 +489,30 @@ async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
 
 @of_each_release
 def test_an_old_evaluation_by_the_command_is_resumed(release, tmp_path, monkeypatch):
+    # The evaluation in `command/`, run in a folder with `sums.jsonl` and `tokenizer`; `--base-url` comes on top.
+    questions = [{"id": f"s{n}", "question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
+    command = [
+        *("eval", "--dataset", "sums.jsonl", "--env", "calculator", "--backend", "sglang", "--tokenizer", "tokenizer"),
+        *("--n-samples", "2", "--concurrency", "1", "--keep-tokens", "--output", "out"),
+    ]
+
+    def solve(request):
+        """A policy that asks the calculator and is right about every sum but those divisible by three."""
+        left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
+        if "<tool_response>" not in request.text:
+            return ScriptedAnswer(call("calculator", expression=f"{left} + {right}"))
+        return ScriptedAnswer(rf"\boxed{{{left + right if (left + right) % 3 else 0}}}")
+
     folder = shutil.copytree(release / "command", tmp_path / "run")
     os.symlink(release / "tokenizer", folder / "tokenizer")
     monkeypatch.chdir(folder)
     before = lines(folder / "out" / "results.jsonl")
     server = ScriptedSGLang(AutoTokenizer.from_pretrained(release / "tokenizer"), solve)
     with server.serve() as base_url:
-        assert main([*COMMAND, "--base-url", base_url]) == 0
-    asked = {row["id"] for row in QUESTIONS for request in server.requests if row["question"] in request.text}
+        assert main([*command, "--base-url", base_url]) == 0
+    asked = {row["id"] for row in questions for request in server.requests if row["question"] in request.text}
     assert asked == {"s2", "s3"}
     records = lines(folder / "out" / "results.jsonl")
-    assert records[: len(before)] == before and len(records) == 2 * len(QUESTIONS)
+    assert records[: len(before)] == before and len(records) == 2 * len(questions)
     _, results = read_results(folder / "out" / "results.jsonl")
-    assert {prompt: len(samples) for prompt, samples in results.items()} == {row["id"]: 2 for row in QUESTIONS}
+    assert {prompt: len(samples) for prompt, samples in results.items()} == {row["id"]: 2 for row in questions}
