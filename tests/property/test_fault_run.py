@@ -77,7 +77,7 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
         return request.headers["x-smg-routing-key"]
 
     # The scripted server answers aborts at once; collecting garbage can hold the loop for longer than a short grace.
-    monkeypatch.setattr("strands_sglang.client.connections.ABORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("strands_sglang.client.aborts.ABORT_TIMEOUT_S", 60.0)
     chaos = Chaos()
     server = chaos.server = ScriptedSGLang(chatml_tokenizer, chaos.answer)
     with server.serve() as url:

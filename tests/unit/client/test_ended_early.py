@@ -7,8 +7,8 @@ import threading
 import httpx
 import pytest
 
+from strands_sglang.client.aborts import worker_urls
 from strands_sglang.client.client import SGLangClient
-from strands_sglang.client.connections import worker_urls
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangConnectionError,
