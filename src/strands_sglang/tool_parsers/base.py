@@ -187,10 +187,16 @@ class ToolParser:
             reasoning_open: As for `parse`.
             truncated: The turn was cut off (length, abort) rather than ended by the model.
         """
-        turn = self.locate_marks(text, token_ids, tokenizer)
-        turn.schemas = None if tools is None else tool_schemas(tools)
-        turn.truncated = truncated
-        turn.call_end = self.tool_end_token
+        shown, marks, look_alikes = find_marks(
+            text, self.kinds_of_marks(), self.FORMAT_TOKENS, token_ids=token_ids, tokenizer=tokenizer
+        )
+        if self.OPENER is not None:
+            begins = [0, *(mark.end for mark in marks if mark.kind is MarkKind.THINK_END)]
+            opened = {match.end() for begin in begins if (match := self.OPENER.match(shown, begin)) is not None}
+            unmarked = [Mark(MarkKind.CALL_START, at, at) for at in sorted(opened) if self.opens_call(shown, at)]
+            marks = sorted([*marks, *unmarked], key=lambda mark: mark.start)
+        schemas = None if tools is None else tool_schemas(tools)
+        turn = MarkedText(shown, marks, look_alikes, schemas, truncated, self.tool_end_token)
         calls_read = 0
 
         def read_call(start: Mark) -> CallSpan:
@@ -204,7 +210,7 @@ class ToolParser:
                 return _broken_off(turn, start, broken)
 
         spans, unclosed = self.take_apart(turn, read_call, reasoning_open)
-        reasoning, shown = self.texts_of(turn, spans)
+        reasoning, visible = self.texts_of(turn, spans)
         if self._has_format:
             doubtful = doubtful_calls(turn, spans)
             calls = [
@@ -219,7 +225,7 @@ class ToolParser:
             accepted = _accepted_keywords(type(self).parse)
             given = {name: value for name, value in {"tools": tools, **of_turn}.items() if name in accepted}
             calls = self.parse(spoken, **given)
-        return ParsedTurn(reasoning or None, shown, tuple(calls), unclosed)
+        return ParsedTurn(reasoning or None, visible, tuple(calls), unclosed)
 
     def kinds_of_marks(self) -> dict[str, str]:
         """Return the kind of every mark of the format by its spelling."""
@@ -232,18 +238,6 @@ class ToolParser:
         }
         kinds.pop("", None)
         return kinds
-
-    def locate_marks(self, text: str, token_ids: Sequence[int] | None, tokenizer: Any) -> MarkedText:
-        """Find this parser's marks in a turn, by token id where that is possible."""
-        text, marks, look_alikes = find_marks(
-            text, self.kinds_of_marks(), self.FORMAT_TOKENS, token_ids=token_ids, tokenizer=tokenizer
-        )
-        if self.OPENER is not None:
-            begins = [0, *(mark.end for mark in marks if mark.kind is MarkKind.THINK_END)]
-            opened = {match.end() for begin in begins if (match := self.OPENER.match(text, begin)) is not None}
-            unmarked = [Mark(MarkKind.CALL_START, at, at) for at in sorted(opened) if self.opens_call(text, at)]
-            marks = sorted([*marks, *unmarked], key=lambda mark: mark.start)
-        return MarkedText(text, marks, look_alikes)
 
     def opens_call(self, text: str, position: int) -> bool:
         """Tell whether what begins at `position`, after `OPENER`, is a call; nothing was said before it."""
@@ -336,12 +330,10 @@ def _broken_off(turn: MarkedText, start: Mark, broken: BrokenCallError) -> CallS
 @lru_cache(maxsize=256)
 def _accepted_keywords(parse: Callable[..., Any]) -> frozenset[str]:
     """Return which of `parse`'s optional arguments an implementation takes."""
-    optional = frozenset({"token_ids", "tokenizer", "tools"})
     parameters = inspect.signature(parse).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return optional
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return optional & {parameter.name for parameter in parameters if parameter.kind in named}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    return frozenset(name for name in ("token_ids", "tokenizer", "tools") if takes_any or name in named)
 
 
 AUTO = "auto"
@@ -391,44 +383,31 @@ def get_tool_parser(name: str, *, tokenizer: Any = None, chat_template: str | No
             f"a tool parser is an object or a name, and {name.__name__} is a class: make one, {name.__name__}()"
         )
     if name == AUTO:
-        name = _name_by_template(tokenizer, chat_template)
-    parser = TOOL_PARSER_REGISTRY.get(name)
-    if parser is None:
-        raise UnknownToolParserError(f"there is no tool parser named {name!r}; {_known()}")
-    return parser(**kwargs)
-
-
-def _name_by_template(tokenizer: Any, chat_template: str | None) -> str:
-    """Return the name of the parser of the family that a chat template belongs to."""
-    template = _template_text(tokenizer, chat_template)
-    if template is None:
-        given = "one without a chat template" if tokenizer is not None else "none"
-        raise UnknownToolParserError(
-            f"the tool parser {AUTO!r} needs a tokenizer with a chat template, and was given {given}: "
-            f"pass tokenizer= or chat_template=, or name the tool parser; {_known()}"
-        )
-    family = find_family(template)
-    if family is None:
-        raise UnknownToolParserError(
-            f"the chat template belongs to no known model family: name the tool parser in place of {AUTO!r}; {_known()}"
-        )
-    if family.tool_parser is None:
-        raise UnknownToolParserError(
-            f"no tool parser is known for the model family {family.name!r}: "
-            f"name one in place of {AUTO!r}, or register one of your own; {_known()}"
-        )
-    return family.tool_parser
-
-
-def _template_text(tokenizer: Any, chat_template: str | None) -> str | None:
-    """Return the text of the chat template that conversations with tools are rendered with; None if there is none."""
-    templates = getattr(tokenizer, "chat_template", None)
-    if isinstance(templates, Mapping):
-        if chat_template is None:
-            return templates.get("tool_use", templates.get("default"))
-        return templates.get(chat_template, chat_template)
-    return templates if chat_template is None else chat_template
-
-
-def _known() -> str:
-    return "the tool parsers are: " + ", ".join(sorted(TOOL_PARSER_REGISTRY))
+        templates = getattr(tokenizer, "chat_template", None)
+        if not isinstance(templates, Mapping):
+            template = templates if chat_template is None else chat_template
+        elif chat_template is None:
+            template = templates.get("tool_use", templates.get("default"))
+        else:
+            template = templates.get(chat_template, chat_template)
+        family = None if template is None else find_family(template)
+        if template is None:
+            given = "one without a chat template" if tokenizer is not None else "none"
+            problem = (
+                f"the tool parser {AUTO!r} needs a tokenizer with a chat template, and was given {given}: "
+                "pass tokenizer= or chat_template=, or name the tool parser"
+            )
+        elif family is None:
+            problem = f"the chat template belongs to no known model family: name the tool parser in place of {AUTO!r}"
+        elif family.tool_parser is None:
+            problem = (
+                f"no tool parser is known for the model family {family.name!r}: "
+                f"name one in place of {AUTO!r}, or register one of your own"
+            )
+        else:
+            return get_tool_parser(family.tool_parser, **kwargs)
+    elif name in TOOL_PARSER_REGISTRY:
+        return TOOL_PARSER_REGISTRY[name](**kwargs)
+    else:
+        problem = f"there is no tool parser named {name!r}"
+    raise UnknownToolParserError(f"{problem}; the tool parsers are: {', '.join(sorted(TOOL_PARSER_REGISTRY))}")

@@ -72,19 +72,27 @@ class MarkedText:
         call_end: How the mark after calls is written.
     """
 
-    def __init__(self, text: str, marks: Iterable[Mark], look_alikes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        text: str,
+        marks: Iterable[Mark],
+        look_alikes: Sequence[int],
+        schemas: Mapping[str, Any] | None,
+        truncated: bool,
+        call_end: str,
+    ) -> None:
         """Index the marks.
 
         Args:
             text: The whole turn.
             marks: All marks, in order of position.
             look_alikes: Where ordinary tokens only look like a token of the format, in order.
+            schemas: The JSON schema of every tool's input.
+            truncated: The turn was cut off.
+            call_end: The mark after calls.
         """
-        self.text = text
+        self.text, self.schemas, self.truncated, self.call_end = text, schemas, truncated, call_end
         self.marks: list[Mark] = []
-        self.schemas: Mapping[str, Any] | None = None
-        self.truncated = False
-        self.call_end = ""
         self._of_kind: defaultdict[str, list[Mark]] = defaultdict(list)
         for mark in marks:
             self._of_kind[mark.kind].append(mark)
@@ -112,7 +120,7 @@ class MarkedText:
 
     def is_real(self, start: int, end: int) -> bool:
         """Tell whether no look-alike begins in the stretch `[start, end)`."""
-        return is_real(self._look_alikes, start, end)
+        return bisect_left(self._look_alikes, start) == bisect_left(self._look_alikes, end)
 
     def match(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
         """Return the match of `pattern` at `position` if there is one without look-alikes."""
@@ -133,12 +141,6 @@ class MarkedText:
         matches = self._matches[pattern]
         index = bisect_left(matches, position, key=_start_of_match)
         return matches[index] if index < len(matches) else None
-
-
-def is_real(look_alikes: Sequence[int], start: int, end: int) -> bool:
-    """Tell whether no look-alike begins in the stretch `[start, end)`."""
-    index = bisect_left(look_alikes, start)
-    return index == len(look_alikes) or look_alikes[index] >= end
 
 
 def find_marks(
@@ -168,7 +170,7 @@ def find_marks(
         text, look_alikes = _find_look_alikes(text, [*tokens, *whole], token_ids, tokenizer)
     marks = [Mark(kinds[match[0]], match.start(), match.end()) for match in _find_any(kinds, text)]
     if look_alikes:
-        marks = [mark for mark in marks if is_real(look_alikes, mark.start, mark.end)]
+        marks = [mark for mark in marks if bisect_left(look_alikes, mark.start) == bisect_left(look_alikes, mark.end)]
     return text, marks, look_alikes
 
 
@@ -190,28 +192,23 @@ def _find_look_alikes(
     pieces: list[str] = []
     real: set[int] = set()
     length = 0
-    mark_before: int | None = None
+    mark_before: list[int] = []
+    spelled_before = ""
     for spelling, run in groupby(token_ids, spelled.get):
         ids = list(run)
-        decoded = [_decode_after(mark_before, spelled, ids, tokenizer)] if spelling is None else [spelling] * len(ids)
-        for piece in decoded:
-            if spelling is not None:
-                real.add(length)
-            pieces.append(piece)
-            length += len(piece)
-        mark_before = mark_before if spelling is None else ids[-1]
+        if spelling is None:
+            # As they read after the mark: some vocabularies drop a space at the start of a text.
+            piece = tokenizer.decode([*mark_before, *ids], skip_special_tokens=False)
+            after = piece.startswith(spelled_before)
+            piece = piece[len(spelled_before) :] if after else tokenizer.decode(ids, skip_special_tokens=False)
+        else:
+            piece = spelling * len(ids)
+            real.update(range(length, length + len(piece), len(spelling)))
+            mark_before, spelled_before = ids[-1:], spelling
+        pieces.append(piece)
+        length += len(piece)
     text = "".join(pieces)
     return text, [match.start() for match in _find_any(spelled.values(), text) if match.start() not in real]
-
-
-def _decode_after(mark: int | None, spelled: Mapping[int, str], run: list[int], tokenizer: Any) -> str:
-    """Decode ordinary tokens as they read after a mark (some vocabularies drop a space at the start of a text)."""
-    if mark is not None:
-        decoded: str = tokenizer.decode([mark, *run], skip_special_tokens=False)
-        if decoded.startswith(spelled[mark]):
-            return decoded[len(spelled[mark]) :]
-    alone: str = tokenizer.decode(run, skip_special_tokens=False)
-    return alone
 
 
 _SINGLE_TOKENS: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
@@ -225,18 +222,13 @@ def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> dict[int, str]:
         known = {}
     for spelling in spellings:
         if spelling not in known:
-            known[spelling] = _single_token_id(tokenizer, spelling)
+            token_id = tokenizer.convert_tokens_to_ids(spelling)
+            # A vocabulary without the mark answers with its unknown token, which decodes to something else.
+            is_token = isinstance(token_id, int) and (
+                tokenizer.decode([token_id], skip_special_tokens=False).strip() == spelling
+            )
+            known[spelling] = token_id if is_token else None
     return {token_id: spelling for spelling in spellings if (token_id := known[spelling]) is not None}
-
-
-def _single_token_id(tokenizer: Any, spelling: str) -> int | None:
-    """Return the id of `spelling` if it is one token of the vocabulary."""
-    token_id = tokenizer.convert_tokens_to_ids(spelling)
-    if not isinstance(token_id, int):
-        return None
-    # A vocabulary without the mark answers with its unknown token, which decodes to something else.
-    decoded: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    return token_id if decoded.strip() == spelling else None
 
 
 class CallSpan(NamedTuple):
@@ -309,58 +301,36 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
         # Some models repeat the mark that the prompt ended with.
         position = reason(opening.end if opening is not None and not text[: opening.start].strip() else 0)
 
-    for index, mark in enumerate(turn.marks):
+    for mark in turn.marks:
         if mark.start < position or mark.kind is MarkKind.CALL_END:  # inside what was read already, or stray
             continue
         add(SpanKind.TEXT, position, mark.start)
         if mark.kind is MarkKind.CALL_START:
             end, sound, calls = read_call(mark)
-            broken_off = None if sound else _closing_mark_inside(turn, index, end)
-            if broken_off is None:
+            closing = None if sound else turn.find(MarkKind.THINK_END, mark.end)
+            opening = turn.find(MarkKind.THINK_START, mark.end)
+            opened = closing is not None and opening is not None and opening.start < closing.start
+            if closing is None or closing.start >= end or opened:
                 spans.append(Span(SpanKind.TEXT if calls is None else SpanKind.CALL, mark.start, end, calls or ()))
                 position = end
                 continue
-            add(SpanKind.TEXT, mark.start, broken_off.start)
-            mark = broken_off
+            # Nothing in the "call" opened that mark: it is a draft (or only talk of one) in reasoning, up to its last
+            # closing mark; continuing after the first one would read the same stretch again and again.
+            start, mark = mark.start, turn.find_last(MarkKind.THINK_END, end) or closing
+            add(SpanKind.TEXT, start, mark.start)
         if mark.kind is MarkKind.THINK_START:
             position = reason(mark.end)
             continue
-        if mark.kind is MarkKind.THINK_END and settled < len(spans):
-            spans[settled:] = _as_reasoning(spans[settled:])
+        if mark.kind is MarkKind.THINK_END:
+            drafts, spans[settled:] = spans[settled:], []
+            for span in drafts:  # reasoning after all; those that touch are joined
+                touches = len(spans) > settled and spans[-1].end == span.start
+                start = spans.pop().start if touches else span.start
+                spans.append(Span(SpanKind.REASONING, start, span.end))
             settled = len(spans)
         position = mark.end
     add(SpanKind.TEXT, position, len(text))
     return spans, unclosed
-
-
-def _closing_mark_inside(turn: MarkedText, index: int, end: int) -> Mark | None:
-    """Return the mark that shows the "call" up to `end` to be a draft (or only talk of one) in reasoning, if any.
-
-    That is a closing mark that nothing in the call opened. All up to the last closing mark is reasoning then;
-    continuing after the first one would read the same stretch again and again.
-
-    Args:
-        turn: The turn.
-        index: Which of the turn's marks starts the call.
-        end: Where the call ends.
-    """
-    for later in range(index + 1, len(turn.marks)):
-        kind, start, _ = turn.marks[later]
-        if start >= end or kind is MarkKind.THINK_START:
-            return None
-        if kind is MarkKind.THINK_END:
-            return turn.find_last(MarkKind.THINK_END, end)
-    return None
-
-
-def _as_reasoning(spans: Iterable[Span]) -> list[Span]:
-    """Turn all spans into reasoning, joining those that touch."""
-    joined: list[Span] = []
-    for span in spans:
-        touches = bool(joined) and joined[-1].end == span.start
-        start = joined.pop().start if touches else span.start
-        joined.append(Span(SpanKind.REASONING, start, span.end))
-    return joined
 
 
 def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
@@ -376,8 +346,7 @@ def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
     """
     doubtful = set()
     doubt = False
-    for index in range(len(spans) - 1, -1, -1):
-        span = spans[index]
+    for index, span in reversed([*enumerate(spans)]):
         if span.kind is SpanKind.REASONING:
             doubt = False
         elif span.kind is SpanKind.CALL and doubt:
@@ -439,10 +408,9 @@ def _trim(text: str, at_start: bool, at_end: bool) -> tuple[str, str, str]:
 
 def without_reasoning(turn: MarkedText, spans: Iterable[Span]) -> str:
     """Return the turn without reasoning, a newline in its place so that what was around it cannot grow into a mark."""
-    stretches: list[list[str]] = [[]]
-    for span in spans:
-        if span.kind is SpanKind.REASONING:
-            stretches.append([])
-        else:
-            stretches[-1].append(turn.text[span.start : span.end])
-    return "\n".join(stretch for pieces in stretches if (stretch := "".join(pieces)))
+    stretches = groupby(spans, lambda span: span.kind is SpanKind.REASONING)
+    return "\n".join(
+        "".join(turn.text[span.start : span.end] for span in stretch)
+        for is_reasoning, stretch in stretches
+        if not is_reasoning
+    )
