@@ -225,8 +225,9 @@ class _Grader:
         if isinstance(truth, Ratio) and isinstance(answer, Ratio):
             return self._in_order(truth.terms, answer.terms)
         ratio, other = (truth, answer) if isinstance(truth, Ratio) else (answer, truth)
-        terms = [term.value for term in ratio.terms if isinstance(term, Number)] if isinstance(ratio, Ratio) else []
-        if not isinstance(other, Number) or len(terms) != 2 or not terms[1]:
+        parts = ratio.terms if isinstance(ratio, Ratio) else ()
+        terms = [part.value for part in parts if isinstance(part, Number)]
+        if not isinstance(other, Number) or len(parts) != 2 or len(terms) != 2 or not terms[1]:
             return False
         return terms[0] / terms[1] == other.value and terms[0] == other.value.numerator
 

@@ -79,6 +79,7 @@ async def test_what_means_the_same_is_correct(truth: Any, text: str) -> None:
         ("42", "", "no_answer"),
         ("42", r"\boxed{}", "wrong"),
         ("(0,1]", r"\boxed{[0,1]}", "wrong"),
+        (r"\frac{2}{3}", r"\boxed{2:x:3}", "wrong"),
     ],
 )
 async def test_what_does_not_is_not(truth: Any, text: str | None, verdict: str) -> None:
