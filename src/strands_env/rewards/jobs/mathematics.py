@@ -12,6 +12,7 @@ from . import engine
 from .finding import answer_in
 from .notation import compact, spelled
 from .reading import (
+    Based,
     Bracketed,
     Formula,
     Measured,
@@ -43,9 +44,9 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
         except (UnreadableError, engine.UnknownFormulaError) as error:
             return {"verdict": "unreadable_truth", "reason": str(error), "extracted": None}
     stage("answer")
-    if request["answer"] is None:
-        return {"verdict": "no_answer", "extracted": None}
-    answer = request["answer"] if request["boxed"] else answer_in(request["answer"])
+    answer = request["answer"]
+    if answer is not None and not request["boxed"]:
+        answer = answer_in(answer)
     if answer is None or not answer.strip():
         return {"verdict": "no_answer", "extracted": None}
     grader = _Grader(request["unevaluated"], request["rounding"], request["precision"])
@@ -98,35 +99,56 @@ class _Grader:
 
     def same(self, truth: Value, answer: Value) -> bool:
         """Whether two values are the same, in kind as well."""
-        if isinstance(truth, Text) or isinstance(answer, Text):
-            return self._texts(truth, answer)
-        if isinstance(truth, Relation | Named):
-            return self._relations(truth, answer)
-        if isinstance(answer, Named) or (isinstance(answer, Relation) and set(answer.signs) == {"="}):
-            return self._chain(truth, answer)
-        if isinstance(truth, Measured) or isinstance(answer, Measured):
-            return self._measured(truth, answer)
-        if isinstance(truth, Number | Formula) and isinstance(answer, Number | Formula):
-            return self._leaves(truth, answer)
-        if isinstance(truth, Ratio) or isinstance(answer, Ratio):
-            return self._ratios(truth, answer)
-        if isinstance(truth, Several) and isinstance(answer, Several):
-            return self._several(truth, answer)
-        if type(truth) is not type(answer) or isinstance(truth, Union):
-            return self._intervals(truth, answer)
-        if isinstance(truth, Bracketed) and isinstance(answer, Bracketed):
-            ends = (truth.left, truth.right) == (answer.left, answer.right)
-            return ends and self._in_order(truth.items, answer.items)
-        return truth == answer
-
-    def _texts(self, truth: Value, answer: Value) -> bool:
-        if not isinstance(truth, Text):
+        match truth, answer:
+            case Text(), Text():
+                return truth.key() == answer.key()
+            case Text(words), Formula(latex):  # xy and x * y
+                return "".join(latex.replace("*", "").split()) == "".join(words.split())
+            case Text(), Named(_, value):
+                return self.same(truth, value)
+            case (Text(), _) | (_, Text()):
+                return False
+            case Named(name, value), Named(other) if name == other:
+                return self._chain(value, answer)
+            case Named(), (Named() | Relation((Formula(), *_), ("=",))):
+                return self._relations(truth, answer)
+            case Named(_, value), _:
+                return self._chain(value, answer)
+            case Relation(), (Named() | Relation()):
+                return self._relations(truth, answer)
+            case Relation(), _:
+                pass  # it may be an interval
+            case _, Named():
+                return self._chain(truth, answer)
+            case _, Relation(signs=signs) if set(signs) == {"="}:
+                return self._chain(truth, answer)
+            case (Measured(), _) | (_, Measured()):
+                return self._measured(truth, answer)
+            case ((Number() | Formula()), (Number() | Formula())):
+                return self._leaves(truth, answer)
+            case Ratio(terms), Ratio(others):
+                return self._in_order(terms, others)
+            case (Ratio((Number(above), Number(below))), Number(value)) | (
+                Number(value),
+                Ratio((Number(above), Number(below))),
+            ):
+                return bool(below) and above / below == value and above == value.numerator
+            case (Ratio(), _) | (_, Ratio()):
+                return False
+            case Several(), Several():
+                ones, others = _unnamed(truth, answer), _unnamed(answer, truth)
+                is_about_relations = any(isinstance(item, Relation) for item in ones)
+                if is_about_relations and "or" in (truth.how, answer.how) and truth.how != answer.how:
+                    return False
+                return self._matched(ones, others)
+            case Bracketed(left, items, right), Bracketed(other_left, others, other_right):
+                return (left, right) == (other_left, other_right) and self._in_order(items, others)
+            case Based(), Based():
+                return truth == answer
+        intervals, of_answer = _pieces(truth), _pieces(answer)
+        if intervals is None or of_answer is None or (intervals, of_answer) == ((truth,), (answer,)):
             return False
-        if isinstance(answer, Text):
-            return truth.key() == answer.key()
-        if isinstance(answer, Formula):  # xy and x * y
-            return "".join(answer.latex.replace("*", "").split()) == "".join(truth.words.split())
-        return isinstance(answer, Named) and self.same(truth, answer.value)
+        return self._matched(intervals, of_answer)
 
     def _measured(self, truth: Value, answer: Value) -> bool:
         of_truth, of_answer = (side.unit if isinstance(side, Measured) else None for side in (truth, answer))
@@ -142,24 +164,20 @@ class _Grader:
             return other.value in (one.value, one.value / 100)
         return one.value == other.value / 100 or (abs(one.value) > 1 and one.value == other.value)
 
-    def _relations(self, truth: Named | Relation, answer: Value) -> bool:
-        if isinstance(truth, Named) and not _has_other_left_side(truth, answer):
-            return self._chain(truth.value, answer)
-        if not isinstance(answer, Relation | Named):
-            return self._intervals(truth, answer)
+    def _relations(self, truth: Named | Relation, answer: Named | Relation) -> bool:
         (parts, signs), (others, other_signs) = _sides(truth), _sides(answer)
         if signs != other_signs:
             return False
-        if self._in_order(parts, others):
-            return True
-        if len(parts) == 2 and signs[0] in _SYMMETRIC and self._in_order(parts, others[::-1]):
+        is_symmetric = len(parts) == 2 and signs[0] in _SYMMETRIC
+        if self._in_order(parts, others) or (is_symmetric and self._in_order(parts, others[::-1])):
             return True
         sides = [_latex(part) for part in (*parts, *others)]
         if None in sides or signs not in (("=",), ("\\ne",), ("<",), ("\\le",)):
             return False
         a, b, c, d = map(str, sides)
-        is_directed = signs[0] in ("<", "\\le")
-        return self._may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional((a, b), (c, d), is_directed)
+        return self._may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional(
+            (a, b), (c, d), is_directed=signs[0] in ("<", "\\le")
+        )
 
     def _chain(self, truth: Value, answer: Value) -> bool:
         """Whether an answer, or a chain of equations, leads to the truth, each step right: x = 25 * 17 = 425."""
@@ -183,7 +201,14 @@ class _Grader:
                 return False
             return self._may_compare(of_truth, of_answer) and engine.is_same(of_truth, of_answer)
         exact = engine.number(of_truth) if answer.form == "decimal" and answer.value.denominator != 1 else None
-        return (exact is not None and self._is_rounded(exact, answer)) or engine.is_same(of_truth, of_answer)
+        is_rounded = exact is not None and (
+            self._is_within_rounding(exact, answer.value)
+            or (
+                answer.digits >= self.precision
+                and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
+            )
+        )
+        return is_rounded or engine.is_same(of_truth, of_answer)
 
     def _refuses(self, undone: set[str]) -> bool:
         """Whether operations may not be left undone; if so, that is kept as the reason."""
@@ -194,13 +219,12 @@ class _Grader:
     def _may_compare(self, truth: str, answer: str) -> bool:
         """Whether an answer has no letters but the truth's, and nothing left to be computed."""
         undone = engine.left_undone(truth, answer)
-        if (
-            self._refuses(undone)
-            or engine.commands(answer) - engine.commands(truth)
-            or _square(answer) > _square(truth)
-        ):
-            return False
-        return bool(undone) or engine.symbols(answer) <= engine.symbols(truth)  # a sum has letters of its own
+        return (
+            not self._refuses(undone)
+            and engine.commands(answer) <= engine.commands(truth)
+            and _square(answer) <= _square(truth)
+            and (bool(undone) or engine.symbols(answer) <= engine.symbols(truth))  # a sum has letters of its own
+        )
 
     def _close(self, truth: Number, answer: Number) -> bool:
         if truth.value == answer.value or self._is_within_rounding(truth.value, answer.value):
@@ -214,29 +238,6 @@ class _Grader:
 
     def _is_within_rounding(self, one: Fraction, other: Fraction) -> bool:
         return self.rounding is not None and abs(one - other) * 2 < Fraction(1, 10**self.rounding)
-
-    def _is_rounded(self, exact: Fraction, answer: Number) -> bool:
-        if self._is_within_rounding(exact, answer.value):
-            return True
-        is_long = answer.digits >= self.precision
-        return is_long and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
-
-    def _ratios(self, truth: Value, answer: Value) -> bool:
-        if isinstance(truth, Ratio) and isinstance(answer, Ratio):
-            return self._in_order(truth.terms, answer.terms)
-        ratio, other = (truth, answer) if isinstance(truth, Ratio) else (answer, truth)
-        parts = ratio.terms if isinstance(ratio, Ratio) else ()
-        terms = [part.value for part in parts if isinstance(part, Number)]
-        if not isinstance(other, Number) or len(parts) != 2 or len(terms) != 2 or not terms[1]:
-            return False
-        return terms[0] / terms[1] == other.value and terms[0] == other.value.numerator
-
-    def _several(self, truth: Several, answer: Several) -> bool:
-        ones, others = _unnamed(truth, answer), _unnamed(answer, truth)
-        is_about_relations = any(isinstance(item, Relation) for item in ones)
-        if is_about_relations and "or" in (truth.how, answer.how) and truth.how != answer.how:
-            return False
-        return self._matched(ones, others)
 
     def _in_order(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
         return len(truth) == len(answer) and all(map(self.same, truth, answer))
@@ -254,26 +255,9 @@ class _Grader:
         self.refused = ""
         return True
 
-    def _intervals(self, truth: Value, answer: Value) -> bool:
-        """Whether two values are the same set of numbers."""
-        ones, others = _pieces(truth), _pieces(answer)
-        return (
-            ones is not None
-            and others is not None
-            and (ones, others) != ((truth,), (answer,))
-            and self._matched(ones, others)
-        )
-
 
 # Relations that may be turned round.
 _SYMMETRIC = ("=", "\\ne", "\\approx", "\\equiv", "\\parallel", "\\perp", "\\cong", "\\sim")
-
-
-def _has_other_left_side(truth: Named, answer: Value) -> bool:
-    """Whether an answer is an equation for something else than the truth is."""
-    if isinstance(answer, Named):
-        return answer.name != truth.name
-    return isinstance(answer, Relation) and answer.signs == ("=",) and isinstance(answer.parts[0], Formula)
 
 
 def _sides(value: Named | Relation) -> tuple[tuple[Value, ...], tuple[str, ...]]:
@@ -285,26 +269,24 @@ def _sides(value: Named | Relation) -> tuple[tuple[Value, ...], tuple[str, ...]]
 
 def _pieces(value: Value) -> tuple[Value, ...] | None:
     """A set of numbers as intervals, where it is one: from a relation, an interval, or several joined."""
-    if isinstance(value, Union) or (isinstance(value, Several) and value.how == "or"):
-        is_union = isinstance(value, Union)
-        found = [_pieces(item) if is_union or isinstance(item, Relation) else None for item in value.items]
-        return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
-    if isinstance(value, Relation):
-        return _interval(value) if set(value.signs) <= {"<", "\\le"} else None
-    is_set = isinstance(value, Several) and value.how == "set"
-    return (value,) if is_set or (isinstance(value, Bracketed) and len(value.items) == 2) else None
-
-
-def _interval(relation: Relation) -> tuple[Value, ...] | None:
-    """The interval of `a < x < b`, either end of which may be missing."""
-    parts, signs = relation.parts, relation.signs
-    if len(parts) == 2:
-        end = 1 if _is_variable(parts[0]) else 0
-        parts = (Formula("-\\infty"), *parts) if end else (*parts, Formula("\\infty"))
-        signs = ("<", *signs) if end else (*signs, "<")
-    if len(parts) != 3 or not _is_variable(parts[1]):
-        return None
-    return (Bracketed("(" if signs[0] == "<" else "[", (parts[0], parts[2]), ")" if signs[1] == "<" else "]"),)
+    match value:
+        case Union(items):
+            found = [_pieces(item) for item in items]
+        case Several(items, "or"):
+            found = [_pieces(item) if isinstance(item, Relation) else None for item in items]
+        case Relation(parts, signs) if set(signs) <= {"<", "\\le"}:
+            if len(parts) == 2:  # an end is missing
+                end = 1 if _is_variable(parts[0]) else 0
+                parts = (Formula("-\\infty"), *parts) if end else (*parts, Formula("\\infty"))
+                signs = ("<", *signs) if end else (*signs, "<")
+            if len(parts) != 3 or not _is_variable(parts[1]):
+                return None
+            return (Bracketed("(" if signs[0] == "<" else "[", (parts[0], parts[2]), ")" if signs[1] == "<" else "]"),)
+        case Several(how="set") | Bracketed(items=(_, _)):
+            return (value,)
+        case _:
+            return None
+    return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
 
 
 def _is_variable(value: Value) -> bool:
@@ -329,11 +311,11 @@ def _bare(value: Measured) -> str:
 
 
 def _latex(value: Value) -> str | None:
-    if isinstance(value, Formula):
-        return value.latex
-    if isinstance(value, Number):
-        above, below = value.value.numerator, value.value.denominator
-        return f"{above}" if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"
+    match value:
+        case Formula(latex):
+            return latex
+        case Number(Fraction(numerator=above, denominator=below)):
+            return f"{above}" if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"
     return None
 
 
