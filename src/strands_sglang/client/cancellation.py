@@ -1,7 +1,7 @@
 """When a call has to end: at its deadline, or once its caller's cancel signal is set.
 
-The signal is a `threading.Event`, which Strands sets from any thread. Promise: one timer per event loop looks at all
-signals, not one per call, and only while calls run.
+The signal is a `threading.Event`, which Strands sets from any thread. Promises: one timer per event loop looks at all
+signals, not one per call, and only while calls run; a call whose signal was seen ends, also if the signal is cleared.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Cancellation:
         self.deadline = deadline
         self.signal = signal
         self._loop = asyncio.get_running_loop()
+        self._signalled = self._loop.create_future()
         self._ends_at = math.inf if deadline is None else self._loop.time() + deadline
 
     @property
@@ -49,23 +50,25 @@ class Cancellation:
         """Whether the deadline has passed."""
         return self.seconds_left <= _CLOCK_TOLERANCE_S
 
-    @property
     def is_signalled(self) -> bool:
-        """Whether the signal is set."""
-        return self.signal is not None and self.signal.is_set()
+        """Look at the signal: whether it is set, or was at an earlier look."""
+        if self.signal is not None and self.signal.is_set() and not self._signalled.done():
+            self._signalled.set_result(None)
+        return self._signalled.done()
 
     @contextmanager
     def watched(self) -> Iterator[frozenset[asyncio.Future[Any]]]:
-        """Watch the signal; gives what is done once it is set, to be waited for beside others."""
+        """Look at the signal from time to time; gives what is done once it is set, to be waited for beside others."""
         if self.signal is None:
             yield frozenset()
             return
-        watch = _watch_of(self._loop)
-        signalled = watch.add(self.signal)
+        with _lock:
+            watch = _watches.setdefault(self._loop, _Watch())
+        place = watch.add(self)
         try:
-            yield frozenset({signalled})
+            yield frozenset({self._signalled})
         finally:
-            watch.remove(signalled)
+            watch.remove(place)
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which is cancelled if the call is to end before it is done.
@@ -83,7 +86,7 @@ class Cancellation:
                 return task.result()
         finally:
             let_go(task)
-        if self.is_signalled:
+        if self.is_signalled():
             raise SGLangCancelledError("the call was cancelled by its signal before its answer began")
         raise SGLangDeadlineError(f"the deadline of {self.deadline:g} s has passed before the answer began")
 
@@ -102,38 +105,31 @@ def consume(done: asyncio.Task[Any]) -> None:
 
 
 class _Watch:
-    """The signals that one event loop's calls wait for."""
+    """The calls of one event loop whose signals are looked at."""
 
     def __init__(self) -> None:
-        self._signals: dict[asyncio.Future[None], threading.Event] = {}
+        self._calls: dict[object, Cancellation] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, signal: threading.Event) -> asyncio.Future[None]:
-        loop = asyncio.get_running_loop()
-        signalled = loop.create_future()
-        self._signals[signalled] = signal
+    def add(self, call: Cancellation) -> object:
+        place = object()
+        self._calls[place] = call
         if self._timer is None:
-            self._timer = loop.call_later(POLL_INTERVAL_S, self._look)
-        return signalled
+            self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
+        return place
 
-    def remove(self, signalled: asyncio.Future[None]) -> None:
-        self._signals.pop(signalled)
-        if not self._signals and self._timer is not None:
+    def remove(self, place: object) -> None:
+        del self._calls[place]
+        if not self._calls and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
-        for signalled, signal in self._signals.items():
-            if signal.is_set() and not signalled.done():
-                signalled.set_result(None)
+        for call in self._calls.values():
+            call.is_signalled()
         self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
 
 
 # A watch does not hold its loop (but for the time of a timer), so it goes with it.
 _watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-
-
-def _watch_of(loop: asyncio.AbstractEventLoop) -> _Watch:
-    with _lock:
-        return _watches.setdefault(loop, _Watch())

@@ -101,7 +101,7 @@ class Request:
         cause = None if self.failure is None else self.failure.error
         if self.session.closed:
             raise SGLangConnectionError(f"the client of {self.server.base_url} was closed during a request") from cause
-        if self.cancellation.is_signalled:
+        if self.cancellation.is_signalled():
             message = f"the call was cancelled by its signal{self._after_tokens()}"
             raise SGLangCancelledError(message, response=self.partial) from cause
         if self.cancellation.is_late:
@@ -201,7 +201,7 @@ async def generate_once(
                 if isinstance(outcome, Failure) and outcome.perhaps_running:
                     await session.abort(rid, (server.base_url,))
                 return outcome
-            signalled = request.cancellation.is_signalled
+            signalled = request.cancellation.is_signalled()
             late = await _call_back(request, flight, grace)
             if late is not None and not signalled and late["meta_info"]["finish_reason"]["type"] != "abort":
                 return late

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from strands_sglang.client.aborts import worker_urls
+from strands_sglang.client.cancellation import Cancellation
 from strands_sglang.client.client import SGLangClient
 from strands_sglang.exceptions import (
     SGLangCancelledError,
@@ -325,6 +326,31 @@ async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection(
     assert isinstance(await ends(retrying), SGLangCancelledError)
     assert isinstance(await ends(second), SGLangCancelledError)
     assert len(busy.bodies()) == 1
+    first.cancel()
+    await ends(first)
+
+
+async def test_a_signal_that_is_cleared_once_it_was_seen_ends_the_call_all_the_same():
+    class ClearedWhenSeen(threading.Event):
+        def is_set(self):
+            was_set = super().is_set()
+            self.clear()
+            return was_set
+
+    async def ended(call):
+        signal = ClearedWhenSeen()
+        asyncio.get_running_loop().call_later(0.02, signal.set)
+        return await asyncio.wait_for(ends(asyncio.ensure_future(call(signal))), 5.0)
+
+    sampling, busy = AbortableServer([7, 8]), FakeServer(never)
+    error = await ended(lambda signal: sampling.client().generate([1], cancel_signal=signal))
+    assert isinstance(error, SGLangCancelledError) and error.response["output_ids"] == [7, 8]
+    client = busy.client(max_connections=1)
+    first = await start(busy, client)
+    waits_for_a_connection = await ended(lambda signal: client.generate([1], cancel_signal=signal))
+    assert isinstance(waits_for_a_connection, SGLangCancelledError)
+    sleeps = await ended(lambda signal: Cancellation(signal=signal).finish(asyncio.sleep(60)))
+    assert isinstance(sleeps, SGLangCancelledError)
     first.cancel()
     await ends(first)
 
