@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
-import inspect
 import json
 import logging
 import time
@@ -53,15 +52,13 @@ from .samples import (
     RolloutSamples,
     SlimeExportError,
     as_reward,
+    awaited,
     context_limit,
     normalizes_by_group,
-    runs_aborted_again,
     to_slime_samples,
 )
 
 logger = logging.getLogger(__name__)
-
-Generate = Callable[..., Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def make_generate(
     client_settings: Mapping[str, Any] | None = None,
     generate_state: Callable[[Any], Any] | None = None,
     failure_reward: float = 0.0,
-) -> Generate:
+) -> Callable[..., Awaitable[Any]]:
     """Make a `generate(args, sample, sampling_params, evaluation=False)` for slime.
 
     Example:
@@ -202,8 +199,21 @@ async def _generate(
     if sample.status.name in ("COMPLETED", "TRUNCATED"):
         return RolloutSamples([sample]) if fan_out else sample
     if fan_out:
-        _check_fan_out(args)
-    state = _state_of(settings, args)
+        lists, episodes = "knows no lists of samples", "counts samples for episodes"
+        for name, reason in (("partial_rollout", lists), ("group_rm", lists), ("log_passrate", episodes)):
+            if getattr(args, name, False):
+                raise SlimeExportError(f"slime's {name} {reason}: leave it out, or fan_out=True")
+        if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
+            raise SlimeExportError(
+                "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
+                "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
+            )
+    if settings.generate_state is not None:
+        state = settings.generate_state(args)
+    else:
+        from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]  # only where slime runs
+
+        state = GenerateState(args)
     if state.aborted:
         # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
         sample.status = type(sample).Status.ABORTED
@@ -223,27 +233,6 @@ async def _generate(
         return episode.export(reason, reward, facts)
     finally:
         episode.clean_up()
-
-
-def _check_fan_out(args: Any) -> None:
-    for name in ("partial_rollout", "group_rm"):
-        if getattr(args, name, False):
-            raise SlimeExportError(f"slime's {name} knows no lists of samples: leave it out, or fan_out=True")
-    if getattr(args, "log_passrate", False):
-        raise SlimeExportError("slime's log_passrate counts samples for episodes: leave it out, or fan_out=True")
-    if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
-        raise SlimeExportError(
-            "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
-            "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
-        )
-
-
-def _state_of(settings: Settings, args: Any) -> Any:
-    if settings.generate_state is not None:
-        return settings.generate_state(args)
-    from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]  # only where slime runs
-
-    return GenerateState(args)
 
 
 def messages_of(args: Any, sample: Any) -> tuple[str | None, Messages]:
@@ -443,68 +432,61 @@ class Episode:
             Why it ended, its reward, and what else is told of it.
         """
         model = self._model()
-        if self.settings.episode is not None:
-            return await self._run_elsewhere(model)
         try:
-            self.agent = await self._make_agent(model)
+            if self.settings.episode is not None:
+                end = await awaited(self.settings.episode(model, self.sample))
+                if not isinstance(end, EpisodeEnd):
+                    raise TypeError(f"episode= must return an EpisodeEnd, not {end!r:.80}")
+                reward = end.reward
+                if reward is not None and not isinstance(reward, Mapping):
+                    reward = as_reward(self.args, reward, evaluation=self.evaluation, category="scored")
+                return end.reason, reward, end.metadata
             self.end = await self._run_agent(model, system, asked)
         except Exception as error:
             self.end = error
         reason = self._reason()
+        if self.settings.episode is not None:
+            return reason, None, {}
         self.trajectory.settle(list(self.agent.messages) if self.agent is not None else [])
         return reason, await self._own_reward(reason), {}
 
-    async def _run_elsewhere(self, model: SGLangModel) -> tuple[TerminationReason, Any, Mapping[str, Any]]:
-        assert self.settings.episode is not None
-        try:
-            end = await _awaited(self.settings.episode(model, self.sample))
-            if not isinstance(end, EpisodeEnd):
-                raise TypeError(f"episode= must return an EpisodeEnd, not {end!r:.80}")
-        except Exception as error:
-            self.end = error
-            return self._reason(), None, {}
-        reward = end.reward
-        if reward is not None and not isinstance(reward, Mapping):
-            reward = as_reward(self.args, reward, evaluation=self.evaluation, category="scored")
-        return end.reason, reward, end.metadata
-
-    async def _make_agent(self, model: SGLangModel) -> Any:
+    async def _run_agent(self, model: SGLangModel, system: str | None, asked: Any) -> Any:
         settings = self.settings
         if settings.agent_factory is not None:
-            return await _awaited(settings.agent_factory(model, self.sample))
-        return Agent(
-            model=model,
-            tools=list(settings.tools),
-            system_prompt=settings.system_prompt,
-            callback_handler=None,
-            conversation_manager=NullConversationManager(),
-        )
-
-    async def _run_agent(self, model: SGLangModel, system: str | None, asked: Any) -> Any:
-        settings, agent = self.settings, self.agent
+            agent = await awaited(settings.agent_factory(model, self.sample))
+        else:
+            agent = Agent(
+                model=model,
+                tools=list(settings.tools),
+                system_prompt=settings.system_prompt,
+                callback_handler=None,
+                conversation_manager=NullConversationManager(),
+            )
+        self.agent = agent
         agent.hooks.add_hook(self.limiter)
         agent.hooks.add_hook(model.hooks)  # the record knows what becomes of each answer
         if system is not None:
             own = agent.system_prompt
             agent.system_prompt = f"{own}\n\n{system}" if own else system
         if self.kept is not None and self.kept.messages:
-            self.kept.apply(agent, self.limiter)
-            asked = None
+            asked = None  # the agent is put where the aborted one was
+            agent.messages[:] = copy.deepcopy(self.kept.messages)
+            for key, value in self.kept.state.items():
+                agent.state.set(key, value)
+            for name, count in self.kept.counts.items():
+                setattr(self.limiter, name, count)
         elif settings.prompt is not None:
             asked = settings.prompt(self.sample)
-        invoked = agent.invoke_async(asked, **self._turn_limits())
+        limits = {}
+        if settings.max_turns is not None:
+            leaf = self.trajectory.main_leaf()
+            path = [] if leaf is None else leaf.path()
+            done = sum(turn.is_answered and turn.status is not TurnStatus.CUT for turn in path)
+            limits["limits"] = {"turns": max(settings.max_turns - done, 1)}
+        invoked = agent.invoke_async(asked, **limits)
         if settings.timeout is not None:
             invoked = asyncio.wait_for(invoked, max(settings.timeout - self.elapsed_s(), 0.0))
         return await invoked
-
-    def _turn_limits(self) -> dict[str, Any]:
-        """Strands' limits for what is left of the turns."""
-        if self.settings.max_turns is None:
-            return {}
-        leaf = self.trajectory.main_leaf()
-        path = [] if leaf is None else leaf.path()
-        done = sum(turn.is_answered and turn.status is not TurnStatus.CUT for turn in path)
-        return {"limits": {"turns": max(self.settings.max_turns - done, 1)}}
 
     async def _own_reward(self, reason: TerminationReason) -> Any:
         """The episode's own reward; one that raises is no number, so the sample is removed."""
@@ -512,7 +494,7 @@ class Episode:
         if function is None or self.agent is None or OUTCOMES[reason].reward is RewardRule.NONE:
             return None
         try:
-            reward = await _awaited(function(self.agent, self.sample))
+            reward = await awaited(function(self.agent, self.sample))
             return reward if reward is None or isinstance(reward, Mapping) else float(reward)
         except Exception:
             index = getattr(self.sample, "index", None)
@@ -547,8 +529,9 @@ class Episode:
         settings, sample = self.settings, self.sample
         fan_out = settings.fan_out and not self.evaluation
         requeued = settings.requeue_aborted
-        if requeued is None:
-            requeued = runs_aborted_again(self.args) and not fan_out and not self.evaluation
+        if requeued is None:  # slime's fully asynchronous rollout runs aborted samples again although nothing aborts
+            runs_again = "fully_async" in str(getattr(self.args, "rollout_function_path", None))
+            requeued = runs_again and not fan_out and not self.evaluation
         if reason is TerminationReason.ABORTED:
             requested = requeued or bool(self.state.aborted)
         else:  # an agent that cancels itself would do so for ever
@@ -580,7 +563,8 @@ class Episode:
                 **facts,
             },
         )
-        forget(sample)
+        if getattr(sample, KEPT, None) is not None:
+            setattr(sample, KEPT, None)
         if requested and self.is_partial and self.agent is not None:
             keep(self)
         return exported
@@ -599,11 +583,6 @@ class Episode:
                 self.agent.cleanup()
         except Exception:
             logger.warning("an agent could not be cleaned up", exc_info=True)
-
-
-async def _awaited(value: Any) -> Any:
-    """What a function of the user's returned, be it sync or async."""
-    return await value if inspect.isawaitable(value) else value
 
 
 _logged: set[tuple[str, str, int]] = set()
@@ -655,19 +634,15 @@ class Kept:
     non_generation_s: float
     old_tokens: dict[int, int]
 
-    def apply(self, agent: Any, limiter: ToolLimiter) -> None:
-        """Put an agent where the aborted one was."""
-        agent.messages[:] = copy.deepcopy(self.messages)
-        for key, value in self.state.items():
-            agent.state.set(key, value)
-        for name, count in self.counts.items():
-            setattr(limiter, name, count)
-
 
 def keep(episode: Episode) -> None:
     """Put an aborted episode on its sample, unless it cannot be continued."""
     sample, trajectory, agent = episode.sample, episode.trajectory, episode.agent
-    if not _can_go_on(trajectory):
+    leaf = trajectory.main_leaf()
+    if leaf is None or any(turn.images is not None for turn in trajectory.turns):
+        return
+    others = [turn.cause for turn in trajectory.turns if turn.cause is not None and turn.root.key != leaf.root.key]
+    if any(isinstance(cause, SGLangAbortedError) for error in others for cause in causes(error)):
         return
     messages, state = list(agent.messages), agent.state.get() or {}
     try:
@@ -712,23 +687,6 @@ def kept_on(sample: Any) -> Kept | None:
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("sample=<%s> | starts again: what it kept cannot be read: %r", sample.index, error)
         return None
-
-
-def forget(sample: Any) -> None:
-    """Take what was kept off a sample."""
-    if getattr(sample, KEPT, None) is not None:
-        setattr(sample, KEPT, None)
-
-
-def _can_go_on(trajectory: Trajectory) -> bool:
-    leaf = trajectory.main_leaf()
-    return leaf is not None and not any(
-        turn.images is not None or (_was_aborted(turn) and turn.root.key != leaf.root.key) for turn in trajectory.turns
-    )
-
-
-def _was_aborted(turn: Turn) -> bool:
-    return turn.cause is not None and any(isinstance(cause, SGLangAbortedError) for cause in causes(turn.cause))
 
 
 generate = make_generate()

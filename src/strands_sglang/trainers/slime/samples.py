@@ -1,4 +1,4 @@
-"""From a trajectory to slime's `Sample`s, whatever became of the episode.
+"""From a trajectory to slime's `Sample`s, whatever became of the episode, and their rewards.
 
 | the episode | status | tokens | reward | removed |
 |---|---|---|---|---|
@@ -18,16 +18,27 @@ not in it. A reward that slime asked its function for would score a failure, so 
 Promises: prompt and response have at least one token each; mask, logprobs and what is replayed belong to the response's
 tokens; logprobs are finite, and 0.0 where the mask is 0; no field of an earlier run stays; samples share nothing with
 the trajectory or with each other. It raises only what the caller can do away with.
+
+Rewards: a function for `--custom-rm-path`, one for `--custom-reward-post-process-path`, one for
+`--dynamic-sampling-filter-path`. Promises: samples of one rollout have one reward, which is asked for once and counts
+once in its group; removed samples neither get a reward from the function nor move their group's baseline; a reward that
+is missing or no finite number removes its rollout, and never gets into the baseline or the loss.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copy
+import inspect
 import logging
 import math
+import statistics
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...exceptions import SGLangDecodingError
@@ -88,18 +99,11 @@ def context_limit(args: Any, *, evaluation: bool = False) -> int | None:
         args: slime's parsed arguments.
         evaluation: Whether the sample is none to train on.
     """
-    if evaluation:
-        limit = getattr(args, "eval_max_context_len", None) or getattr(args, "rollout_max_context_len", None)
-        return int(limit) if limit else None
-    limits = [getattr(args, "rollout_max_context_len", None)]
-    if getattr(args, "use_dynamic_batch_size", False) and getattr(args, "max_tokens_per_gpu", None):
+    own = getattr(args, "eval_max_context_len", None) if evaluation else None
+    limits = [own or getattr(args, "rollout_max_context_len", None)]
+    if not evaluation and getattr(args, "use_dynamic_batch_size", False) and getattr(args, "max_tokens_per_gpu", None):
         limits.append(args.max_tokens_per_gpu * (getattr(args, "context_parallel_size", None) or 1))
     return min((int(limit) for limit in limits if limit), default=None)
-
-
-def runs_aborted_again(args: Any) -> bool:
-    """Whether samples of status ABORTED are run again although slime aborts nothing: its fully asynchronous rollout."""
-    return "fully_async" in str(getattr(args, "rollout_function_path", None))
 
 
 GROUP_BASELINES = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
@@ -183,9 +187,6 @@ class _Branch:
     def sampled(self) -> int:
         return sum(kept for _, kept in self.leaf.steps())
 
-    def images(self) -> dict[str, Any] | None:
-        return self.tokens.multimodal_train_inputs if self.leaf.image_inputs() else None
-
 
 class _Verdict(NamedTuple):
     """What slime is told of an episode."""
@@ -240,11 +241,16 @@ def to_slime_samples(
         SlimeExportError: What training needs was never asked for (logprobs, top-p ids, routed experts), or the routed
             experts are another model's: every sample would be like this one.
     """
-    _check_arguments(trajectory, sample, reward)
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(f"the first argument must be a Trajectory, such as model.trajectory, not {trajectory!r:.80}")
+    if not hasattr(type(sample), "Status") or not hasattr(sample, "tokens"):
+        raise TypeError(f"the second argument must be slime's Sample, not {sample!r:.80}")
+    if reward is not None and not isinstance(reward, Mapping) and not _is_number(reward):
+        raise TypeError(f"reward must be a number, a dictionary with reward_key, or None, not {reward!r:.80}")
     if isinstance(outcome, str) and not isinstance(outcome, TerminationReason):
         outcome = TerminationReason(outcome)
-    export = _Export(trajectory, tokenizer, args, evaluation, failure_reward)
-    replay = export.replay
+    replay = Replay() if evaluation else replay_of(args)
+    export = _Export(trajectory, tokenizer, args, evaluation, failure_reward, replay)
     main, others = _branches(trajectory)
     verdict = export.verdict(main, outcome, reward, abort_requested)
     facts = {
@@ -255,8 +261,13 @@ def to_slime_samples(
         **(metadata or {}),
     }
     chosen = [*others, main] if fan_out and not verdict.remove and verdict.status != "ABORTED" else [main]
-    if others and not fan_out:
-        _warn_of_others(len(others))
+    if others and not fan_out and not _warned:
+        logger.warning(
+            "sequences=<%d> | an episode has more sequences to train than the one that becomes the sample: pass "
+            "fan_out=True, or see metadata['strands_sglang']['other_sequences']; said once",
+            len(others),
+        )
+        _warned.append(True)
     samples = []
     for branch in chosen:
         rows, told = None, verdict
@@ -283,19 +294,14 @@ def to_slime_samples(
         samples.append(target)
     if not fan_out:
         return samples[0]
-    rollout_id = _rollout_id(sample)
+    rollout_id = int(_rollout_of(sample))  # slime refuses lists without it
     for one in samples:
         one.rollout_id = rollout_id
     return RolloutSamples(samples)
 
 
-def _check_arguments(trajectory: Any, sample: Any, reward: Any) -> None:
-    if not isinstance(trajectory, Trajectory):
-        raise TypeError(f"the first argument must be a Trajectory, such as model.trajectory, not {trajectory!r:.80}")
-    if not hasattr(type(sample), "Status") or not hasattr(sample, "tokens"):
-        raise TypeError(f"the second argument must be slime's Sample, not {sample!r:.80}")
-    if reward is not None and not isinstance(reward, Mapping) and not _is_number(reward):
-        raise TypeError(f"reward must be a number, a dictionary with reward_key, or None, not {reward!r:.80}")
+_warned: list[bool] = []
+"""Not empty once a warning has said that an episode has other sequences."""
 
 
 def _is_number(value: Any) -> bool:
@@ -316,29 +322,6 @@ def _branches(trajectory: Trajectory) -> tuple[_Branch | None, list[_Branch]]:
     return main, [branch for branch in branches if branch is not main and any(branch.tokens.loss_mask)]
 
 
-_warned = False
-
-
-def _warn_of_others(count: int) -> None:
-    global _warned  # noqa: PLW0603
-    if not _warned:
-        logger.warning(
-            "sequences=<%d> | an episode has more sequences to train than the one that becomes the sample: pass "
-            "fan_out=True, or see metadata['strands_sglang']['other_sequences']; said once",
-            count,
-        )
-    _warned = True
-
-
-def _rollout_id(sample: Any) -> int:
-    """What the samples of one rollout share; slime refuses lists without it."""
-    for name in ("rollout_id", "index"):
-        known = getattr(sample, name, None)
-        if known is not None:
-            return int(known)
-    return uuid.uuid4().int >> 65  # above every index
-
-
 # --- what slime is told, and what fills its samples ---
 
 
@@ -349,10 +332,7 @@ class _Export:
     args: Any
     evaluation: bool
     failure_reward: float
-
-    @property
-    def replay(self) -> Replay:
-        return Replay() if self.evaluation else replay_of(self.args)
+    replay: Replay
 
     def failed(self, status: str) -> _Verdict:
         return _Verdict(status, as_reward(self.args, self.failure_reward, evaluation=self.evaluation), True)
@@ -378,7 +358,13 @@ class _Export:
         ):
             return self.failed("TRUNCATED")
         status = told.slime_status
-        if status == "COMPLETED" and not _is_finished(trajectory, main.leaf):
+        # Whether the sequence ends with a whole answer, and no call is on its way that continues from it.
+        leaf = main.leaf
+        whole = (
+            leaf.status is not TurnStatus.CUT and leaf.generation is not None and leaf.generation.finish_type == "stop"
+        )
+        continues = any(turn.parent is leaf and turn.status is TurnStatus.ASKED for turn in trajectory.turns)
+        if status == "COMPLETED" and (continues or not whole):
             status = "TRUNCATED"
         if reward is not None and not self._is_finite(reward):
             logger.warning("reward=<%r> | a reward is no finite number; its sample is removed", reward)
@@ -394,9 +380,17 @@ class _Export:
         return all(value is not None and _is_number(value) and math.isfinite(float(value)) for value in values)
 
     def fill(self, sample: Any, branch: _Branch | None, rows: Rows | None, verdict: _Verdict) -> None:
-        images = None if branch is None else branch.images()
-        if rows is None:
-            rows, images = self._nothing_sampled(branch, images)
+        images = branch.tokens.multimodal_train_inputs if branch is not None and branch.leaf.image_inputs() else None
+        if rows is None:  # the prompt, as far as it fits, and one token that nobody is trained on
+            prompt = branch.tokens.token_ids if branch is not None else []
+            known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+            padding = next((token_id for token_id in known if isinstance(token_id, int)), 0)
+            limit = context_limit(self.args, evaluation=self.evaluation)
+            if limit is not None and len(prompt) >= limit:
+                # What did not fit the server's context does not fit training either.
+                prompt, images = prompt[: max(limit - 1, 1)], None
+            top_p = _no_top_p(1) if self.replay.top_p else None
+            rows = Rows([*(prompt or [padding]), padding], [0], [0.0], top_p, None, [])
         length, replay = len(rows.loss_mask), self.replay
         mask, logprobs, top_p = rows.loss_mask, rows.logprobs, rows.top_p
         if verdict.remove:
@@ -421,38 +415,15 @@ class _Export:
         path = branch.leaf.path() if branch is not None else []
         generations = [turn.generation for turn in path if turn.generation is not None]
         sample.weight_versions = [version for generation in generations for version in _weight_versions(generation)]
-        self._count(sample, generations)
-
-    def _nothing_sampled(
-        self, branch: _Branch | None, images: dict[str, Any] | None
-    ) -> tuple[Rows, dict[str, Any] | None]:
-        """The prompt, as far as it fits, and one token that nobody is trained on."""
-        prompt = branch.tokens.token_ids if branch is not None else []
-        padding = _padding(self.tokenizer)
-        limit = context_limit(self.args, evaluation=self.evaluation)
-        if limit is not None and len(prompt) >= limit:
-            # What did not fit the server's context does not fit training either.
-            prompt, images = prompt[: max(limit - 1, 1)], None
-        tokens = [*(prompt or [padding]), padding]
-        return Rows(tokens, [0], [0.0], _no_top_p(1) if self.replay.top_p else None, None, []), images
-
-    def _count(self, sample: Any, generations: Sequence[Generation]) -> None:
-        """Fill what slime counts of the prefix cache and of speculative decoding, over the calls of the sequence."""
+        # What slime counts of the prefix cache and of speculative decoding, over the calls of the sequence.
         speculates = getattr(self.args, "sglang_speculative_algorithm", None)
         for name, counts in (("prefix_cache_info", True), ("spec_info", speculates)):
-            if getattr(sample, name, None) is None:
-                continue
-            fresh = type(getattr(sample, name))()
-            for generation in generations if counts else []:
-                own = {"cached_tokens": generation.cached_tokens, "prompt_tokens": generation.prompt_tokens}
-                fresh.add({**generation.meta_info, **own, "completion_tokens": generation.completion_tokens})
-            setattr(sample, name, fresh)
-
-
-def _is_finished(trajectory: Trajectory, leaf: Turn) -> bool:
-    """Whether the sequence ends with a whole answer, and no call is on its way that goes on from it."""
-    whole = leaf.status is not TurnStatus.CUT and leaf.generation is not None and leaf.generation.finish_type == "stop"
-    return whole and not any(turn.parent is leaf and turn.status is TurnStatus.ASKED for turn in trajectory.turns)
+            if getattr(sample, name, None) is not None:
+                fresh = type(getattr(sample, name))()
+                for generation in generations if counts else []:
+                    own = {"cached_tokens": generation.cached_tokens, "prompt_tokens": generation.prompt_tokens}
+                    fresh.add({**generation.meta_info, **own, "completion_tokens": generation.completion_tokens})
+                setattr(sample, name, fresh)
 
 
 def _is_answer(leaf: Turn) -> bool:
@@ -463,17 +434,8 @@ def _weight_versions(generation: Generation) -> list[str]:
     """The version that answered a call; all of them in order, where the weights changed in between."""
     if generation.weight_version is None:
         return []
-    versions = [span.version for span in generation.weight_versions]
-    changed = [version for version, before in zip(versions, [None, *versions], strict=False) if version != before]
+    changed = [version for version, _ in groupby(span.version for span in generation.weight_versions)]
     return changed or [generation.weight_version]
-
-
-def _padding(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        known = getattr(tokenizer, name, None)
-        if isinstance(known, int):
-            return known
-    return 0
 
 
 def _no_top_p(length: int) -> Any:
@@ -547,8 +509,19 @@ def rows_of(
             _clear(mask, span.start, span.stop)
         old = span.start + off_policy_tokens.get(span.turn.index, 0)
         _clear(mask, span.start, min(span.stop, old))
-        if any(mask[span.start : span.stop]):
-            problems += _mask_unknown(span, mask, recorded)
+        generation = span.turn.generation
+        never_asked = generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn)
+        if never_asked and any(mask[span.start : span.stop]):
+            raise SlimeExportError(
+                f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
+                "SGLangModel at its default, True"
+            )
+        known = enumerate(recorded[span.start : span.stop], span.start)
+        unknown = [place for place, logprob in known if mask[place] and (logprob is None or not math.isfinite(logprob))]
+        for place in unknown:
+            mask[place] = 0
+        if unknown:
+            problems.append(f"{len(unknown)} tokens of call {span.turn.index} have no finite logprob")
     top_p = _top_p(spans, mask, start, problems) if replay.top_p else None
     experts = None
     if replay.experts is not None:
@@ -557,7 +530,12 @@ def rows_of(
         except SGLangDecodingError as error:
             problems.append(str(error))
         if experts is None:
-            _require_experts(leaf)
+            if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
+                raise SlimeExportError(
+                    f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
+                    "return_routed_experts=True of SGLangModel, and start the server with "
+                    "--enable-return-routed-experts"
+                )
             problems.append("its routed experts are not complete")
     logprobs = [logprob if kept and logprob is not None else 0.0 for kept, logprob in zip(mask, recorded, strict=True)]
     return Rows(sequence.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
@@ -574,27 +552,6 @@ def _is_uninterrupted(turn: Turn) -> bool:
     """
     generation = turn.generation
     return generation is not None and generation.finish_type != "abort" and not generation.resumed_ids
-
-
-def _mask_unknown(span: Span, mask: list[int], logprobs: list[float | None]) -> list[str]:
-    """Take tokens without a finite logprob out of the mask.
-
-    Raises:
-        SlimeExportError: Logprobs were not asked for.
-    """
-    generation = span.turn.generation
-    if generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn):
-        raise SlimeExportError(
-            f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
-            "SGLangModel at its default, True"
-        )
-    unknown = 0
-    for position in range(span.start, span.stop):
-        logprob = logprobs[position]
-        if mask[position] and (logprob is None or not math.isfinite(logprob)):
-            mask[position] = 0
-            unknown += 1
-    return [f"{unknown} tokens of call {span.turn.index} have no finite logprob"] if unknown else []
 
 
 # --- top-p ---
@@ -681,21 +638,167 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
     return torch.cat(parts)[:needed]
 
 
-def _require_experts(leaf: Turn) -> None:
-    """Tell rows that were never asked for from rows that an abort left out.
-
-    Raises:
-        SlimeExportError: They were not asked for.
-    """
-    if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
-        raise SlimeExportError(
-            f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
-            "return_routed_experts=True of SGLangModel, and start the server with --enable-return-routed-experts"
-        )
-
-
 def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tensor:
     """Rows for a sample that is not trained: different experts for each token, since slime refuses layers of zeros."""
     import torch
 
     return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)
+
+
+# --- rewards ---
+
+_SCALED = frozenset({"grpo", "gspo", "cispo"})
+_SMALLEST_DIFFERENCE = 1e-6
+
+
+def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) -> Callable[..., Awaitable[Any]]:
+    """Make a function for `--custom-rm-path` from one that scores a single sample.
+
+    slime calls it with a sample, or with a list of them. The samples of a rollout get the reward of the one that holds
+    the main conversation. Whatever the function raises, and a reward that is None or no finite number, removes the
+    rollout's samples.
+
+    Args:
+        function: `function(args, sample, **kwargs)`, sync or async, which returns a number, or a dictionary for
+            `reward_key`. A sync one runs in a thread of its own.
+        failure_reward: The reward of samples that are removed.
+    """
+
+    async def score_rollout(args: Any, samples: list[Any], **kwargs: Any) -> Any:
+        failed = as_reward(args, failure_reward, evaluation=is_evaluation(samples[0]))
+        kept = [sample for sample in samples if not sample.remove_sample]
+        if not kept:
+            return failed if samples[0].reward is None else samples[0].reward
+        main = main_sample(kept)
+        try:
+            is_async = inspect.iscoroutinefunction(function)
+            called = function(args, main, **kwargs) if is_async else _in_own_thread(function, args, main, **kwargs)
+            reward = await awaited(await called)
+            if _value(args, reward, evaluation=is_evaluation(main)) is not None:
+                return reward
+            logger.warning("reward=<%r> | a reward is no finite number", reward)
+        except Exception:
+            logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
+        for sample in samples:
+            sample.remove_sample = True
+        return failed
+
+    async def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
+        """The reward of a sample, or a list of rewards for a list of samples."""
+        if not isinstance(samples, list):
+            return await score_rollout(args, [samples], **kwargs)
+        rollouts = _grouped(samples, _rollout_of)
+        scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
+        rewards = {id(sample): one for rollout, one in zip(rollouts, scored, strict=True) for sample in rollout}
+        return [rewards[id(sample)] for sample in samples]
+
+    return reward
+
+
+async def _in_own_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that may block or hang: the loop's threads are few, and all of the process shares them."""
+    called: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            called.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            called.set_exception(error if is_failure else RuntimeError(f"it raised {error!r}"))
+
+    threading.Thread(target=call, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(called)
+
+
+def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """For `--custom-reward-post-process-path`: rewards relative to those of the same prompt's rollouts.
+
+    slime's own way needs the same number of samples for each prompt and takes the whole batch for one group otherwise,
+    as it does with fan-out. Here a group is what has one `group_index`; each rollout counts once in it, and those whose
+    samples are all removed do not count. As slime does, the mean is taken off, and for GRPO, GSPO and CISPO the rest is
+    divided by the standard deviation (of a sample, n - 1).
+
+    Args:
+        args: slime's parsed arguments: `advantage_estimator`, `rewards_normalization`, `grpo_std_normalization`,
+            `reward_key`.
+        samples: The batch.
+
+    Returns:
+        The raw rewards and those to train on, both in the order of the samples; 0.0 to train on for removed samples.
+
+    Raises:
+        ValueError: A sample has no `group_index`.
+    """
+    values = [_value(args, sample.reward) for sample in samples]
+    for sample, value in zip(samples, values, strict=True):
+        if value is None:
+            # slime zeroes the masks of removed samples after this function has run.
+            logger.warning("reward=<%r> | a sample came without a usable reward and is removed", sample.reward)
+            sample.remove_sample = True
+    raw = [0.0 if value is None else value for value in values]
+    if not normalizes_by_group(args):
+        return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
+    scaled = getattr(args, "advantage_estimator", "grpo") in _SCALED and getattr(args, "grpo_std_normalization", True)
+    own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
+    trained = {id(sample): 0.0 for sample in samples}
+    for group in _grouped(samples, _prompt_of):
+        rollouts = _grouped((sample for sample in group if not sample.remove_sample), _rollout_of)
+        rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
+        mean = statistics.fmean(rewards) if rewards else 0.0
+        deviation = statistics.stdev(rewards) + 1e-6 if scaled and len(rewards) > 1 else 1.0
+        for rollout, reward in zip(rollouts, rewards, strict=True):
+            trained.update((id(sample), (reward - mean) / deviation) for sample in rollout)
+    return raw, [trained[id(sample)] for sample in samples]
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bool:
+    """For `--dynamic-sampling-filter-path`: whether a prompt's rollouts have different rewards.
+
+    Like slime's filter of this name, but removed samples do not count: a group of equal rewards and one failure trains
+    nothing. It also takes the lists that `fan_out` makes.
+
+    Args:
+        args: slime's parsed arguments: `reward_key`.
+        samples: The samples of one prompt; of a fanned-out rollout a list of them.
+        **kwargs: Whatever else slime passes.
+    """
+    flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
+    kept = [sample for sample in flat if not sample.remove_sample]
+    rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, _rollout_of)]
+    known = [reward for reward in rewards if reward is not None]
+    return len(known) > 1 and max(known) - min(known) > _SMALLEST_DIFFERENCE
+
+
+def _prompt_of(sample: Any) -> Any:
+    if sample.group_index is None:
+        raise ValueError(f"sample {sample.index} has no group_index, so nothing tells which prompt it belongs to")
+    return sample.group_index
+
+
+def _rollout_of(sample: Any) -> Any:
+    """What the samples of one rollout share: `rollout_id`, or `index`, as slime has it; else each is alone."""
+    known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
+    return next((one for one in known if one is not None), uuid.uuid4().int >> 65)  # above every index
+
+
+async def awaited(value: Any) -> Any:
+    """What a function of the user's returned, be it sync or async."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return list(groups.values())
+
+
+def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
+    """A reward as a number; None if it is none, or not finite."""
+    if isinstance(reward, Mapping):
+        reward = reward.get(reward_key(args, evaluation=evaluation))
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
