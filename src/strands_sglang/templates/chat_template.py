@@ -171,8 +171,6 @@ class ChatTemplate:
         self.tokenizer = encoder.tokenizer
         self.encode, self.decode = encoder.encode, encoder.decode
         self.arguments = dict(arguments or {})
-        self.family: Family | None = None
-        self.stops: tuple[str, ...] = ()
         self.forms = TemplateForms()
         # Pinned: a tokenizer is shared, and may get another one.
         self._template = chat_template or own
@@ -318,6 +316,10 @@ class ChatTemplate:
         texts = {token.content for token in added if token.special or not special_only}
         return (texts | set(self.tokenizer.all_special_tokens)) - {""}
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile(_any_of(filter(str.strip, self.added_tokens(special_only=True))))
+
     @property
     def template_text(self) -> str:
         """The template's text; of several named ones all of them."""
@@ -420,8 +422,17 @@ class ChatTemplate:
         if last is not None and (last in self.stop_ids or is_odd):
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
             return Prompt(token_ids, text, len(turn.output_ids) - 1, note, pictures, encoded)
-        missing = "" if results else self._missing(turn, after.rest)
-        return Prompt([*self.encode(missing), *token_ids], text, pictures=pictures, encoded=encoded)
+        # What the template still writes of a turn whose text ends here, without what the turn has of it already.
+        rest = "" if results else after.rest
+        if turn.ends_in_reasoning and not results:
+            if self.reasoning_close is None:
+                raise UnprovenContinuationError(
+                    "the turn was cut off in its reasoning, and what closes that is unknown"
+                )
+            rest = self.reasoning_close + rest
+        tail = self.decode(turn.output_ids[-_TAIL_TOKENS:]) if rest else ""
+        sampled = next(length for length in range(len(rest), -1, -1) if tail.endswith(rest[:length]))
+        return Prompt([*self.encode(rest[sampled:]), *token_ids], text, pictures=pictures, encoded=encoded)
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
         """The messages and tools as they are rendered, with marks in place of control tokens if those are escaped."""
@@ -432,7 +443,7 @@ class ChatTemplate:
                 continue
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-            token = next(filter(None, map(self._control_tokens.special.search, texts)), None)
+            token = next(filter(None, map(self._special.search, texts)), None)
             if token is not None:
                 self._warned = True
                 logger.warning(
@@ -466,23 +477,13 @@ class ChatTemplate:
                     f"{where}: the chat template leaves the {part} out of what it writes; use a template that has a "
                     "place for them, chat_template=<jinja text>"
                 )
-            if self.forms.leaves_out(message):
+            if self.forms.text_beside_calls == "left out" and any(
+                formed.get("tool_calls") and formed["content"] for formed in self.forms.put([message])
+            ):
                 raise ChatTemplateError(
                     f"{where}: the chat template leaves text beside a tool call out of what it writes; take the text "
                     "out of the message, or use a template that has a place for it, chat_template=<jinja text>"
                 )
-
-    def _missing(self, turn: SampledTurn, rest: str) -> str:
-        """What the template still writes of a turn whose text ends here, without what the turn has of it already."""
-        if turn.ends_in_reasoning:
-            if self.reasoning_close is None:
-                raise UnprovenContinuationError(
-                    "the turn was cut off in its reasoning, and what closes that is unknown"
-                )
-            rest = self.reasoning_close + rest
-        text = self.decode(turn.output_ids[-_TAIL_TOKENS:]) if rest else ""
-        sampled = next(length for length in range(len(rest), -1, -1) if text.endswith(rest[:length]))
-        return rest[sampled:]
 
     # --- tokens ---
 
@@ -491,10 +492,6 @@ class ChatTemplate:
         token = self.tokenizer.added_tokens_decoder.get(token_id)
         is_marked = token is not None and token.special
         return is_marked or token_id in self.tokenizer.all_special_ids or token_id in self.stop_ids
-
-    def mentions(self, mark: str) -> bool:
-        """Whether the template's text holds a mark."""
-        return mark in self.template_text
 
     def call_id(self, tool_use_id: str, name: str, number: int) -> str:
         """The id of a tool call in the form in which the family's templates show ids.
@@ -684,9 +681,8 @@ def _tool_step(call: Mapping[str, str]) -> list[ChatMessage]:
 
 def probe_call(template: ChatTemplate, number: int) -> dict[str, str]:
     """A call of `PROBE_TOOL`: `{"id", "name"}`, the id in the form of the family."""
-    use_id = f"call{number:05}"  # nine letters and digits, which is what the strictest templates take
-    make = None if template.family is None else template.family.call_id
-    return {"id": use_id if make is None else make(use_id, "look", number), "name": "look"}
+    # Nine letters and digits, which is what the strictest templates take.
+    return {"id": template.call_id(f"call{number:05}", "look", number), "name": "look"}
 
 
 def probe_result(call: Mapping[str, str]) -> ChatMessage:
@@ -806,12 +802,6 @@ class TemplateForms:
             return [{**message, "reasoning_content": reasoning, "content": ""}]
         return [message]
 
-    def leaves_out(self, message: ChatMessage) -> bool:
-        """Whether the template would leave text beside this message's tool calls out, in whatever form."""
-        if self.text_beside_calls != "left out":
-            return False
-        return any(formed.get("tool_calls") and formed["content"] for formed in self._put(message))
-
     def with_own_ids(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """The results of tool calls under the ids that the template writes into those calls.
 
@@ -885,7 +875,10 @@ def find_forms(template: ChatTemplate) -> TemplateForms:
         forms = marked if shows_reasoning(marked) else forms
     if shown(forms, "call"):
         forms = replace(forms, text_beside_calls=_text_beside_calls(forms, shown))
-    return replace(forms, numbers_calls=_numbers_calls(template, forms, call))
+    history = [{"role": "user", "content": "u"}, assistant_turn([call], "argument")]
+    text = template.try_render(history, [PROBE_TOOL], add_generation_prompt=False, forms=forms) or ""
+    numbered = numbered_function(call["id"], call["name"], 0)
+    return replace(forms, numbers_calls=call["id"] not in text and numbered in text)
 
 
 def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) -> TextBesideCalls:
@@ -899,12 +892,6 @@ def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) 
         if shown(replace(forms, text_beside_calls="own message"), "text", "call", later=later)
         else "left out"
     )
-
-
-def _numbers_calls(template: ChatTemplate, forms: TemplateForms, call: Mapping[str, str]) -> bool:
-    history = [{"role": "user", "content": "u"}, assistant_turn([call], "argument")]
-    text = template.try_render(history, [PROBE_TOOL], add_generation_prompt=False, forms=forms) or ""
-    return call["id"] not in text and numbered_function(call["id"], call["name"], 0) in text
 
 
 # --- control tokens in the text of messages ---
@@ -953,13 +940,6 @@ class ControlTokens:
         return re.compile(f"({_any_of(self._ids)})")
 
     @cached_property
-    def special(self) -> re.Pattern[str]:
-        """Finds the special ones among them."""
-        tokenizer = self._encoder.tokenizer
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        return re.compile(_any_of(token for token in self._ids if token in special | set(tokenizer.all_special_tokens)))
-
-    @cached_property
     def _encode_without(self) -> Callable[[str], list[int]]:
         return self._encoder.without(self._ids)
 
@@ -994,28 +974,26 @@ class ControlTokens:
         for has_mark, run in groupby(stretches, key=lambda stretch: stretch.has_mark):
             together = list(run)
             whole = "".join(stretch.text for stretch in together)
-            own_tokens = sum(stretch.is_token for stretch in together)
-            pieces.append(self._as_text(whole) if has_mark else self._as_rendered(whole, own_tokens))
+            if has_mark:
+                token_ids = self._encode_without(whole)
+                # Vocabularies may have a control token as an ordinary piece, too.
+                if not self._counted.isdisjoint(token_ids):
+                    token_ids = [token_id for letter in whole for token_id in self._encode_without(letter)]
+                if not self._counted.isdisjoint(token_ids):
+                    raise ChatTemplateError(
+                        f"a message holds a control token that this tokenizer cannot write as text: {whole!r:.200}"
+                    )
+            else:
+                token_ids = self._encoder.encode(whole)
+                own_tokens = sum(stretch.is_token for stretch in together)
+                # A tokenizer may normalize some other spelling to that of a control token.
+                if sum(token_id in self._counted for token_id in token_ids) > own_tokens:
+                    raise ChatTemplateError(
+                        "a message holds a text that the tokenizer turns into a control token, "
+                        "though it is spelled otherwise"
+                    )
+            pieces.append(EncodedText(whole, token_ids, is_plain=has_mark))
         return pieces
-
-    def _as_rendered(self, text: str, own_tokens: int) -> EncodedText:
-        token_ids = self._encoder.encode(text)
-        # A tokenizer may normalize some other spelling to that of a control token.
-        if sum(token_id in self._counted for token_id in token_ids) > own_tokens:
-            raise ChatTemplateError(
-                "a message holds a text that the tokenizer turns into a control token, though it is spelled otherwise"
-            )
-        return EncodedText(text, token_ids)
-
-    def _as_text(self, text: str) -> EncodedText:
-        token_ids = self._encode_without(text)
-        if not self._counted.isdisjoint(token_ids):  # vocabularies may have a control token as an ordinary piece, too
-            token_ids = [token_id for letter in text for token_id in self._encode_without(letter)]
-        if not self._counted.isdisjoint(token_ids):
-            raise ChatTemplateError(
-                f"a message holds a control token that this tokenizer cannot write as text: {text!r:.200}"
-            )
-        return EncodedText(text, token_ids, is_plain=True)
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -1049,10 +1027,10 @@ def _text_of(encoded: Sequence[EncodedText]) -> str:
     return "".join(part.text for part in encoded)
 
 
-_Key = tuple[str, str, "str | None", bool]
-_Templates = weakref.WeakValueDictionary[_Key, ChatTemplate]  # weak, for a template holds its encoder
-_templates: weakref.WeakKeyDictionary[Encoder, _Templates]
-_templates = weakref.WeakKeyDictionary()
+# By encoder, and then by what else makes a template; weak, for a template holds its encoder.
+_templates: weakref.WeakKeyDictionary[Encoder, weakref.WeakValueDictionary[tuple[Any, ...], ChatTemplate]] = (
+    weakref.WeakKeyDictionary()
+)
 _templates_lock = threading.Lock()
 
 
@@ -1088,14 +1066,3 @@ def get_chat_template(
                 escape_control_tokens=escape_control_tokens,
             )
         return template
-
-
-__all__ = [
-    "CASES",
-    "ChatTemplate",
-    "ChatTemplateError",
-    "Prompt",
-    "SampledTurn",
-    "UnprovenContinuationError",
-    "get_chat_template",
-]

@@ -80,7 +80,20 @@ class Encoder:
         backend = _backend(self.tokenizer)
         if backend is None:
             return lambda text: self.encode(text, split_special_tokens=True)
-        return _without_tokens(backend, tokens)
+
+        from tokenizers.pre_tokenizers import Metaspace
+
+        own = _with_same_parts(backend)
+        if isinstance(own.pre_tokenizer, Metaspace) and own.pre_tokenizer.prepend_scheme == "first":
+            own.pre_tokenizer = copy.deepcopy(own.pre_tokenizer)
+            own.pre_tokenizer.prepend_scheme = "never"  # what is encoded stands somewhere inside a prompt
+        kept = [
+            token
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.content not in tokens and backend.model.token_to_id(token.content) == token_id
+        ]
+        own.add_tokens(kept)
+        return lambda text: own.encode(text, add_special_tokens=False).ids
 
 
 _encoders: weakref.WeakKeyDictionary[Any, tuple[Any, Encoder]] = weakref.WeakKeyDictionary()
@@ -93,7 +106,12 @@ def get_encoder(tokenizer: Any) -> Encoder:
         hash(weakref.ref(tokenizer))
     except TypeError:  # nothing can be remembered of it
         return Encoder(tokenizer)
-    state = _state(tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    state = (  # what changes when tokens or templates are added
+        len(tokenizer) if hasattr(tokenizer, "__len__") else None,
+        getattr(tokenizer, "special_tokens_map", None),
+        dict(template) if isinstance(template, dict) else template,
+    )
     with _encoders_lock:
         known_state, encoder = _encoders.get(tokenizer, (None, None))
         if encoder is None or known_state != state:
@@ -115,7 +133,17 @@ def private_copy(tokenizer: Any) -> Any:
         # Special tokens and named templates are changed in place.
         changeable = {name: value for name, value in vars(own).items() if isinstance(value, dict | list | set)}
         vars(own).update({name: copy.copy(value) for name, value in changeable.items()})
-        own._tokenizer = _without_settings(backend)
+        rust = _with_same_parts(backend)
+        added = backend.get_added_tokens_decoder()
+        for special, tokens in itertools.groupby(
+            (added[token_id] for token_id in sorted(added)), key=lambda token: token.special
+        ):
+            (rust.add_special_tokens if special else rust.add_tokens)(list(tokens))
+        if rust.get_added_tokens_decoder() != added:  # there are gaps between their ids
+            rust = copy.deepcopy(backend)
+            rust.no_truncation()
+            rust.no_padding()
+        own._tokenizer = rust
         return own
     except Exception as error:  # they hold whatever their authors put there
         logger.warning(
@@ -135,37 +163,6 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
     return backend if isinstance(backend, Tokenizer) else None
 
 
-def _without_settings(backend: Tokenizer) -> Tokenizer:
-    own = _with_same_parts(backend)
-    added = backend.get_added_tokens_decoder()
-    for special, tokens in itertools.groupby(
-        (added[token_id] for token_id in sorted(added)), key=lambda token: token.special
-    ):
-        (own.add_special_tokens if special else own.add_tokens)(list(tokens))
-    if own.get_added_tokens_decoder() == added:
-        return own
-    own = copy.deepcopy(backend)  # ids with gaps between them
-    own.no_truncation()
-    own.no_padding()
-    return own
-
-
-def _without_tokens(backend: Tokenizer, tokens: Collection[str]) -> Callable[[str], list[int]]:
-    from tokenizers.pre_tokenizers import Metaspace
-
-    own = _with_same_parts(backend)
-    if isinstance(own.pre_tokenizer, Metaspace) and own.pre_tokenizer.prepend_scheme == "first":
-        own.pre_tokenizer = copy.deepcopy(own.pre_tokenizer)
-        own.pre_tokenizer.prepend_scheme = "never"  # what is encoded stands somewhere inside a prompt
-    kept = [
-        token
-        for token_id, token in backend.get_added_tokens_decoder().items()
-        if token.content not in tokens and backend.model.token_to_id(token.content) == token_id
-    ]
-    own.add_tokens(kept)
-    return lambda text: own.encode(text, add_special_tokens=False).ids
-
-
 def _with_same_parts(backend: Tokenizer) -> Tokenizer:
     """A tokenizer with the same vocabulary, which is shared, and no added tokens."""
     from tokenizers import Tokenizer
@@ -178,13 +175,3 @@ def _with_same_parts(backend: Tokenizer) -> Tokenizer:
                 value = copy.deepcopy(value)
             setattr(own, part, value)
     return own
-
-
-def _state(tokenizer: Any) -> Any:
-    """What changes when tokens or templates are added to a tokenizer."""
-    template = getattr(tokenizer, "chat_template", None)
-    return (
-        len(tokenizer) if hasattr(tokenizer, "__len__") else None,
-        getattr(tokenizer, "special_tokens_map", None),
-        dict(template) if isinstance(template, dict) else template,
-    )

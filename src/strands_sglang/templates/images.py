@@ -86,7 +86,15 @@ class ImageProcessor:
                 f"processor= must be the Hugging Face processor of a model that takes images, not {processor!r:.60}; "
                 "AutoProcessor.from_pretrained(path) loads one"
             )
-        self._processor, self._lock = _private_copy(processor)
+        # A copy whose tokenizer nobody else calls, and the lock that its own calls take turns with.
+        encoder = get_encoder(processor.tokenizer)
+        with _copies_lock:
+            known = _copies.get(processor)
+            if known is None or known[0] is not encoder:
+                own = copy.copy(processor)
+                own.tokenizer = private_copy(processor.tokenizer)  # processors pad, which an encoder's copy must not
+                known = _copies[processor] = encoder, own, threading.Lock()
+        _, self._processor, self._lock = known
         self._template = template
         text = {"type": "text", "text": _FIRST}
         contents: list[Any] = [[text], [{"type": "image"}, text], [{"type": "image"}, {"type": "image"}, text]]
@@ -150,7 +158,22 @@ class ImageProcessor:
                 expanded += part.token_ids
                 continue
             taken = sum(len(one.pictures) for one in processed)
-            outputs = self._process(part, images[taken : taken + count], where)
+            with self._lock:
+                if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
+                    raise ValueError(
+                        "processor= has another tokenizer than tokenizer=: pass tokenizer=processor.tokenizer"
+                    )
+                try:
+                    outputs = self._processor(
+                        text=[part.text],
+                        images=images[taken : taken + count],
+                        add_special_tokens=False,
+                        return_tensors="pt",
+                    )
+                except Exception as error:  # every processor has its own errors
+                    raise UnsupportedContentError(
+                        f"{where}: the model's processor refuses the images: {error}"
+                    ) from error
             expanded += outputs["input_ids"][0].tolist()
             tensors = {key: value for key, value in outputs.items() if key not in TOKEN_KEYS}
             sent = array("i", part.token_ids)
@@ -158,18 +181,6 @@ class ImageProcessor:
         train_inputs = processed[0].train_inputs if len(processed) == 1 else multimodal_train_inputs(processed) or {}
         expanded = [*token_ids[:added], *expanded[lacking:]]
         return expanded, ImageInputs(tuple(pictures), array("i", token_ids), train_inputs)
-
-    def _process(self, part: EncodedText, images: Sequence[Image], where: str) -> Mapping[str, Any]:
-        with self._lock:
-            if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
-                raise ValueError("processor= has another tokenizer than tokenizer=: pass tokenizer=processor.tokenizer")
-            try:
-                outputs: Mapping[str, Any] = self._processor(
-                    text=[part.text], images=images, add_special_tokens=False, return_tensors="pt"
-                )
-            except Exception as error:  # every processor has its own errors
-                raise UnsupportedContentError(f"{where}: the model's processor refuses the images: {error}") from error
-        return outputs
 
     def _miscounts(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Iterator[tuple[int, int]]:
         """How often ids hold a control token of images, and how often the images need it, where that differs."""
@@ -196,18 +207,6 @@ class ImageProcessor:
                 "message holds it as text: no server could tell which are images"
             )
         return {"image_data": [data_uri(picture) for picture in pictures], "return_prompt_token_ids": True}
-
-
-def _private_copy(processor: Any) -> tuple[Any, threading.Lock]:
-    """A copy of a processor whose tokenizer nobody else calls, and the lock that its own calls take turns with."""
-    encoder = get_encoder(processor.tokenizer)
-    with _copies_lock:
-        known = _copies.get(processor)
-        if known is None or known[0] is not encoder:
-            own = copy.copy(processor)
-            own.tokenizer = private_copy(processor.tokenizer)  # processors pad, which an encoder's copy must not
-            known = _copies[processor] = encoder, own, threading.Lock()
-        return known[1:]
 
 
 def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:

@@ -254,7 +254,7 @@ def force_call(
             choice,
             sampling_params=sampling_params,
             reasoning_open=prompt.ends_with(start),
-            may_reason=bool(start) and not prompt.ends_with(end) and template.mentions(start.strip()),
+            may_reason=bool(start) and not prompt.ends_with(end) and start.strip() in template.template_text,
         )
     except NotImplementedError as error:
         warnings.warn(f"the tool choice is not forced, the model may ignore it: {error}", stacklevel=2)
