@@ -1,6 +1,6 @@
 """From a tool choice to the sampling parameters that force it; whether reasoning comes before depends on the prompt.
 
-A parser writes the call that it reads (`ToolParser.write_call`), with a `CallWriter`.
+A parser writes the call that it reads (`ToolParser.write_call`), from a `CallWriter` and the elements of `grammar`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 from ..templates.chat_template import ChatTemplate, Prompt
 from ..tool_parsers import TOOL_PARSER_REGISTRY, ToolParser
+from . import grammar
 from .grammar import (
-    INDENTED_JSON,
     JSON,
-    PYTHON,
     Element,
     Notation,
     constant_text,
@@ -23,12 +22,9 @@ from .grammar import (
     free_text,
     json_object,
     matching,
-    members,
     optional,
-    plain_value,
     sequence,
     structural_tag,
-    values_by_type,
 )
 from .schemas import Property, Schema, alternatives, argument_schema, object_properties
 
@@ -45,7 +41,7 @@ CALL_FORMATS = frozenset(TOOL_PARSER_REGISTRY.values())
 
 
 class CallWriter:
-    """What a parser writes one call with: the call, and the elements of a grammar.
+    """What a parser writes: one call.
 
     Attributes:
         name: The tool.
@@ -53,19 +49,6 @@ class CallWriter:
         start: The mark before calls.
         end: The mark after calls.
     """
-
-    INDENTED_JSON = INDENTED_JSON
-    PYTHON = PYTHON
-    notation = Notation
-    constant = staticmethod(constant_text)
-    either = staticmethod(either)
-    json_object = staticmethod(json_object)
-    matching = staticmethod(matching)
-    members = staticmethod(members)
-    optional = staticmethod(optional)
-    plain_value = staticmethod(plain_value)
-    sequence = staticmethod(sequence)
-    values_by_type = staticmethod(values_by_type)
 
     def __init__(self, parser: ToolParser, name: str, schema: Schema) -> None:
         """Write a call of a tool that the parser reads."""
@@ -135,14 +118,24 @@ def forced_call(
             tool has a name that no call can have.
         NotImplementedError: There is no grammar for this format, or none for such a schema in it.
     """
-    specs = _forced_specs(tool_specs or (), choice)
-    if specs is None:
+    if choice is None or set(choice) == {"auto"}:
         return None
+    chosen = f"the tool choice {dict(choice)!r}"
+    if set(choice) not in ({"any"}, {"tool"}):
+        raise ValueError(f"a tool choice is one of 'auto', 'any' and 'tool', not {dict(choice)!r}")
+    if not tool_specs:
+        raise ValueError(f"{chosen} needs tools, and there are none")
+    specs = list(tool_specs)
+    if "tool" in choice:
+        wanted = choice["tool"].get("name")
+        specs = [spec for spec in tool_specs if spec["name"] == wanted][:1]
+        if not specs:
+            names = ", ".join(spec["name"] for spec in tool_specs)
+            raise ValueError(f"the tool choice asks for {wanted!r}, and the tools are: {names}")
     given = [name for name in GRAMMAR_PARAMETERS if (sampling_params or {}).get(name) is not None]
     if given:
         raise ValueError(
-            f"the tool choice {_shown(choice)} needs a grammar, and sampling_params has one already, {given[0]!r}; "
-            "the server takes one at most"
+            f"{chosen} needs a grammar, and sampling_params has one already, {given[0]!r}; the server takes one at most"
         )
     for spec in specs:
         if _NAME.fullmatch(spec["name"]) is None:
@@ -150,41 +143,21 @@ def forced_call(
     if type(parser) not in CALL_FORMATS:
         supported = sorted(name for name, known in TOOL_PARSER_REGISTRY.items() if known in CALL_FORMATS)
         raise NotImplementedError(
-            f"the tool choice {_shown(choice)} cannot be forced on the format of {type(parser).__name__}: no grammar "
+            f"{chosen} cannot be forced on the format of {type(parser).__name__}: no grammar "
             f"of it is known; there is one for {', '.join(supported)}"
         )
     try:
-        call = either([parser.write_call(CallWriter(parser, spec["name"], argument_schema(spec))) for spec in specs])
+        writers = [CallWriter(parser, spec["name"], argument_schema(spec)) for spec in specs]
+        call = either([parser.write_call(writer, grammar) for writer in writers])
     except NotImplementedError as error:
-        name = type(parser).__name__
-        raise NotImplementedError(f"the tool choice {_shown(choice)} cannot be forced with {name}: {error}") from error
+        raise NotImplementedError(f"{chosen} cannot be forced with {type(parser).__name__}: {error}") from error
     params = structural_tag(sequence(_reasoning(parser, reasoning_open, may_reason), call))
     if (size := len(params["structural_tag"])) > _LARGEST:
         raise NotImplementedError(
-            f"the tool choice {_shown(choice)} cannot be forced with {type(parser).__name__}: its grammar would have "
+            f"{chosen} cannot be forced with {type(parser).__name__}: its grammar would have "
             f"{size} characters, and the server gets {_LARGEST} at most"
         )
     return params
-
-
-def _forced_specs(
-    tool_specs: Sequence[Mapping[str, Any]], choice: Mapping[str, Any] | None
-) -> list[Mapping[str, Any]] | None:
-    """Return the tools one of which has to be called; None if none has to."""
-    if choice is None or set(choice) == {"auto"}:
-        return None
-    if set(choice) not in ({"any"}, {"tool"}):
-        raise ValueError(f"a tool choice is one of 'auto', 'any' and 'tool', not {_shown(choice)}")
-    if not tool_specs:
-        raise ValueError(f"the tool choice {_shown(choice)} needs tools, and there are none")
-    if "any" in choice:
-        return list(tool_specs)
-    wanted = choice["tool"].get("name")
-    found = [spec for spec in tool_specs if spec["name"] == wanted]
-    if not found:
-        names = ", ".join(spec["name"] for spec in tool_specs)
-        raise ValueError(f"the tool choice asks for {wanted!r}, and the tools are: {names}")
-    return found[:1]
 
 
 def _reasoning(parser: ToolParser, is_open: bool, may_open: bool) -> Element:
@@ -196,14 +169,8 @@ def _reasoning(parser: ToolParser, is_open: bool, may_open: bool) -> Element:
     if not end:
         raise ValueError(f"{type(parser).__name__} has no mark that ends reasoning, so a call cannot follow it")
     rest = sequence(free_text((end,)), end, parser.AFTER_REASONING)
-    if is_open:
-        return sequence(rest, before)
     opened = sequence(before, f"{parser.think_start_token}{parser.THOUGHT}", rest)
-    return sequence(optional(opened), before)
-
-
-def _shown(choice: Mapping[str, Any] | None) -> str:
-    return repr(dict(choice or {}))
+    return sequence(rest if is_open else optional(opened), before)
 
 
 def can_force(

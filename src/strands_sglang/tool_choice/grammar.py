@@ -15,13 +15,12 @@ from typing import Any
 
 from ..tool_parsers.reading.schemas import same_json, type_name
 from ..tool_parsers.reading.values import InvalidValueError, typed_value
-from .schemas import Property, Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
+from .schemas import Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
 
 Element = dict[str, Any]  # a part of a structural tag: what SGLang's documentation calls a format
 
 _CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # EBNF, since a grammar must not hold a real NUL
 _PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings hold as they are
-_ESCAPES = r'["\\/bfnrt]'
 _SPECIAL_IN_CLASS = re.compile(r"[\\\]\[^-]")
 _MOST_VALUES = 5000  # of one grammar; the server would compile more of them for too long
 _SPELLED_OUT: dict[str, tuple[str, ...]] = {"boolean": ("true", "false"), "null": ("null",)}
@@ -108,7 +107,7 @@ def json_number(bounds: Mapping[str, Any] | None = None, *, whole: bool = False)
     return matching(_INTEGER if whole else rf"{_INTEGER}(?:\.[0-9]{{1,17}})?(?:[eE][+-]?[0-9]{{1,2}})?")
 
 
-def json_characters(least: int = 0, most: int | None = None, *, escapes: str = _ESCAPES) -> Element:
+def json_characters(least: int, most: int | None, escapes: str) -> Element:
     """Return what matches `least` to `most` characters of a JSON string.
 
     xgrammar's own strings may hold half of a surrogate pair, and those of a bounded length have no escapes, may hold
@@ -225,7 +224,14 @@ class Notation:
             return either([self._constant(value, schema) for value in schema.value["enum"]])
         kind = schema.value["type"]
         if kind == "string":
-            return self._string(schema)
+            pattern, sizes = string_pattern(schema), schema.sizes("minLength", "maxLength")
+            if pattern is not None:
+                characters = matching(pattern)
+            elif self.escapes:
+                characters = json_characters(*sizes, self.escapes)
+            else:
+                characters = free_text(self.excludes, *sizes)
+            return sequence(self.quote, characters, self.quote)
         if kind in ("number", "integer"):
             return json_number(number_bounds(schema), whole=kind == "integer")
         if kind == "array":
@@ -250,16 +256,6 @@ class Notation:
         free = [option for option in strings if option in plain]
         return free[:1] or options
 
-    def _string(self, schema: Schema) -> Element:
-        pattern, sizes = string_pattern(schema), schema.sizes("minLength", "maxLength")
-        if pattern is not None:
-            characters = matching(pattern)
-        elif self.escapes:
-            characters = json_characters(*sizes, escapes=self.escapes)
-        else:
-            characters = free_text(self.excludes, *sizes)
-        return sequence(self.quote, characters, self.quote)
-
     def _array(self, schema: Schema) -> Element:
         first, item, least, most = array_items(schema)
         begin, end = self.item
@@ -280,19 +276,15 @@ class Notation:
             properties.sort(key=lambda found: found.name.lower())
         parts = []
         for found in properties:
-            begin, end = (around.format(self._key(found)) for around in self.member)
+            key = found.name if self.keys else constant_text(found.name)
+            if self.keys and re.fullmatch(self.keys, key) is None:
+                raise found.schema.unsupported(f"the format cannot write the key {key!r}")
+            begin, end = (around.format(key) for around in self.member)
             parts.append((sequence(begin, self.value(found.schema), end), found.required))
         return self._bracketed(self.brackets[1], members(parts, self.comma))
 
     def _bracketed(self, brackets: str, content: Element) -> Element:
         return sequence(brackets[:1], self.gap, content, self.gap, brackets[1:])
-
-    def _key(self, found: Property) -> str:
-        if not self.keys:
-            return constant_text(found.name)
-        if re.fullmatch(self.keys, found.name) is None:
-            raise found.schema.unsupported(f"the format cannot write the key {found.name!r}")
-        return found.name
 
     def _constant(self, value: Any, schema: Schema) -> Element:
         if self.keys and isinstance(value, (list, dict)):

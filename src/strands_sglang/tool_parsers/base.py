@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 RAW_SHOWN = 2000
 """Characters of an unparsable call that the model gets to see again."""
 
-# What a call is written with (`tool_choice.choice.CallWriter`), and a part of the grammar that it makes.
+# The call that is written (`tool_choice.choice.CallWriter`), what makes parts of a grammar (the module
+# `tool_choice.grammar`), and such a part.
 Writer = Any
+Grammar = Any
 Element = Any
 
 
@@ -56,7 +58,7 @@ class CallFormat(Protocol):
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read calls; see `ToolParser.read_call`."""
 
-    def write(self, call: Writer) -> Element:
+    def write(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call; see `ToolParser.write_call`."""
 
 
@@ -267,18 +269,19 @@ class ToolParser:
         end = turn.find(MarkKind.CALL_END, start.end)
         return CallSpan(len(turn.text), False, None) if end is None else CallSpan(end.end, True, ())
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Return the element of a grammar that matches one call, with everything around it.
 
         Args:
-            call: The call, and what elements are made with.
+            call: The call.
+            grammar: Makes elements.
 
         Raises:
             NotImplementedError: There is no grammar for the schema of the tool.
         """
         if self.CALLS is None:
             raise NotImplementedError
-        return self.CALLS.write(call)
+        return self.CALLS.write(call, grammar)
 
     @property
     def tool_pattern(self) -> re.Pattern[str]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import ToolParser, Writer, register_tool_parser
+from ..base import Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import InvalidValueError, JSONSection, TaggedCalls, strict_json
 
 
@@ -80,12 +80,12 @@ class _DSMLCalls(TaggedCalls):
         except InvalidValueError as error:
             raise InvalidValueError(f'with string="false" it is not valid JSON: {error}', error.position) from None
 
-    def written_values(self, call: Writer, schema: Any) -> dict[str, Any]:
+    def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> dict[str, Any]:
         """Return what matches the strings, and what matches all other values."""
-        values = call.values_by_type(schema, self.excludes)
+        values = grammar.values_by_type(schema, self.excludes)
         others = [value for kind, value in values.items() if kind != "string"]
         strings = {"true": values["string"]} if "string" in values else {}
-        return {**strings, "false": call.either(others)} if others else strings
+        return {**strings, "false": grammar.either(others)} if others else strings
 
 
 _DSML = _DSMLCalls(

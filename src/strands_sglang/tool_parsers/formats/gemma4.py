@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_JSON_DEPTH,
     BrokenCallError,
@@ -65,10 +65,10 @@ class Gemma4ToolParser(ToolParser):
             raise BrokenCallError(error.position, wrong, name.group(1)) from None
         return CallSpan(close.end, True, (Call(name.group(1), arguments).result(turn.text[start.end : close.start]),))
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call."""
         call.properties()
-        notation = call.notation(
+        notation = grammar.Notation(
             quote=_QUOTE,
             escapes="",
             excludes=(_QUOTE,),
@@ -77,7 +77,7 @@ class Gemma4ToolParser(ToolParser):
             comma=",",
             is_sorted=True,
         )
-        return call.sequence(f"{call.start}call:{call.name}", call.json(notation), call.end)
+        return grammar.sequence(f"{call.start}call:{call.name}", call.json(notation), call.end)
 
 
 def _value(turn: MarkedText, position: int, depth: int) -> tuple[Any, int]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
     Call,
@@ -128,12 +128,12 @@ class HarmonyToolParser(ToolParser):
             call = Call(recipient, error=wrong, status=ToolCallStatus.UNKNOWN_TOOL)
         return CallSpan(end, True, (call.result(text[header.start : end]),))
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a message that calls a function."""
         recipient = f" to={_FUNCTIONS}{call.name}"
-        return call.sequence(
-            call.either([f"{_CHANNEL}commentary{recipient}", f"{recipient}{_CHANNEL}commentary"]),
-            call.either([f" {_CONSTRAIN}json", " json"]),
+        return grammar.sequence(
+            grammar.either([f"{_CHANNEL}commentary{recipient}", f"{recipient}{_CHANNEL}commentary"]),
+            grammar.either([f" {_CONSTRAIN}json", " json"]),
             _MESSAGE,
             call.json(),
         )

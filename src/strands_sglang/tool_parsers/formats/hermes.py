@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
     CallSpan,
@@ -63,9 +63,9 @@ class JSONObject:
         call = call_from_json(decoded)
         return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
 
-    def write(self, call: Writer) -> Element:
+    def write(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call."""
-        return call.sequence(f"{call.start}\n", call.object(), f"\n{call.end}")
+        return grammar.sequence(f"{call.start}\n", call.object(), f"\n{call.end}")
 
 
 @register_tool_parser("hermes")
@@ -102,12 +102,12 @@ class GraniteToolParser(ToolParser):
             return _OBJECT.read(turn, start)
         return read_list_to_end(turn, begin, call_from_json)
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call in either way; Granite 3's template indents its JSON."""
-        space = call.INDENTED_JSON.gap
-        name = f'"name": {call.constant(call.name)},'
-        listed = call.sequence(
+        space = grammar.INDENTED_JSON.gap
+        name = f'"name": {grammar.constant_text(call.name)},'
+        listed = grammar.sequence(
             *("<|tool_call|>[", space, "{", space, name, space, '"arguments": '),
-            *(call.json(call.INDENTED_JSON), space, "}", space, "]"),
+            *(call.json(grammar.INDENTED_JSON), space, "}", space, "]"),
         )
-        return call.either([_OBJECT.write(call), listed])
+        return grammar.either([_OBJECT.write(call, grammar), listed])

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     JSON_TYPES,
     BrokenCallError,
@@ -98,14 +98,14 @@ class _KimiK3Calls(TaggedCalls):
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
         return json_call(name, decoded), tail.end()
 
-    def written_values(self, call: Writer, schema: Any) -> Mapping[str, Any]:
+    def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> Mapping[str, Any]:
         """Return what matches the values of a parameter, by type."""
-        return cast(Mapping[str, Any], call.values_by_type(schema, self.excludes))
+        return cast(Mapping[str, Any], grammar.values_by_type(schema, self.excludes))
 
-    def write(self, call: Writer) -> Element:
+    def write(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call in the tags around it."""
-        response = call.optional("<|open|>response<|sep|><|close|>response<|sep|>")
-        return call.sequence(response, super().write(call), "<|close|>message<|sep|>")
+        response = grammar.optional("<|open|>response<|sep|><|close|>response<|sep|>")
+        return grammar.sequence(response, super().write(call, grammar), "<|close|>message<|sep|>")
 
 
 @register_tool_parser("kimi_k3")

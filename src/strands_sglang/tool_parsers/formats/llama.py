@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_CALLS,
     BrokenCallError,
@@ -79,11 +79,11 @@ class Llama3JSONToolParser(ToolParser):
             raise BrokenCallError(error.position, wrong, name and name.group(1), cut=is_cut(text, error)) from None
         return CallSpan(end_of_turn(turn, end, "the call", tuple(calls)), True, tuple(calls))
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call with or without its type."""
-        name, parameters = call.constant(call.name), call.json()
-        typed = call.json_object({"type": '"function"', "name": name, "parameters": parameters})
-        return call.either([call.json_object({"name": name, "parameters": parameters}), typed])
+        name, parameters = grammar.constant_text(call.name), call.json()
+        typed = grammar.json_object({"type": '"function"', "name": name, "parameters": parameters})
+        return grammar.either([grammar.json_object({"name": name, "parameters": parameters}), typed])
 
 
 def _read_objects(turn: MarkedText, position: int) -> tuple[list[ToolParseResult], int]:
@@ -147,15 +147,15 @@ class Llama4PythonicToolParser(ToolParser):
             raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
         return CallSpan(end_of_turn(turn, position + 1, "the list of calls", tuple(calls[-1:])), True, tuple(calls))
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a list of one call."""
         if re.fullmatch(_NAME, call.name) is None:
             raise call.schema.unsupported("the format cannot write the tool's name")
         arguments = [
-            (call.sequence(f"{found.name}=", call.PYTHON.value(found.schema)), found.required)
+            (grammar.sequence(f"{found.name}=", grammar.PYTHON.value(found.schema)), found.required)
             for found in call.properties(r"[A-Za-z_][A-Za-z0-9_]*")
         ]
-        return call.sequence(f"[{call.name}(", call.members(arguments, ", "), ")]")
+        return grammar.sequence(f"[{call.name}(", grammar.members(arguments, ", "), ")]")
 
 
 def _expect(character: str, text: str, position: int) -> int:

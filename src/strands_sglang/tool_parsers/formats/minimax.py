@@ -25,7 +25,7 @@ import re
 from collections.abc import Set
 from typing import Any, Union
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_JSON_DEPTH,
     BrokenCallError,
@@ -93,10 +93,10 @@ class MiniMaxM3ToolParser(ToolParser):
         """Read the section after its start mark."""
         return read_section(turn, start, _read_call)
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a section of one call."""
         call.properties()
-        notation = call.notation(
+        notation = grammar.Notation(
             quote="",
             escapes="",
             excludes=(_TOKEN,),
@@ -108,7 +108,7 @@ class MiniMaxM3ToolParser(ToolParser):
             is_typed=True,
         )
         opened = f'{call.start}\n{_TOKEN}<invoke name="{call.name}">'
-        return call.sequence(opened, call.json(notation), f"{_TOKEN}</invoke>\n{call.end}")
+        return grammar.sequence(opened, call.json(notation), f"{_TOKEN}</invoke>\n{call.end}")
 
 
 def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:

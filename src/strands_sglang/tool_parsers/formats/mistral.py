@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     BrokenCallError,
     Call,
@@ -72,19 +72,19 @@ class MistralToolParser(ToolParser):
             raise BrokenCallError(end, f"only {self.tool_start_token} may follow a call", name, cut=cut)
         return CallSpan(end, True, (json_call(name, decoded, native_id).result(text[start.end : decoded.end]),))
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call in either way."""
-        native_id = call.matching("[a-zA-Z0-9]{9}")
-        listed = call.sequence(
-            call.matching(" ?"),
-            f'[{{"name": {call.constant(call.name)}, "arguments": ',
+        native_id = grammar.matching("[a-zA-Z0-9]{9}")
+        listed = grammar.sequence(
+            grammar.matching(" ?"),
+            f'[{{"name": {grammar.constant_text(call.name)}, "arguments": ',
             call.json(),
-            call.optional(call.sequence(', "id": "', native_id, '"')),
+            grammar.optional(grammar.sequence(', "id": "', native_id, '"')),
             "}]",
         )
-        with_id = call.optional(call.sequence(_CALL_ID, native_id))
-        named = call.sequence(call.name, with_id, _ARGUMENTS, call.json())
-        return call.sequence(call.start, call.either([listed, named]))
+        with_id = grammar.optional(grammar.sequence(_CALL_ID, native_id))
+        named = grammar.sequence(call.name, with_id, _ARGUMENTS, call.json())
+        return grammar.sequence(call.start, grammar.either([listed, named]))
 
 
 def _listed_call(item: DecodedJSON) -> Call:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     MAX_CALLS,
     BrokenCallError,
@@ -59,13 +59,13 @@ class Phi4ToolParser(ToolParser):
             return _read_objects(text, start.start)
         return read_list_to_end(turn, start.end + len(_FUNCTOOLS) - 1, _call, "the call is not valid JSON")
 
-    def write_call(self, call: Writer) -> Element:
+    def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call between marks, by itself or in a list, or after `functools`."""
         plain = call.object()
-        typed = call.json_object({"type": '"function"', "function": plain})
-        listed = call.sequence("[", call.either([plain, typed]), "]")
-        marked = call.sequence(call.start, call.either([plain, listed]), call.end)
-        return call.either([marked, call.sequence(_FUNCTOOLS, plain, "]")])
+        typed = grammar.json_object({"type": '"function"', "function": plain})
+        listed = grammar.sequence("[", grammar.either([plain, typed]), "]")
+        marked = grammar.sequence(call.start, grammar.either([plain, listed]), call.end)
+        return grammar.either([marked, grammar.sequence(_FUNCTOOLS, plain, "]")])
 
 
 def _read_marked(turn: MarkedText, start: Mark) -> CallSpan:

@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..base import Element, ToolParser, Writer, register_tool_parser
+from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import TaggedCalls
 
 
@@ -38,14 +38,14 @@ class _QwenCalls(TaggedCalls):
         """Return the value that a text means."""
         return super().value(text.removeprefix("\n").removesuffix("\n"), parameter, schema, root)
 
-    def write(self, call: Writer) -> Element:
+    def write(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call; Nemotron's template ends the line after it."""
-        return call.sequence(super().write(call), call.optional("\n"))
+        return grammar.sequence(super().write(call, grammar), grammar.optional("\n"))
 
-    def written_values(self, call: Writer, schema: Any) -> Mapping[str, Any]:
+    def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> Mapping[str, Any]:
         """Return what matches the text of a value, which may hold the end tag of a function."""
         excludes = (*self.excludes[:2], call.end)
-        return {"": call.plain_value(schema, excludes, python_spellings=True)}
+        return {"": grammar.plain_value(schema, excludes, python_spellings=True)}
 
 
 @register_tool_parser("qwen_xml")

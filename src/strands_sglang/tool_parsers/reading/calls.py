@@ -186,11 +186,11 @@ class JSONSection:
             raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name, native_id)
         return json_call(name, decoded, native_id), tail.end()
 
-    def write(self, call: Any) -> Any:
+    def write(self, call: Any, grammar: Any) -> Any:
         """Write a section with one call."""
         before, number, behind = self.written_head.format(name=call.name, number="\0").partition("\0")
-        head = (before, call.matching("0|[1-9][0-9]{0,3}"), behind) if number else (before,)
-        return call.sequence(call.start, *head, call.json(), self.written_tail, call.end)
+        head = (before, grammar.matching("0|[1-9][0-9]{0,3}"), behind) if number else (before,)
+        return grammar.sequence(call.start, *head, call.json(), self.written_tail, call.end)
 
 
 def end_of_turn(turn: MarkedText, position: int, what: str, calls: tuple[ToolParseResult, ...]) -> int:
@@ -462,24 +462,26 @@ class TaggedCalls:
             return False
         return unclosed is None or later.start() <= unclosed.start()
 
-    def write(self, call: Any) -> Any:
+    def write(self, call: Any, grammar: Any) -> Any:
         """Write a call."""
-        line = call.optional("\n") if self.line is None else self.line
+        line = grammar.optional("\n") if self.line is None else self.line
         parameters = []
         for found in call.properties(self.key or None):
             opening, _, after_type = self.parameter.partition("{type}")
             around = self.tag_after and "\n"
             values = [
-                call.sequence(f"{kind}{after_type}{around}", value, around)
-                for kind, value in self.written_values(call, found.schema).items()
+                grammar.sequence(f"{kind}{after_type}{around}", value, around)
+                for kind, value in self.written_values(call, grammar, found.schema).items()
             ]
             pieces = [piece.format(key=self.escape(found.name)) for piece in opening.split("\n")]
             head = [part for piece in pieces for part in (line, piece)][1:]
-            parameters.append((call.sequence(*head, call.either(values), self.parameter_end, line), found.required))
+            parameters.append(
+                (grammar.sequence(*head, grammar.either(values), self.parameter_end, line), found.required)
+            )
         opened = f"{call.start}{self.line or ''}{self.call.format(name=call.name, index=1)}"
         closed = f"{self.call_end}{self.line or ''}{call.end}"
-        return call.sequence(opened, line, call.members(parameters), closed)
+        return grammar.sequence(opened, line, grammar.members(parameters), closed)
 
-    def written_values(self, call: Any, schema: Any) -> Mapping[str, Any]:
+    def written_values(self, call: Any, grammar: Any, schema: Any) -> Mapping[str, Any]:
         """Return what matches the values of a parameter, by their types as the format writes them."""
-        return {"": call.plain_value(schema, self.excludes, python_spellings=self.python_spellings)}
+        return {"": grammar.plain_value(schema, self.excludes, python_spellings=self.python_spellings)}
