@@ -12,7 +12,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -102,7 +101,7 @@ class Aborter:
 
     async def _workers_of(self, base_url: str) -> tuple[str, ...]:
         """Ask a router for its workers; those who ask at the same time share the answer."""
-        return await self._session.shared(("workers", base_url), partial(self._ask_for_workers, base_url))
+        return await self._session.shared(("workers", base_url), lambda: self._ask_for_workers(base_url))
 
     async def _ask_for_workers(self, base_url: str) -> tuple[str, ...]:
         for path in WORKER_LISTS:

@@ -92,10 +92,6 @@ class Server:
         if since is not None:
             logger.info("base_url=<%s>, seconds=<%.0f> | server answers again", self.base_url, time.monotonic() - since)
 
-    def __repr__(self) -> str:
-        """The address and the load."""
-        return f"Server({self.base_url!r}, in_flight={self.in_flight}{', out' if self.is_out else ''})"
-
 
 class Servers:
     """The servers of one client. Thread-safe."""
@@ -137,10 +133,6 @@ class Servers:
         """Those that get requests: not the ones that are out, unless all are."""
         return tuple(server for server in self.all if not server.is_out) or self.all
 
-    def has_others_than(self, server: Server) -> bool:
-        """Whether another server gets requests."""
-        return len(self.all) > 1 and any(other is not server and not other.is_out for other in self.all)
-
     def choose(self, key: str | None = None, *, rather_not: Server | None = None) -> Server:
         """The server for the next request.
 
@@ -163,27 +155,19 @@ class Servers:
             order = [up[(turn + i) % len(up)] for i in range(len(up))]
             chosen = min(order, key=lambda server: (server is rather_not, server.in_flight, server.keys))
             if key is not None and (known is None or known.is_out):
-                self._keep(key, chosen, known)
+                if known is not None:
+                    known.keys -= 1
+                self._by_key[key] = chosen
+                chosen.keys += 1
+                if len(self._by_key) > MAX_KEYS:
+                    _, forgotten = self._by_key.popitem(last=False)
+                    forgotten.keys -= 1
             return chosen
 
-    def _keep(self, key: str, server: Server, before: Server | None) -> None:
-        if before is not None:
-            before.keys -= 1
-        self._by_key[key] = server
-        server.keys += 1
-        if len(self._by_key) > MAX_KEYS:
-            _, forgotten = self._by_key.popitem(last=False)
-            forgotten.keys -= 1
-
-    def started(self, server: Server) -> None:
-        """Count a generation that is sent."""
+    def count_in_flight(self, server: Server, change: int) -> None:
+        """Count a generation that is sent, 1, or has come back, however, -1."""
         with self._lock:
-            server.in_flight += 1
-
-    def ended(self, server: Server) -> None:
-        """Count a generation that has come back, however."""
-        with self._lock:
-            server.in_flight -= 1
+            server.in_flight += change
 
     def note_answer(self, server: Server) -> None:
         """Take note of an answer, whatever it says: the server is there."""
@@ -210,7 +194,7 @@ class Servers:
 
     def due(self) -> tuple[Server, ...]:
         """Servers that are out and are to be asked for their health now; each is named to one caller per interval."""
-        if len(self.all) == 1 or not any(server.is_out for server in self.all):
+        if not any(server.is_out for server in self.all):
             return ()
         now = time.monotonic()
         with self._lock:

@@ -21,7 +21,8 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.05
 """How often cancel signals are looked at."""
 
-_CLOCK_TOLERANCE_S = 0.001  # an event loop may call a little early
+CLOCK_TOLERANCE_S = 0.001
+"""How much too early an event loop may call."""
 
 
 class Cancellation:
@@ -44,11 +45,6 @@ class Cancellation:
     def seconds_left(self) -> float:
         """Until the deadline; infinite without one."""
         return self._ends_at - self._loop.time()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.seconds_left <= _CLOCK_TOLERANCE_S
 
     def is_signalled(self) -> bool:
         """Look at the signal: whether it is set, or was at an earlier look."""

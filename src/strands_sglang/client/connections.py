@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ import httpx
 
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
-from .cancellation import consume, let_go
+from .cancellation import consume
 from .retries import FailureKind
 
 T = TypeVar("T")
@@ -102,7 +102,6 @@ class LoopSession:
         self.closing = self._loop.create_future()
         self._aborter = Aborter(self)
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
-        self._guard: AsyncGenerator[None, None] | None = None
 
     async def request(self, method: str, url: str, content: bytes | None, *, timeout: float) -> httpx.Response:
         """Send one request and read the whole answer.
@@ -121,11 +120,6 @@ class LoopSession:
             return await self.http.request(method, parsed_url(url), content=content, headers=headers)
         raise AttemptTimeoutError(f"the limit is {timeout:g} s")
 
-    def landed(self, flight: Flight) -> None:
-        """Forget a flight; one whose answer has not come is let go."""
-        self.flights.pop(flight.rid, None)
-        let_go(flight.answer)
-
     async def call_back(self, flight: Flight, grace: float) -> None:
         """Abort a flight, and wait up to `grace` seconds for the answer with what was sampled until then.
 
@@ -136,28 +130,24 @@ class LoopSession:
             flight: What was sent.
             grace: Seconds; with 0 nothing is waited for.
         """
-        # A cancel scope of anyio's cancels its tasks again in every round of the event loop, unless they are shielded.
-        with anyio.CancelScope(shield=True):
-            await self._call_back(flight, grace)
-
-    async def _call_back(self, flight: Flight, grace: float) -> None:
         ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
         abort = self._abort_task(flight.server.base_url, flight.rid)
         retell_at = self._loop.time() + next(again, math.inf)
-        while (now := self._loop.time()) < ends_at:
-            if flight.response is not None or (flight.answer.done() and abort.done()):
-                break  # if there is no answer, the abort still has to get out
-            if abort.done() and (abort.cancelled() or not abort.result()):
-                break  # nobody has heard, so nothing will come
-            if abort.done() and now >= retell_at:
-                abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
-                retell_at = now + next(again, math.inf)
-            limit = min(ends_at, retell_at) if abort.done() else ends_at
-            pending = [task for task in (flight.answer, abort) if not task.done()]
-            try:
-                await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                cancelled = True
+        # A cancel scope of anyio's cancels its tasks again in every round of the event loop, unless they are shielded.
+        with anyio.CancelScope(shield=True):
+            while (now := self._loop.time()) < ends_at and flight.response is None:
+                # Without an answer the abort still has to get out; where nobody has heard of it, nothing will come.
+                if abort.done() and (flight.answer.done() or abort.cancelled() or not abort.result()):
+                    break
+                if abort.done() and now >= retell_at:
+                    abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
+                    retell_at = now + next(again, math.inf)
+                limit = min(ends_at, retell_at) if abort.done() else ends_at
+                pending = [task for task in (flight.answer, abort) if not task.done()]
+                try:
+                    await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError:
+                    cancelled = True
         if cancelled:
             raise asyncio.CancelledError
 
@@ -184,7 +174,8 @@ class LoopSession:
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = self._loop.create_task(work())
-            task.add_done_callback(lambda done: self._forget(key, done))
+            task.add_done_callback(consume)
+            task.add_done_callback(lambda _: self._tasks.pop(key))
         return task
 
     async def keep_until_loop_ends(self, at_end: Callable[[], object]) -> None:
@@ -213,8 +204,7 @@ class LoopSession:
         if not self.closing.done():
             self.closing.set_result(None)
         await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self.flights.values())))
-        if self._guard is not None:
-            await self._guard.aclose()
+        await self._guard.aclose()
 
     def drop(self) -> None:
         """Let go of the connections of a loop that is not running any more."""
@@ -223,10 +213,6 @@ class LoopSession:
 
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
         return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
-
-    def _forget(self, key: Any, done: asyncio.Task[Any]) -> None:
-        self._tasks.pop(key, None)
-        consume(done)
 
 
 def connect(
@@ -340,22 +326,13 @@ def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:
     # The transport wants a context although it uses its session's. Loading certificates takes 20 ms, so for http:// it
     # gets one that trusts nobody.
     context = httpx.create_ssl_context(trust_env=False) if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=KEEPALIVE_EXPIRY_S,
-            ssl=context,
-            socket_factory=_keepalive_socket,
-        ),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=False,
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S, ssl=context, socket_factory=_keepalive_socket
     )
+    session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
     def drop() -> None:
-        connector = session.connector
         session.detach()
-        if connector is None:
-            return
         # aiohttp only offers a coroutine for this. It closes the connections before it first waits for something, and
         # there is no loop left to wait in.
         closing = connector.close().__await__()
@@ -409,13 +386,14 @@ def failure_kind(error: Exception) -> FailureKind | None:
         (aiohttp.ClientResponseError, FailureKind.UNDECODABLE),
         (aiohttp.ClientError, FailureKind.DROPPED),
     )
-    chain = tuple(_causes(error))
-    for kinds in (of_aiohttp, _KINDS):
-        for link in chain:
-            for types, kind in kinds:
-                if isinstance(link, types):
-                    return kind
-    return None
+    matches = (
+        kind
+        for kinds in (of_aiohttp, _KINDS)
+        for link in _causes(error)
+        for types, kind in kinds
+        if isinstance(link, types)
+    )
+    return next(matches, None)
 
 
 def root_cause(error: Exception) -> str:
@@ -425,10 +403,10 @@ def root_cause(error: Exception) -> str:
     return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+def _causes(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while link := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+        if link in chain:
+            break
+        chain.append(link)
+    return chain

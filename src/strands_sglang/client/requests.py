@@ -26,7 +26,7 @@ from ..exceptions import (
 )
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 from .balancer import Server, Servers
-from .cancellation import Cancellation
+from .cancellation import CLOCK_TOLERANCE_S, Cancellation, let_go
 from .connections import (
     JSON_HEADERS,
     AttemptTimeoutError,
@@ -104,7 +104,7 @@ class Request:
         if self.cancellation.is_signalled():
             message = f"the call was cancelled by its signal{self._after_tokens()}"
             raise SGLangCancelledError(message, response=self.partial) from cause
-        if self.cancellation.is_late:
+        if self.cancellation.seconds_left <= CLOCK_TOLERANCE_S:
             raise self.deadline_error() from cause
 
     def deadline_error(self) -> SGLangDeadlineError:
@@ -144,7 +144,7 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             if session.closed:
                 request.raise_if_over()
             servers.note_failure(server, outcome.kind)
-            goes_elsewhere = server.is_out and servers.has_others_than(server)
+            goes_elsewhere = server.is_out and not all(other.is_out for other in servers.all)
             # Nobody has to wait for one server that is out while others are not.
             delay = None if goes_elsewhere and request.only is not None else retries.next_delay(outcome)
             if delay is None:
@@ -189,7 +189,7 @@ async def generate_once(
         headers = JSON_HEADERS if key is None else {**JSON_HEADERS, "x-smg-routing-key": key}
         sent = session.http.request("POST", parsed_url(url), content=body.with_rid(rid), headers=headers)
         flight = session.flights[rid] = Flight(rid, server, asyncio.create_task(sent))
-        servers.started(server)
+        servers.count_in_flight(server, 1)
         try:
             try:
                 await request.until(flight.answer, timeout=timeout)
@@ -208,8 +208,9 @@ async def generate_once(
             request.raise_if_over()
             return _network_failure("POST", url, AttemptTimeoutError(f"the limit is {timeout:g} s"))
         finally:
-            session.landed(flight)
-            servers.ended(server)
+            del session.flights[rid]
+            let_go(flight.answer)
+            servers.count_in_flight(server, -1)
     finally:
         session.slots.release()
 

@@ -6,6 +6,7 @@ not asked for again.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -116,7 +117,13 @@ class RetryState:
         self._timeouts += kind is FailureKind.TIMED_OUT
         self._strange += kind in (FailureKind.UNDECODABLE, FailureKind.UNFIT)
         delay = self._policy.delay(self._retries, failure.retry_after)
-        left = self._seconds_left_to_appear(kind)
+        left = math.inf  # a server that never answered may go on so for a limited time, one that did for ever
+        if self._servers.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
+            self._unreachable_since = None
+        else:
+            now = time.monotonic()
+            self._unreachable_since = self._unreachable_since or now
+            left = self._unreachable_since + self._policy.unreachable_after - now
         if (
             kind is FailureKind.FINAL
             or (kind is FailureKind.REFUSED and not self._policy.retry_refusals)
@@ -144,16 +151,6 @@ class RetryState:
         if notes:
             error.args = (f"{error}{''.join(notes)}",)
         return error
-
-    def _seconds_left_to_appear(self, kind: FailureKind) -> float:
-        """How long a server that never answered may go on not answering; infinite for one that did."""
-        if self._servers.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
-            self._unreachable_since = None
-            return float("inf")
-        now = time.monotonic()
-        if self._unreachable_since is None:
-            self._unreachable_since = now
-        return self._unreachable_since + self._policy.unreachable_after - now
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:

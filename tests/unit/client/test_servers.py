@@ -41,16 +41,16 @@ def test_the_server_with_the_fewest_requests_in_flight_is_chosen():
         servers = Servers(URLS)
         for server, count in zip(servers.all, in_flight, strict=True):
             for _ in range(count):
-                servers.started(server)
+                servers.count_in_flight(server, 1)
         return servers
 
     servers = busy(2, 1, 3)
     assert servers.choose().base_url == "http://two"
-    servers.started(servers["http://two"])
-    servers.started(servers["http://two"])
+    servers.count_in_flight(servers["http://two"], 1)
+    servers.count_in_flight(servers["http://two"], 1)
     assert servers.choose().base_url == "http://one"
-    servers.ended(servers["http://three"])
-    servers.ended(servers["http://three"])
+    servers.count_in_flight(servers["http://three"], -1)
+    servers.count_in_flight(servers["http://three"], -1)
     assert servers.choose().base_url == "http://three"
 
 
@@ -63,7 +63,7 @@ def test_a_key_stays_on_its_server_however_busy_it_is():
     servers = Servers(URLS)
     first = servers.choose("a")
     for _ in range(10):
-        servers.started(first)
+        servers.count_in_flight(first, 1)
     assert all(servers.choose("a") is first for _ in range(5))
     assert servers.choose("b") is not first
 
