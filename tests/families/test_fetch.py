@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strands_sglang.local.cache import HOME_VARIABLE
+from strands_sglang.local.install import HOME_VARIABLE
 from support.families import FAMILIES, families_directory, load_tokenizer
 from support.families.fetch import (
     FetchError,

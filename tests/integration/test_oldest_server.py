@@ -26,8 +26,7 @@ from integration.test_exactness import (  # noqa: F401
     wire,
 )
 from strands_sglang import SGLangClient, SGLangDecodingError, SGLangModel, get_tokenizer, local
-from strands_sglang.local.cache import build_once
-from strands_sglang.local.install import environment_python, sglang_environment
+from strands_sglang.local.install import build_once, environment_python, sglang_environment
 from strands_sglang.local.process import run_quietly
 from strands_sglang.local.server import free_port, sglang_command
 from support.agents import make_agent

@@ -26,8 +26,7 @@ from strands_sglang.exceptions import (
     SGLangDeadlineError,
     SGLangHTTPError,
 )
-from strands_sglang.local.cache import build_once, home
-from strands_sglang.local.install import environment_python, find_python, python_version
+from strands_sglang.local.install import build_once, environment_python, find_python, home, python_version
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly, tail
 from strands_sglang.local.server import LocalServer, free_port, launch_server
 from strands_sglang.testing import ScriptedSGLang

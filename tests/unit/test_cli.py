@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from strands_sglang import cli
-from strands_sglang.local.cache import COMPLETE_MARKER
-from strands_sglang.local.install import environment_directory
+from strands_sglang.local.install import COMPLETE_MARKER, environment_directory
 from support.fake_sglang import write_interpreter, write_model
 from support.processes import has_ended
 

@@ -8,7 +8,6 @@ Example:
         print(server.base_url)
 """
 
-from .cache import home
 from .install import (
     CHATML_TOOLS_TEMPLATE,
     UnsupportedPlatformError,
@@ -17,6 +16,7 @@ from .install import (
     ensure_tiny_qwen2_5_vl,
     ensure_tiny_qwen3,
     ensure_tiny_qwen3_moe,
+    home,
     require_platform,
 )
 from .process import LocalServerError

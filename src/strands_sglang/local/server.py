@@ -17,9 +17,8 @@ from types import TracebackType
 
 import httpx
 
-from .cache import Progress, say
 from .install import sglang_environment
-from .process import GuardedProcess, LocalServerError, tail
+from .process import GuardedProcess, LocalServerError, Progress, say, tail
 
 START_DEADLINE = 300.0  # seconds until a server answers; it takes 15 to 35 on two idle cores, up to 110 on busy ones
 POLL_INTERVAL = 0.25

@@ -27,8 +27,8 @@ from typing import IO
 # The module is also run by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from strands_sglang.local.cache import COMPLETE_MARKER, build_once, home, say
-from strands_sglang.local.process import LocalServerError, clean_environment, run_quietly
+from strands_sglang.local.install import COMPLETE_MARKER, build_once, home
+from strands_sglang.local.process import LocalServerError, clean_environment, run_quietly, say
 from support.families.vocabularies import VOCABULARIES, MakeTokenizer
 
 HERE = Path(__file__).resolve().parent

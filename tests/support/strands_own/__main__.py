@@ -15,7 +15,7 @@ from pathlib import Path
 # The package is also run by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from strands_sglang.local.cache import build_once, home
+from strands_sglang.local.install import build_once, home
 from strands_sglang.local.process import LocalServerError
 from support.families.fetch import Source, from_registry, verified_archive
 

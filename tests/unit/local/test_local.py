@@ -20,7 +20,7 @@ import jinja2
 import pytest
 
 from strands_sglang import local
-from strands_sglang.local import LocalServerError, cache, install
+from strands_sglang.local import LocalServerError, install
 from strands_sglang.local.install import unpack_verified
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly
 from strands_sglang.local.server import sglang_command
@@ -49,13 +49,13 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, variables, expecte
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cache.home() == Path(expected)
+    assert install.home() == Path(expected)
 
 
 def test_a_complete_directory_is_reused_as_it_is(tmp_path):
     target = tmp_path / "deep" / "thing-1.0"
-    assert cache.build_once(target, make("first")) == target
-    cache.build_once(target, make("second"))
+    assert install.build_once(target, make("first")) == target
+    install.build_once(target, make("second"))
     assert (target / "content").read_text() == "first"
 
 
@@ -63,15 +63,15 @@ def test_a_half_made_directory_is_built_anew_and_nothing_of_it_stays(tmp_path):
     target = tmp_path / "thing"
     target.mkdir()
     (target / "left-over").touch()
-    cache.build_once(target, make("whole"))
+    install.build_once(target, make("whole"))
     assert (target / "content").read_text() == "whole"
     assert not (target / "left-over").exists()
 
 
 def test_a_complete_directory_that_no_longer_works_is_built_anew(tmp_path):
     target = tmp_path / "thing"
-    cache.build_once(target, make("old"))
-    cache.build_once(target, make("new"), usable=lambda directory: (directory / "content").read_text() == "new")
+    install.build_once(target, make("old"))
+    install.build_once(target, make("new"), usable=lambda directory: (directory / "content").read_text() == "new")
     assert (target / "content").read_text() == "new"
 
 
@@ -82,9 +82,9 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
 
     target = tmp_path / "thing"
     with pytest.raises(RuntimeError, match="the disk is full"):
-        cache.build_once(target, fail)
+        install.build_once(target, fail)
     assert not target.exists()
-    cache.build_once(target, make("whole"))
+    install.build_once(target, make("whole"))
     assert not (target / "half").exists()
 
 
@@ -102,10 +102,10 @@ def test_two_that_want_the_same_directory_at_once_build_it_once_and_the_second_s
         lines.append(line)
         second_waits.set()
 
-    first = threading.Thread(target=cache.build_once, args=(target, build_slowly))
+    first = threading.Thread(target=install.build_once, args=(target, build_slowly))
     first.start()
     assert building.wait(30)
-    cache.build_once(target, make("second"), progress=note)
+    install.build_once(target, make("second"), progress=note)
     first.join()
     assert (target / "content").read_text() == "first"
     assert len(lines) == 1
