@@ -270,19 +270,8 @@ class SGLangClient:
         server = self._servers.up()[0] if base_url is None else self._servers[base_url]
         if server.context_length is None:
             ask = partial(self._ask_context_length, server.base_url)
-            server.context_length = await self.shared(("context_length", server.base_url), ask)
+            server.context_length = await shared(self, ("context_length", server.base_url), ask)
         return server.context_length
-
-    async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` once for all in this event loop who ask under `key` while it runs.
-
-        A caller that is cancelled does not end it for the others.
-
-        Args:
-            key: What is asked for, hashable.
-            work: Asks for it.
-        """
-        return await (await self._sessions.current()).shared(key, work)
 
     async def tokenize(self, text: str, base_url: str | None = None) -> list[int] | None:
         """The server's own tokens of `text`, no special ones added.
@@ -383,6 +372,19 @@ class SGLangClient:
         encoded = None if content is None else orjson.dumps(content)
         policy = replace(self.retry_policy, retry_refusals=retry_refusals)
         return await retrying(partial(ask_once, request, encoded, INFO_TIMEOUT_S), request, policy)
+
+
+async def shared(client: SGLangClient, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `work` once for all in this event loop who ask under `key` while it runs.
+
+    A caller that is cancelled does not end it for the others.
+
+    Args:
+        client: Whom it asks.
+        key: What is asked for, hashable.
+        work: Asks for it.
+    """
+    return await (await client._sessions.current()).shared(key, work)
 
 
 def normalize_base_url(base_url: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..client.client import SGLangClient
+from ..client.client import SGLangClient, shared
 from ..exceptions import SGLangConnectionError, TokenizerMismatchError
 from ..templates.chat_template import ChatTemplate
 
@@ -87,7 +87,7 @@ async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFa
         SGLangClientError: The server cannot be reached.
     """
     while (facts := known_facts(client, template)) is None:
-        await client.shared(("check", id(template.tokenizer)), partial(_check, client, template))
+        await shared(client, ("check", id(template.tokenizer)), partial(_check, client, template))
     return facts
 
 
