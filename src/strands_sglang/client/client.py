@@ -25,9 +25,9 @@ from ..exceptions import SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
 from .cancellation import Cancellation
-from .connections import SessionPool, Transport, TransportSource, connect, failure_kind
-from .requests import Request, ask_once, generate_once, retrying
-from .retries import RetryPolicy
+from .connections import SessionPool, Transport, TransportSource, connect
+from .requests import Request, ask_health, ask_once, generate_once, retrying
+from .retries import Failure, RetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -219,17 +219,9 @@ class SGLangClient:
         """For each address whether that server is up and generates; see `health`."""
         session = await self._sessions.current()
 
-        async def ask(base_url: str) -> bool:
-            try:
-                response = await session.request("GET", f"{base_url}/health", None, timeout=INFO_TIMEOUT_S)
-            except Exception as error:
-                if failure_kind(error) is None:
-                    raise
-                return False
-            return response.status_code == 200
-
-        answers = await asyncio.gather(*(ask(base_url) for base_url in self.base_urls))
-        return dict(zip(self.base_urls, answers, strict=True))
+        asked = (ask_health(session, self._servers, server, INFO_TIMEOUT_S) for server in self._servers.all)
+        outcomes = await asyncio.gather(*asked)
+        return {url: not isinstance(one, Failure) for url, one in zip(self.base_urls, outcomes, strict=True)}
 
     @property
     def available_urls(self) -> tuple[str, ...]:
@@ -302,8 +294,7 @@ class SGLangClient:
         Args:
             rid: What was given to `generate` as `rid` in this event loop, or the exact id of an attempt.
         """
-        session = await self._sessions.current()
-        await session.abort(rid, self.base_urls)
+        await (await self._sessions.current()).abort(rid, self.base_urls)
 
     async def close(self) -> None:
         """Abort what is in flight and close the connections of all event loops. A later request opens new ones.
@@ -352,10 +343,10 @@ class SGLangClient:
             if error.status < 500:
                 return None
             raise
-        models = answer.get("data")
-        first = models[0] if isinstance(models, list) and models else None
-        length = first.get("max_model_len") if isinstance(first, dict) else None
-        return length if isinstance(length, int) and length > 0 else None
+        match answer:
+            case {"data": [{"max_model_len": int(length)}, *_]} if length > 0:
+                return length
+        return None
 
     async def _ask(
         self,
@@ -471,8 +462,12 @@ def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
     Raises:
         ValueError: There is no router address, neither in `args` nor as `base_url`.
     """
+    per_engine = getattr(args, "sglang_server_concurrency", None) or SLIME_CONCURRENCY_PER_ENGINE
+    gpus = getattr(args, "rollout_num_gpus", None) or 0
+    gpus_per_engine = getattr(args, "rollout_num_gpus_per_engine", None) or 1
+    engines = getattr(args, "rollout_num_engines", None) or gpus // gpus_per_engine
     arguments = {
-        "max_connections": _slime_concurrency(args),
+        "max_connections": int(per_engine) * max(1, int(engines)),
         "timeout": None,
         "max_retries": 60,
         "retry_delay": 1.0,
@@ -488,12 +483,3 @@ def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
         host = f"[{ip}]" if ":" in ip and not ip.startswith("[") else ip
         arguments["base_url"] = f"http://{host}:{port}"
     return arguments
-
-
-def _slime_concurrency(args: Any) -> int:
-    per_engine = getattr(args, "sglang_server_concurrency", None) or SLIME_CONCURRENCY_PER_ENGINE
-    engines = getattr(args, "rollout_num_engines", None)
-    if not engines:
-        gpus = getattr(args, "rollout_num_gpus", None) or 0
-        engines = gpus // (getattr(args, "rollout_num_gpus_per_engine", None) or 1)
-    return int(per_engine) * max(1, int(engines))

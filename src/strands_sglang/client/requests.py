@@ -164,6 +164,13 @@ async def ask_once(request: Request, content: bytes | None, timeout: float) -> A
     return await _outcome(request, sent, decode_object)
 
 
+async def ask_health(session: LoopSession, servers: Servers, server: Server, timeout: float) -> Answer | Failure:
+    """Ask one server for its health, once; the answer says nothing but that it is up."""
+    request = Request(session, servers, Cancellation(), "GET", "/health", server)
+    sent = session.request("GET", f"{server.base_url}/health", None, timeout=timeout)
+    return await _outcome(request, sent, lambda body, url: {})
+
+
 async def generate_once(
     request: Request, body: GenerateBody, *, key: str | None, prefix: str, timeout: float | None, grace: float
 ) -> Answer | Failure:
@@ -279,9 +286,7 @@ async def _outcome(
 
 async def _probe(session: LoopSession, servers: Servers, server: Server) -> None:
     """Ask a server that is out for its health; if it answers, it gets requests again."""
-    request = Request(session, servers, Cancellation(), "GET", "/health", server)
-    sent = session.request("GET", f"{server.base_url}/health", None, timeout=PROBE_TIMEOUT_S)
-    outcome = await _outcome(request, sent, lambda body, url: {})
+    outcome = await ask_health(session, servers, server, PROBE_TIMEOUT_S)
     if isinstance(outcome, Failure) and getattr(outcome.error, "status", 500) >= 500:
         server.log_failure(outcome)
     else:
