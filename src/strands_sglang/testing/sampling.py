@@ -309,12 +309,15 @@ class Sampler:
             answer = ScriptedAnswer(answer)
         if not isinstance(answer, ScriptedAnswer):
             raise TypeError(f"an answer is a str or a ScriptedAnswer, not {answer!r}")
-        ids = self._token_ids(answer, append_stop=answer.finish_reason == "stop" and not aborted)
+        ids = self.encode(answer.text) if answer.token_ids is None else list(answer.token_ids)
+        stop = self._stop_ids[0] if answer.stop_token_id is None else answer.stop_token_id
+        if answer.finish_reason == "stop" and not aborted and (not ids or ids[-1] not in (stop, *self._stop_ids)):
+            ids.append(stop)
         end, finish_reason = self._end(ids, request)
         if finish_reason is None:
             cut = aborted or answer.finish_reason == "abort"
             finish_reason = dict(ABORTED) if cut else {"type": "length", "length": len(ids)}
-        output_ids = ids[:end]
+        output_ids, start = ids[:end], request.logprob_start_len
         return Sampled(
             output_ids=output_ids,
             logprobs=self._logprobs(answer, ids, len(request.input_ids))[:end]
@@ -322,7 +325,12 @@ class Sampler:
             else [],
             text=self._text(output_ids, finish_reason, request.sampling_params),
             finish_reason=finish_reason,
-            prompt_logprobs=self._prompt_logprobs(request),
+            prompt_logprobs=[
+                [None if position == start else _float32(self._logprob(position, token_id)), token_id, None]
+                for position, token_id in enumerate(request.input_ids[start:], start)
+            ]
+            if start >= 0
+            else [],
             sampling_masks=self._sampling_masks(output_ids, request)
             if request.asks_for("return_sampling_mask")
             else None,
@@ -340,26 +348,6 @@ class Sampler:
             others = ((token_id + 1 + bits + i) % self._vocab_size for i in range(self._vocab_size))
             masks.append([token_id, *islice((other for other in others if other != token_id), count - 1)])
         return masks
-
-    def _prompt_logprobs(self, request: CheckedRequest) -> list[list[float | int | None]]:
-        """Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob."""
-        start = request.logprob_start_len
-        if start < 0:
-            return []
-        entries: list[list[float | int | None]] = [
-            [_float32(self._logprob(position, token_id)), token_id, None]
-            for position, token_id in enumerate(request.input_ids[start:], start)
-        ]
-        if entries:
-            entries[0][0] = None
-        return entries
-
-    def _token_ids(self, answer: ScriptedAnswer, *, append_stop: bool) -> list[int]:
-        ids = self.encode(answer.text) if answer.token_ids is None else list(answer.token_ids)
-        stop = self._stop_ids[0] if answer.stop_token_id is None else answer.stop_token_id
-        if append_stop and (not ids or ids[-1] not in (stop, *self._stop_ids)):
-            ids.append(stop)
-        return ids
 
     def _end(self, ids: list[int], request: CheckedRequest) -> tuple[int, dict[str, Any] | None]:
         """How many tokens are sampled and why it ends there; no reason if the answer simply runs out."""

@@ -19,13 +19,14 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import orjson
 from anyio.from_thread import start_blocking_portal
 
 from ..client.cancellation import consume
+from ..client.client import SGLangClient
 from . import bodies
 from .prefix_cache import PrefixCache
 from .sampling import (
@@ -43,11 +44,6 @@ from .sampling import (
     scripted_logprob,
 )
 from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-    from ..client.client import SGLangClient
 
 _NO_HEADERS: Mapping[str, str] = {}
 
@@ -205,8 +201,6 @@ class ScriptedSGLang:
         Args:
             **kwargs: Arguments of `SGLangClient`.
         """
-        from ..client.client import SGLangClient
-
         return SGLangClient("http://scripted", **{"transport": self.transport(), "max_retries": 0, **kwargs})
 
     def serve(self, port: int = 0) -> ServedOnPort:
@@ -290,7 +284,7 @@ class ScriptedSGLang:
             if inspect.isawaitable(answer):
                 answer = await flight.wait(answer)
             if not isinstance(answer, str) and answer.latency_s:
-                answer = await flight.wait(_late(answer))
+                answer = await flight.wait(asyncio.sleep(answer.latency_s, answer))
             if isinstance(answer, ScriptedFault):
                 return self._close(request, flight, _fault(answer, request))
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
@@ -302,11 +296,11 @@ class ScriptedSGLang:
         computed = request.packed_ids + array("i", sampled.output_ids[:-1]).tobytes()
         with self._lock:
             self._cache.insert(computed, checked.cache_key)
-        routed_experts = None
-        if self._experts is not None and checked.asks_for("return_routed_experts"):
-            routed_experts = self._experts.encoded(
-                checked.input_ids + sampled.output_ids, checked.routed_experts_start_len
-            )
+        routed_experts = (
+            self._experts.encoded(checked.input_ids + sampled.output_ids, checked.routed_experts_start_len)
+            if self._experts is not None and checked.asks_for("return_routed_experts")
+            else None
+        )
         response = bodies.generation(
             checked,
             sampled,
@@ -426,11 +420,6 @@ def _json(body: Any, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS
     return HTTPAnswer(status, orjson.dumps(body), {"content-type": "application/json", **headers})
 
 
-async def _late(answer: Answer) -> Answer:
-    await asyncio.sleep(getattr(answer, "latency_s", 0.0))
-    return answer
-
-
 def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
     if fault.kind == "drop":
         return HTTPAnswer(broken_after=0)
@@ -525,8 +514,22 @@ class ServedOnPort:
     async def _serving(self) -> AsyncIterator[str]:
         from aiohttp import web
 
+        async def respond(request: web.Request) -> web.StreamResponse:
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            answer = await self._server.handle(request.method, request.path, headers, await request.read())
+            if answer.broken_after is None:
+                return web.Response(status=answer.status, headers=dict(answer.headers), body=answer.content)
+            response = web.StreamResponse(status=answer.status, headers=dict(answer.headers))
+            if answer.broken_after:
+                response.content_length = len(answer.content)
+                await response.prepare(request)
+                await response.write(answer.content[: answer.broken_after])
+            if request.transport is not None:
+                request.transport.abort() if not answer.broken_after else request.transport.close()
+            return response
+
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
-        application.router.add_route("*", "/{path:.*}", self._answer)
+        application.router.add_route("*", "/{path:.*}", respond)
         # Cancelling the handler when its client disconnects makes a port behave like the in-process transport.
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
@@ -535,19 +538,3 @@ class ServedOnPort:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        answer = await self._server.handle(request.method, request.path, headers, await request.read())
-        if answer.broken_after is None:
-            return web.Response(status=answer.status, headers=dict(answer.headers), body=answer.content)
-        response = web.StreamResponse(status=answer.status, headers=dict(answer.headers))
-        if answer.broken_after:
-            response.content_length = len(answer.content)
-            await response.prepare(request)
-            await response.write(answer.content[: answer.broken_after])
-        if request.transport is not None:
-            request.transport.abort() if not answer.broken_after else request.transport.close()
-        return response

@@ -93,6 +93,17 @@ _RANGES: tuple[tuple[str, float, Callable[[float], bool], str], ...] = (
 )
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
+_UNUSABLE = {
+    "return_hidden_states": (
+        "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
+        "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
+    ),
+    "custom_logit_processor": (
+        "The server is not configured to enable custom logit processor. Please set "
+        "`--enable-custom-logit-processor` to enable this feature."
+    ),
+}
+
 MAX_SAMPLING_MASK = 4096
 _NO_TOP_K = 1 << 30
 
@@ -106,6 +117,10 @@ _KINDS = {
 }
 # A JSON true is a number to the HTTP layer, and 1 a flag.
 _TYPES: dict[str, tuple[type, ...]] = {_TEXT: (str,), _NUMBER: (int, float), _FLAG: (int,), _OBJECT: (dict,)}
+_STRICT_FLAGS = {
+    "require_reasoning": "a boolean",
+    "return_sampling_mask": "a value or an array of values for BoolOrList",
+}
 _NOT_NULL = ("require_reasoning", "return_entropy", "no_logs", "log_metrics")
 
 
@@ -216,27 +231,66 @@ def check_generate(
     params = body.get("sampling_params") or {}
     if (wrong := _sampling_type_violation(params)) is not None:
         raise contract_violation(wrong)
-    _check_imitated(body, params, is_batch=list in id_kinds)
-    _check_features(body)
-    input_ids = _read_input(body, vocab_size, encode)
-    max_new_tokens = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-    _check_context(len(input_ids), params.get("max_new_tokens"), context_length)
-    _check_usable(body)
-    _check_sampling_values(params, vocab_size)
-    _check_sampling_mask(body, params)
-    if len(input_ids) > context_length - INPUT_RESERVE:
+    for key in _NOT_IMITATED:
+        if body.get(key):
+            raise refusal(f"scripted server: `{key}` is not imitated", 501)
+    is_batch = list in id_kinds or any(isinstance(body.get(key), list) for key in ("text", "rid", "sampling_params"))
+    if is_batch or (params.get("n") or 1) > 1:
+        raise refusal("scripted server: batches and n > 1 are not imitated", 501)
+    # Features that the server has only if it is launched for them, as this one is not.
+    if body.get("max_thinking_tokens") is not None:
+        raise refusal("max_thinking_tokens requires the server to be launched with --enable-strict-thinking")
+    rank = body.get("routed_dp_rank")
+    rank = body.get("data_parallel_rank") if rank is None else rank
+    if rank not in (None, 0):
+        raise refusal(f"routed_dp_rank={rank} out of range [0, 1)")
+    if body.get("lora_path"):
         raise refusal(
-            f"Input length ({len(input_ids)} tokens) exceeds the maximum allowed length "
+            f"LoRA adapter '{body['lora_path']}' was requested, but LoRA is not enabled. Please launch the server with "
+            "--enable-lora flag and preload adapters using --lora-paths or /load_lora_adapter endpoint."
+        )
+    input_ids = _read_input(body, vocab_size, encode)
+    input_tokens, max_new_tokens = len(input_ids), params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    if input_tokens >= context_length:
+        raise refusal(
+            f"The input ({input_tokens} tokens) is longer than the model's context length ({context_length} tokens)."
+        )
+    asked = params.get("max_new_tokens") or 0
+    if input_tokens + asked > context_length:
+        raise refusal(
+            f"Requested token count exceeds the model's maximum context length of {context_length} tokens. "
+            f"You requested a total of {input_tokens + asked} tokens: {input_tokens} tokens from the input "
+            f"messages and {asked} tokens for the completion. Please reduce the number of tokens in the input "
+            "messages or the completion to fit within the limit."
+        )
+    # Fields that need a launch option, or another field.
+    for key, message in _UNUSABLE.items():
+        if body.get(key):
+            raise refusal(message)
+    if body.get("sampling_logprobs_mode") is not None and not body.get("return_sampling_mask"):
+        raise refusal("sampling_logprobs_mode can only be set when return_sampling_mask=true.")
+    _check_sampling_values(params, vocab_size)
+    top_k = params.get("top_k")
+    is_finite = top_k is not None and 1 <= top_k <= MAX_SAMPLING_MASK
+    if body.get("return_sampling_mask") and params.get("temperature") != 0 and not is_finite:
+        raise refusal(
+            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_SAMPLING_MASK}; "
+            f"got top_k={_NO_TOP_K if top_k in (None, -1) else top_k}. Lower top_k or increase "
+            "--sampling-mask-max-tokens."
+        )
+    if input_tokens > context_length - INPUT_RESERVE:
+        raise refusal(
+            f"Input length ({input_tokens} tokens) exceeds the maximum allowed length "
             f"({context_length - INPUT_RESERVE} tokens). Use a shorter input or enable --allow-auto-truncate."
         )
-    room = context_length - OUTPUT_RESERVE - len(input_ids)
+    room = context_length - OUTPUT_RESERVE - input_tokens
     return CheckedRequest(
         body=body,
         input_ids=input_ids,
         sampling_params=params,
         max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
-        logprob_start_len=_read_logprob_start(body, len(input_ids)),
-        routed_experts_start_len=_read_routed_experts_start(body, len(input_ids)),
+        logprob_start_len=_read_logprob_start(body, input_tokens),
+        routed_experts_start_len=_read_routed_experts_start(body, input_tokens),
     )
 
 
@@ -279,15 +333,6 @@ def _check_body_types(body: dict[str, Any]) -> set[type]:
     return id_kinds
 
 
-def _check_imitated(body: dict[str, Any], params: dict[str, Any], *, is_batch: bool) -> None:
-    for key in _NOT_IMITATED:
-        if body.get(key):
-            raise refusal(f"scripted server: `{key}` is not imitated", 501)
-    is_batch |= any(isinstance(body.get(key), list) for key in ("text", "rid", "sampling_params"))
-    if is_batch or (params.get("n") or 1) > 1:
-        raise refusal("scripted server: batches and n > 1 are not imitated", 501)
-
-
 def _read_input(body: dict[str, Any], vocab_size: int, encode: Callable[[str], list[int]]) -> list[int]:
     ids: list[int] | None = body.get("input_ids")
     text = body.get("text")
@@ -303,20 +348,6 @@ def _read_input(body: dict[str, Any], vocab_size: int, encode: Callable[[str], l
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise fatal(f"token id {wrong} at position {ids.index(wrong)} is outside the vocabulary [0, {vocab_size})")
     return ids
-
-
-def _check_context(input_tokens: int, max_new_tokens: int | None, context_length: int) -> None:
-    if input_tokens >= context_length:
-        raise refusal(
-            f"The input ({input_tokens} tokens) is longer than the model's context length ({context_length} tokens)."
-        )
-    if max_new_tokens is not None and input_tokens + max_new_tokens > context_length:
-        raise refusal(
-            f"Requested token count exceeds the model's maximum context length of {context_length} tokens. "
-            f"You requested a total of {input_tokens + max_new_tokens} tokens: {input_tokens} tokens from the input "
-            f"messages and {max_new_tokens} tokens for the completion. Please reduce the number of tokens in the input "
-            "messages or the completion to fit within the limit."
-        )
 
 
 def _read_logprob_start(body: dict[str, Any], input_tokens: int) -> int:
@@ -350,49 +381,6 @@ def _read_routed_experts_start(body: dict[str, Any], input_tokens: int) -> int:
     return start
 
 
-def _check_features(body: dict[str, Any]) -> None:
-    """Refuse a feature that the server has only if it is launched for it, as this one is not."""
-    if body.get("max_thinking_tokens") is not None:
-        raise refusal("max_thinking_tokens requires the server to be launched with --enable-strict-thinking")
-    rank = body.get("routed_dp_rank")
-    rank = body.get("data_parallel_rank") if rank is None else rank
-    if rank not in (None, 0):
-        raise refusal(f"routed_dp_rank={rank} out of range [0, 1)")
-    if body.get("lora_path"):
-        raise refusal(
-            f"LoRA adapter '{body['lora_path']}' was requested, but LoRA is not enabled. Please launch the server with "
-            "--enable-lora flag and preload adapters using --lora-paths or /load_lora_adapter endpoint."
-        )
-
-
-def _check_usable(body: dict[str, Any]) -> None:
-    """Refuse fields that need a launch option, or another field."""
-    if body.get("return_hidden_states"):
-        raise refusal(
-            "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
-            "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
-        )
-    if body.get("custom_logit_processor"):
-        raise refusal(
-            "The server is not configured to enable custom logit processor. Please set "
-            "`--enable-custom-logit-processor` to enable this feature."
-        )
-    if body.get("sampling_logprobs_mode") is not None and not body.get("return_sampling_mask"):
-        raise refusal("sampling_logprobs_mode can only be set when return_sampling_mask=true.")
-
-
-def _check_sampling_mask(body: dict[str, Any], params: dict[str, Any]) -> None:
-    """Refuse sampling parameters under which the server cannot tell sampling masks."""
-    top_k = params.get("top_k")
-    is_finite = top_k is not None and 1 <= top_k <= MAX_SAMPLING_MASK
-    if body.get("return_sampling_mask") and params.get("temperature") != 0 and not is_finite:
-        raise refusal(
-            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_SAMPLING_MASK}; "
-            f"got top_k={_NO_TOP_K if top_k in (None, -1) else top_k}. Lower top_k or increase "
-            "--sampling-mask-max-tokens."
-        )
-
-
 def _mistyped_field(key: str, value: Any) -> tuple[str, str] | None:
     """Kind and text of the HTTP layer's error for a value of the wrong type; None if it passes."""
     kind = _KINDS.get(key)
@@ -423,10 +411,8 @@ def _field_violation(key: str, value: Any) -> str | None:
             return wrong_type(value, expected)
         if expected == "u64" and value < 0:
             return f"invalid value: integer `{value}`, expected u64"
-    if key == "require_reasoning" and not isinstance(value, bool):
-        return wrong_type(value, "a boolean")
-    if key == "return_sampling_mask" and not isinstance(value, bool):
-        return wrong_type(value, "a value or an array of values for BoolOrList")
+    if key in _STRICT_FLAGS and not isinstance(value, bool):
+        return wrong_type(value, _STRICT_FLAGS[key])
     return None
 
 
@@ -471,14 +457,15 @@ def _check_sampling_values(params: dict[str, Any], vocab_size: int) -> None:
 
 def wrong_type(value: Any, expected: str) -> str:
     """The server's error text for a JSON value of a type that it does not expect."""
-    if isinstance(value, bool):
-        found = f"boolean `{str(value).lower()}`"
-    elif isinstance(value, int):
-        found = f"integer `{value}`"
-    elif isinstance(value, float):
-        found = f"floating point `{value}`"
-    elif isinstance(value, str):
-        found = f"string {json.dumps(value, ensure_ascii=False)}"
-    else:
-        found = "map" if isinstance(value, dict) else "sequence" if isinstance(value, list) else "null"
+    match value:
+        case bool():
+            found = f"boolean `{str(value).lower()}`"
+        case int():
+            found = f"integer `{value}`"
+        case float():
+            found = f"floating point `{value}`"
+        case str():
+            found = f"string {json.dumps(value, ensure_ascii=False)}"
+        case _:
+            found = "map" if isinstance(value, dict) else "sequence" if isinstance(value, list) else "null"
     return f"invalid type: {found}, expected {expected}"
