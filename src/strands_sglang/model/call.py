@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -38,7 +38,6 @@ from ..messages import (
     NO_SYSTEM_PROMPT,
     ChatMessage,
     Conversation,
-    fingerprint,
     pictures_of,
     to_chat_messages,
     to_chat_tools,
@@ -49,7 +48,6 @@ from ..protocol.generation import (
     join_parts,
     read_generation,
     sampling_params_of_the_rest,
-    stop_patterns,
     stop_strings,
 )
 from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
@@ -87,11 +85,6 @@ class RequestPlan:
         budget = self.sampling_params.get("max_new_tokens")
         return budget is not None and self.sampled >= budget
 
-    def total_tokens(self, prompt_tokens: int) -> int | None:
-        """Most tokens of prompt and answer; None where the request sets no limit."""
-        most = self.sampling_params.get("max_new_tokens")
-        return None if most is None else prompt_tokens + int(most)
-
 
 OnRequest = Callable[[Turn, RequestPlan], RequestPlan]
 """Called before each request with its turn; returns what to ask for, or raises so that nothing is asked."""
@@ -112,14 +105,6 @@ class ChatRequest:
     tool_specs: list[ToolSpec] | None
     system: str | None
     conversation: Conversation
-
-    @classmethod
-    def of(
-        cls, messages: Messages, tool_specs: list[ToolSpec] | None, system: str | None, template: ChatTemplate
-    ) -> ChatRequest:
-        """The request whose prompts a template writes."""
-        parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
-        return cls(messages, tool_specs, system, fingerprint(parts, messages))
 
 
 @dataclass(eq=False)
@@ -202,7 +187,9 @@ class ModelCall:
                 try:
                     part = await self._request(plan)
                 except ContextWindowOverflowException:
-                    if plan.total_tokens(len(self._input_ids)) != server.context_length:
+                    most = plan.sampling_params.get("max_new_tokens")
+                    total = None if most is None else len(self._input_ids) + int(most)
+                    if total != server.context_length:
                         raise
                     reserve_last_token(client)
                     planned_with, server = server, await check_server(client, self.template)
@@ -210,7 +197,11 @@ class ModelCall:
                         raise
                     continue
                 self.parts.append(part)
-                answer = self._named_by_its_stop(join_parts(self.parts), plan)
+                answer = join_parts(self.parts)
+                if answer.stop_string in self._begun:  # the rest of one that an earlier part began
+                    text = self.template.decode(answer.output_ids)
+                    whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), None)
+                    answer = replace(answer, stop_string=whole or answer.stop_string)
                 fruitless = 0 if part.output_ids else fruitless + 1
                 if answer.stop_string not in self._begun and part.finish_type != "abort":
                     return answer
@@ -332,8 +323,16 @@ class ModelCall:
         generation = read_generation(
             response, logprobs_expected=self.config.wants_logprobs, end_token_ids=self.template.stop_ids
         )
-        sent = self.turn.sampling_params
-        check_stop(generation, {*stop_strings(sent), *stop_patterns(sent), *self._begun}, self.template.decode)
+        # SGLang ends a request at a text that was neither asked for nor sampled when its model fails: with logits that
+        # are no numbers it puts a stop token in the place of what was sampled and calls the end "NaN happened".
+        stop, sent = generation.stop_string, self.turn.sampling_params
+        asked = {*stop_strings(sent), *stop_strings(sent, "stop_regex"), *self._begun}
+        # A server may have stop strings of its own, which are in the text then.
+        if stop is not None and stop not in asked and stop not in self.template.decode(generation.output_ids):
+            raise SGLangDecodingError(
+                f"the server ended the answer with {stop!r}, which is no stop string of the request and not in the "
+                "answer: its model has failed, or something on the way has changed the answer"
+            )
         return generation
 
     def _sampled(self) -> Generation | None:
@@ -349,14 +348,6 @@ class ModelCall:
         except SGLangDecodingError as error:  # must not take the place of what has ended the call
             logger.warning("call=<%d>, error=<%s> | kept without routed experts", self.turn.index, error)
             return join_parts([replace(part, routed_experts=None) for part in parts])
-
-    def _named_by_its_stop(self, answer: Generation, plan: RequestPlan) -> Generation:
-        """The answer; if it ended with the rest of a stop string that an earlier part began, with all of that."""
-        if answer.stop_string not in self._begun:
-            return answer
-        text = self.template.decode(answer.output_ids)
-        whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), answer.stop_string)
-        return replace(answer, stop_string=whole)
 
     def _aborted(self, answer: Generation, *, closed: bool) -> SGLangAbortedError:
         count = answer.completion_tokens
@@ -513,7 +504,13 @@ class ModelCall:
             raise UnprovenContinuationError("the chat template numbers the images of a conversation")
         # After an answer that is not among the messages that are counted, only what they add can be told.
         if self.config.history_policy == "template" and (known or not ahead):
-            self._refuse_rewritten_history(turn, new)
+            reasoning = any(earlier.has_reasoning for earlier in turn.path())
+            for role, tool_result in (("user", False), ("tool", True)):
+                follows = any(message["role"] == role for message in new)
+                if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
+                    raise UnprovenContinuationError(
+                        f"the chat template writes earlier turns anew behind a {role} message"
+                    )
         stop = turn.generation.stop_token_id if turn.generation is not None else None
         return self.template.continuation(
             SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),
@@ -543,13 +540,6 @@ class ModelCall:
             images=self.images is not None,
             **context,
         )
-
-    def _refuse_rewritten_history(self, turn: Turn, new: list[ChatMessage]) -> None:
-        reasoning = any(earlier.has_reasoning for earlier in turn.path())
-        for role, tool_result in (("user", False), ("tool", True)):
-            follows = any(message["role"] == role for message in new)
-            if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
-                raise UnprovenContinuationError(f"the chat template writes earlier turns anew behind a {role} message")
 
 
 # --- what a request asks for, and whether its answer answers that ---
@@ -653,29 +643,6 @@ def check_answer(
         )
 
 
-def check_stop(generation: Generation, asked: Collection[str], decode: Callable[[list[int]], str]) -> None:
-    """Refuse an answer that stopped at a text which was neither asked for nor sampled.
-
-    SGLang ends a request so when its model fails: with logits that are no numbers it puts a stop token in the place of
-    what was sampled and calls the end "NaN happened".
-
-    Args:
-        generation: What the server returned.
-        asked: The stop strings and patterns of the request.
-        decode: The text of token ids. A server may have stop strings of its own, which are in the text then.
-
-    Raises:
-        SGLangDecodingError: It did.
-    """
-    stop = generation.stop_string
-    if stop is None or stop in asked or stop in decode(generation.output_ids.tolist()):
-        return
-    raise SGLangDecodingError(
-        f"the server ended the answer with {stop!r}, which is no stop string of the request and not in the answer: its "
-        "model has failed, or something on the way has changed the answer"
-    )
-
-
 def _check_routed_experts(generation: Generation, parent: Generation | None) -> None:
     if generation.routed_experts is None:
         raise SGLangDecodingError(
@@ -751,17 +718,17 @@ def stream_events(blocks: list[ContentBlock], reason: str, generation: Generatio
     """An answer as Strands stream events: one delta a block, since every delta costs the agent's loop time."""
     yield {"messageStart": {"role": "assistant"}}
     for block in blocks:
+        start: Any = {}
         if "toolUse" in block:
             use = block["toolUse"]
-            yield {"contentBlockStart": {"start": {"toolUse": {"toolUseId": use["toolUseId"], "name": use["name"]}}}}
-            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(use["input"])}}}}
+            start = {"toolUse": {"toolUseId": use["toolUseId"], "name": use["name"]}}
+            delta: Any = {"toolUse": {"input": json.dumps(use["input"])}}
         elif "reasoningContent" in block:
-            text = block["reasoningContent"]["reasoningText"]["text"]
-            yield {"contentBlockStart": {"start": {}}}
-            yield {"contentBlockDelta": {"delta": {"reasoningContent": {"text": text}}}}
+            delta = {"reasoningContent": {"text": block["reasoningContent"]["reasoningText"]["text"]}}
         else:
-            yield {"contentBlockStart": {"start": {}}}
-            yield {"contentBlockDelta": {"delta": {"text": block["text"]}}}
+            delta = {"text": block["text"]}
+        yield {"contentBlockStart": {"start": start}}
+        yield {"contentBlockDelta": {"delta": delta}}
         yield {"contentBlockStop": {}}
     yield {"messageStop": {"stopReason": cast(Any, reason)}}
     yield {

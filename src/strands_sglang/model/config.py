@@ -92,18 +92,22 @@ class ModelConfig:
             ValueError: A value can only fail later, at the first call or when the episode is saved. Names the key,
                 what it holds and what it takes.
         """
-        _check_place_of_fields(given.get("sampling_params"))
+        params = given.get("sampling_params")
+        if not isinstance(params, Mapping | None):
+            raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
+        misplaced = sorted(set(params or ()) & set(REQUEST_FIELDS))
+        if misplaced:
+            raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
         # A chat template may take arguments of any kind.
         own = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()}
         values = {name: value for name, value in own.items() if value is not None}
         values["request_fields"] = checked_fields(
             values.get("request_fields"), values.pop("unchecked_request_fields", None)
         )
-        config = cls(**values)
-        config._check()
-        return config, own
+        return cls(**values), own
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """Refuse values that contradict each other or cannot work."""
         params = self.sampling_params
         check_sampling_mask(self.request_fields, params)
         for name, choices in _CHOICES.items():
@@ -126,17 +130,6 @@ class ModelConfig:
             raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
         if least is not None and most is not None and least > most:
             raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
-
-
-def _check_place_of_fields(sampling_params: Any) -> None:
-    """Refuse sampling parameters that are none."""
-    if sampling_params is None:
-        return
-    if not isinstance(sampling_params, Mapping):
-        raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {sampling_params!r}")
-    misplaced = sorted(set(sampling_params) & set(REQUEST_FIELDS))
-    if misplaced:
-        raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
 
 
 def _is_whole(number: Any, *, at_least: int) -> bool:

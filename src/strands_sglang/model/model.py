@@ -43,7 +43,7 @@ from typing_extensions import Unpack, override
 from ..client.cache import get_client
 from ..client.client import SGLangClient
 from ..exceptions import SGLangCancelledError
-from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
+from ..messages import fingerprint, is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.images import ImageProcessor
 from ..tool_choice import can_force
@@ -114,11 +114,9 @@ class RecordingHooks(HookProvider):
 
     def _answered(self, event: AfterModelCallEvent) -> None:
         call = end_call(known_agent(event.agent), event.invocation_state)
-        if call is None:
-            return
-        if event.exception is not None:
+        if call is not None and event.exception is not None:
             call.close(f"the call failed behind it: {type(event.exception).__name__}")
-        elif event.retry:
+        elif call is not None and event.retry:
             call.close("a hook had the call repeated")
 
     def _added(self, event: MessageAddedEvent) -> None:
@@ -407,7 +405,11 @@ class SGLangModel(Model):
             system_prompt: Its system prompt.
             system_prompt_content: The same as content blocks, used if `system_prompt` is None.
         """
-        await self._look_at_server()
+        if known_facts(self.client, self.chat_template) is None:
+            try:  # the call itself waits for the server as it has to
+                await asyncio.wait_for(check_server(self.client, self.chat_template), _LONGEST_LOOK_S)
+            except Exception as error:
+                logger.debug("error=<%s> | counting before the server has said its context length", error)
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         try:
             return await self._call(messages, tool_specs, system, self.trajectory).count()
@@ -415,14 +417,6 @@ class SGLangModel(Model):
             logger.debug("error=<%s> | counting plain text", error)
             texts = [system or "", *(text for message in messages for text in plain_texts(message["content"]))]
             return sum(len(self.chat_template.encode(text)) for text in texts)
-
-    async def _look_at_server(self) -> None:
-        """Ask the server for its context length, if it was not asked yet; the call itself waits for it as it has to."""
-        if known_facts(self.client, self.chat_template) is None:
-            try:
-                await asyncio.wait_for(check_server(self.client, self.chat_template), _LONGEST_LOOK_S)
-            except Exception as error:
-                logger.debug("error=<%s> | counting before the server has said its context length", error)
 
     # --- calls ---
 
@@ -482,7 +476,9 @@ class SGLangModel(Model):
         if kwargs.get("structured_output_model") is not None and not can_force(
             self.tool_parser, tool_specs, cast(Any, tool_choice)
         ):
-            tool_specs = _named(tool_specs, tool_choice)
+            # The tool that a choice names alone, which Strands hands to models that cannot force it; else all of them.
+            name = cast(Any, tool_choice or {}).get("tool", {}).get("name")
+            tool_specs = [spec for spec in tool_specs or () if spec["name"] == name] or tool_specs
         state, invocation = kwargs.get("model_state"), kwargs.get("invocation_state")
         origin = self._episodes.of_call(state, invocation)
         # Made of what the model is now: `update_config` and `reset` while the request is on its way are for the next.
@@ -560,18 +556,12 @@ class SGLangModel(Model):
         **about: Any,
     ) -> ModelCall:
         """A call of the model as it is now."""
-        template = self.chat_template
-        chat = ChatRequest.of(messages, tool_specs, system, template)
-        about = {"on_request": self.on_request, **about}
+        template, parser = self.chat_template, self.tool_parser
+        parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
+        chat = ChatRequest(messages, tool_specs, system, fingerprint(parts, messages))
         return ModelCall(
-            chat, trajectory, self.client, template, self.tool_parser, self.images, self._settings, **about
+            chat, trajectory, self.client, template, parser, self.images, self._settings, self.on_request, **about
         )
-
-
-def _named(tool_specs: list[ToolSpec] | None, choice: ToolChoice | None) -> list[ToolSpec] | None:
-    """The tool that a choice names alone, which Strands hands to models that cannot force it; else all of them."""
-    name = cast(Any, choice or {}).get("tool", {}).get("name")
-    return [spec for spec in tool_specs or () if spec["name"] == name] or tool_specs
 
 
 def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event | None) -> None:
@@ -619,12 +609,6 @@ class AuxiliaryModel(Model):
     @property
     def _supports_structured_output(self) -> bool:  # type: ignore[override]
         return self.model._supports_structured_output
-
-    @property
-    @override
-    def stateful(self) -> bool:
-        """As the model's."""
-        return self.model.stateful
 
     @property
     @override

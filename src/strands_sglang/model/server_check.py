@@ -13,14 +13,11 @@ import threading
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..client.client import SGLangClient, shared
 from ..exceptions import SGLangConnectionError, TokenizerMismatchError
 from ..templates.chat_template import ChatTemplate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +39,9 @@ class ServerFacts:
     tokenizer_proven: bool
 
 
-_facts: weakref.WeakKeyDictionary[
-    SGLangClient, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, ServerFacts]]
-] = weakref.WeakKeyDictionary()
+_facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[Any, dict[str, ServerFacts]]] = (
+    weakref.WeakKeyDictionary()
+)
 """What was told, by client, tokenizer and address."""
 
 _reserving: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
@@ -119,10 +116,6 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
             "for the one, context_window_limit for the other",
             base_url,
         )
-    return ServerFacts(context_length, await _compare_tokenizers(client, template, base_url))
-
-
-async def _compare_tokenizers(client: SGLangClient, template: ChatTemplate, base_url: str) -> bool:
     # Added tokens are what tokenizers of one family differ in: `<think>` is one token for Qwen3 and three for Qwen2.5.
     added = template.tokenizer.added_tokens_decoder.values()
     marks = " ".join(token.content for token in list(added)[:_PROBED_MARKS])
@@ -130,10 +123,10 @@ async def _compare_tokenizers(client: SGLangClient, template: ChatTemplate, base
     served = await client.tokenize(text, base_url)
     if served is None:
         logger.warning("base_url=<%s> | no usable /tokenize there, so the tokenizer's match is unproven", base_url)
-        return False
+        return ServerFacts(context_length, tokenizer_proven=False)
     own = template.encode(text)
     if served == own:
-        return True
+        return ServerFacts(context_length, tokenizer_proven=True)
     first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
     raise TokenizerMismatchError(
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "

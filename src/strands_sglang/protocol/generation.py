@@ -232,7 +232,6 @@ class Generation:
 
 
 _ID_BYTES = 4
-_FINISH_TYPES = frozenset({"stop", "length", "abort"})
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
     | {"output_token_sampling_mask", "output_token_sampling_logprobs"}
@@ -263,7 +262,7 @@ def read_generation(
         output_ids = array("i", response["output_ids"])
         finish = meta["finish_reason"]
         finish_type = finish["type"]
-        if finish_type not in _FINISH_TYPES:
+        if finish_type not in ("stop", "length", "abort"):
             # Whatever it is, an answer that did not end in a known way must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
         aborted = finish_type == "abort"
@@ -410,7 +409,6 @@ def _int32_array(value: Any) -> array[int] | None:
         raise ValueError(f"not an int32 array: {error}") from error
 
 
-_BUDGETS = ("max_new_tokens", "min_new_tokens")
 _SERVERS_BUDGET = 128
 """What SGLang takes for `max_new_tokens` where a request has none."""
 
@@ -430,7 +428,7 @@ def sampling_params_of_the_rest(
     rest = dict(sampling_params)
     if rest.get("max_new_tokens") is None and sampled < _SERVERS_BUDGET:
         rest["max_new_tokens"] = _SERVERS_BUDGET
-    for name in _BUDGETS:
+    for name in ("max_new_tokens", "min_new_tokens"):
         if rest.get(name) is not None:
             rest[name] = max(rest[name] - sampled, 0)
     if rest.get("min_new_tokens") and rest.get("max_new_tokens") is not None:
@@ -440,17 +438,9 @@ def sampling_params_of_the_rest(
     return rest
 
 
-def stop_strings(sampling_params: Mapping[str, Any]) -> list[str]:
-    """The stop strings of a request."""
-    return _texts(sampling_params.get("stop"))
-
-
-def stop_patterns(sampling_params: Mapping[str, Any]) -> list[str]:
-    """The regular expressions that end an answer of a request."""
-    return _texts(sampling_params.get("stop_regex"))
-
-
-def _texts(value: str | Sequence[str] | None) -> list[str]:
+def stop_strings(sampling_params: Mapping[str, Any], parameter: str = "stop") -> list[str]:
+    """The stop strings of a request; its regular expressions are the parameter "stop_regex"."""
+    value = sampling_params.get(parameter)
     return [value] if isinstance(value, str) else list(value or ())
 
 
@@ -485,22 +475,31 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         if part.prompt_tokens:  # one that was aborted in the queue tells next to nothing
             ran.append(part)
             prompt_tokens = part.prompt_tokens - sampled
-        spans += [VersionSpan(span.version, span.start + sampled, span.end + sampled) for span in part.weight_versions]
+        for version, start, end in part.weight_versions:
+            if spans and (spans[-1].version, spans[-1].end) == (version, start + sampled):
+                spans[-1] = spans[-1]._replace(end=end + sampled)
+            else:
+                spans.append(VersionSpan(version, start + sampled, end + sampled))
         sampled += part.completion_tokens
     has_logprobs = all(part.logprobs is not None or not part.output_ids for part in parts)
+    has_sampling_logprobs = any(part.sampling_logprobs is not None for part in parts)
+    unknown = array("d", [math.nan])
+    sampling_logprobs = [
+        unknown * part.completion_tokens if part.sampling_logprobs is None else part.sampling_logprobs for part in parts
+    ]
     joined = replace(
         last,
         output_ids=_joined("i", [part.output_ids for part in parts]),
         logprobs=_joined("d", [part.logprobs for part in parts if part.logprobs is not None]) if has_logprobs else None,
         prompt_tokens=prompt_tokens,
         cached_tokens=ran[0].cached_tokens if ran else last.cached_tokens,
-        weight_versions=tuple(_merged(spans)),
+        weight_versions=tuple(spans),
         # Of later parts these would be those of tokens that this answer sampled.
         prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
         resumed_ids=tuple(rid for part in parts for rid in (*part.resumed_ids, part.request_id))[:-1],
         routed_experts=_joined_experts(parts),
         sampling_mask=joined_mask((_kept_ids_or_none(part), part.completion_tokens) for part in parts),
-        sampling_logprobs=_joined_sampling_logprobs(parts),
+        sampling_logprobs=_joined("d", sampling_logprobs) if has_sampling_logprobs else None,
         latency_s=sum(part.latency_s for part in parts),
         meta_info={key: value for key, value in last.meta_info.items() if key not in TOP_P_KEYS},
     )
@@ -515,26 +514,8 @@ def _kept_ids_or_none(part: Generation) -> SamplingMask | None:
         return None
 
 
-def _joined_sampling_logprobs(parts: Sequence[Generation]) -> array[float] | None:
-    if all(part.sampling_logprobs is None for part in parts):
-        return None
-    told = [(part.sampling_logprobs, part.completion_tokens) for part in parts]
-    return _joined("d", [array("d", [math.nan]) * count if known is None else known for known, count in told])
-
-
 def _joined(kind: str, arrays: Iterable[array[Any]]) -> array[Any]:
     return array(kind, chain.from_iterable(arrays))
-
-
-def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Neighbouring spans of one version as one."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            merged[-1] = merged[-1]._replace(end=span.end)
-        else:
-            merged.append(span)
-    return merged
 
 
 def _joined_experts(parts: Sequence[Generation]) -> str | None:

@@ -17,23 +17,20 @@ import orjson
 
 from ..exceptions import SGLangContextLengthError, SGLangDecodingError, SGLangHTTPError, SGLangThrottledError
 
-CONTEXT_LENGTH_WORDINGS = (
-    r"is longer than the model's context length",  # the input alone
-    r"exceeds the model's maximum context length",  # the input plus max_new_tokens
-    r"Input length \(\d+ tokens\) exceeds the maximum allowed length",  # the scheduler keeps a few tokens for itself
-    r"exceeds the maximum number of tokens: \d+ > \d+",  # prefill/decode disaggregation
-    r"prompt is too long after expanding multimodal tokens",
+_CONTEXT_LENGTH = re.compile(
+    r"is longer than the model's context length"  # the input alone
+    r"|exceeds the model's maximum context length"  # the input plus max_new_tokens
+    r"|Input length \(\d+ tokens\) exceeds the maximum allowed length"  # the scheduler keeps a few tokens for itself
+    r"|exceeds the maximum number of tokens: \d+ > \d+"  # prefill/decode disaggregation
+    r"|prompt is too long after expanding multimodal tokens"
 )
-"""Regular expressions of the messages by which SGLang says that a request does not fit the model's context."""
+"""The messages by which SGLang says that a request does not fit the model's context."""
 
 NO_SUCH_ENDPOINT = frozenset({404, 405, 501})
 """Statuses of a server that does not know the path (501: what plain file servers answer to POST)."""
 
 KEPT_BODY_CHARS = 4096
 SHOWN_BODY_CHARS = 200
-
-_CONTEXT_LENGTH = re.compile("|".join(CONTEXT_LENGTH_WORDINGS))
-_ID_LIST_BYTES = b"0123456789,"
 
 
 def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) -> bytes:
@@ -56,9 +53,8 @@ def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) ->
         encoded = orjson.dumps(ids)
     except TypeError:
         encoded = b""
-    if encoded.translate(None, _ID_LIST_BYTES) != b"[]":
-        raise ValueError(_first_bad_id(ids, vocab_size))
-    if vocab_size is not None and max(ids) >= vocab_size:
+    is_id_list = encoded.translate(None, b"0123456789,") == b"[]"
+    if not is_id_list or (vocab_size is not None and max(ids) >= vocab_size):
         raise ValueError(_first_bad_id(ids, vocab_size))
     return encoded
 
