@@ -20,7 +20,6 @@ from ..reading import (
     BrokenCallError,
     Call,
     CallSpan,
-    InvalidValueError,
     Mark,
     MarkedText,
     MarkKind,
@@ -28,8 +27,7 @@ from ..reading import (
     Span,
     SpanKind,
     ToolCallStatus,
-    decode_json,
-    is_cut,
+    decode_last_arguments,
     json_call,
     shorten,
     skip_space,
@@ -37,7 +35,6 @@ from ..reading import (
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
-_MARKS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN)
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?:\s?to=(?P<before>[^\s<]+))?\s?<\|channel\|>(?P<channel>\w+)"
     r"(?:\s?to=(?P<behind>[^\s<]+))?(?:\s?(?:<\|constrain\|>\s?)?(?P<type>\w+))?\s?"
@@ -60,7 +57,7 @@ class HarmonyToolParser(ToolParser):
 
     def kinds_of_marks(self) -> dict[str, str]:
         """Return the marks: none stands around reasoning or calls, messages are made of them."""
-        return {mark: mark for mark in _MARKS}
+        return {mark: mark for mark in (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN)}
 
     def take_apart(self, turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
         """Cut a turn into its messages; see `ToolParser.take_apart`."""
@@ -108,11 +105,7 @@ class HarmonyToolParser(ToolParser):
         name = recipient.removeprefix(_FUNCTIONS)
         if header.problem is not None:
             raise BrokenCallError(header.end, header.problem, name, cut=header.end == len(text))
-        try:
-            decoded = decode_json(text, skip_space(text, header.end))
-        except InvalidValueError as error:
-            wrong = f"the arguments are not valid JSON: {error}"
-            raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+        decoded = decode_last_arguments(text, header.end, name)
         end = skip_space(text, decoded.end)
         if (stop := turn.mark_at(_CALL, end)) is not None:
             end = skip_space(text, stop.end)

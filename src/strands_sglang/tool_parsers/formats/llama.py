@@ -33,8 +33,10 @@ from ..reading import (
     call_from_json,
     decode_json,
     end_of_turn,
+    expect,
     is_cut,
     name_of,
+    next_item,
     read_arguments,
     skip_space,
 )
@@ -65,14 +67,26 @@ class Llama3JSONToolParser(ToolParser):
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read the calls up to the end of the turn."""
-        text, begin = turn.text, skip_space(turn.text, start.end)
+        text = turn.text
+        begin = end = skip_space(text, start.end)
         built_in = _BUILT_IN.match(text, begin) if start.end > start.start else None
+        calls: list[ToolParseResult] = []
         try:
             if built_in is not None:
                 arguments, end = read_arguments(text, built_in.end())
-                calls = [Call(built_in.group(1), arguments).result(text[begin:end])]
-            else:
-                calls, end = _read_objects(turn, begin)
+                calls.append(Call(built_in.group(1), arguments).result(text[begin:end]))
+            while built_in is None:
+                if len(calls) == MAX_CALLS:
+                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", end)
+                item = decode_json(text, end)
+                call = call_from_json(item, arguments="parameters", others={"type": lambda kind: kind == "function"})
+                calls.append(call.result(text[end : item.end]))
+                end = skip_space(text, item.end)
+                if end == len(text) or turn.mark_at(MarkKind.CALL_END, end) is not None:
+                    break
+                end = skip_space(text, end + text.startswith(";", end))
+                if end < len(text) and not text.startswith("{", end):
+                    raise BrokenCallError(end, "nothing may follow the calls", name_of(calls), cut=False)
         except InvalidValueError as error:
             name = _BROKEN_CALL.match(text, begin)
             wrong = f"the turn is not a call: {error}"
@@ -84,30 +98,6 @@ class Llama3JSONToolParser(ToolParser):
         name, parameters = grammar.constant_text(call.name), call.json()
         typed = grammar.json_object({"type": '"function"', "name": name, "parameters": parameters})
         return grammar.either([grammar.json_object({"name": name, "parameters": parameters}), typed])
-
-
-def _read_objects(turn: MarkedText, position: int) -> tuple[list[ToolParseResult], int]:
-    """Return the calls that are JSON objects, and where the last one ends.
-
-    Raises:
-        BrokenCallError: Something else follows.
-        InvalidValueError: There is no JSON.
-    """
-    text = turn.text
-    calls: list[ToolParseResult] = []
-    while True:
-        if len(calls) == MAX_CALLS:
-            raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
-        decoded = decode_json(text, position)
-        others = {"type": lambda value: value == "function"}
-        call = call_from_json(decoded, arguments="parameters", others=others)
-        calls.append(call.result(text[position : decoded.end]))
-        position = skip_space(text, decoded.end)
-        if position == len(text) or turn.mark_at(MarkKind.CALL_END, position) is not None:
-            return calls, position
-        position = skip_space(text, position + text.startswith(";", position))
-        if position < len(text) and not text.startswith("{", position):
-            raise BrokenCallError(position, "nothing may follow the calls", name_of(calls), cut=False)
 
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,255}"
@@ -129,7 +119,7 @@ class Llama4PythonicToolParser(ToolParser):
         calls: list[ToolParseResult] = []
         name = None
         try:
-            position = _expect("[", text, skip_space(text, start.end))
+            position = expect("[", text, start.end)
             while not (calls and text.startswith("]", position)):
                 if len(calls) == MAX_CALLS:
                     raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
@@ -139,9 +129,7 @@ class Llama4PythonicToolParser(ToolParser):
                 name = call.group(1)
                 arguments, end = read_arguments(text, call.end())
                 calls.append(Call(name, arguments).result(text[position:end]))
-                position = skip_space(text, end)
-                if not text.startswith("]", position):
-                    position = _expect(",", text, position)
+                position = next_item("]", text, end)
         except InvalidValueError as error:
             wrong = f"the turn is not a list of calls: {error}"
             raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
@@ -156,9 +144,3 @@ class Llama4PythonicToolParser(ToolParser):
             for found in call.properties(r"[A-Za-z_][A-Za-z0-9_]*")
         ]
         return grammar.sequence(f"[{call.name}(", grammar.members(arguments, ", "), ")]")
-
-
-def _expect(character: str, text: str, position: int) -> int:
-    if not text.startswith(character, position):
-        raise InvalidValueError(f"{character!r} is expected", position)
-    return skip_space(text, position + 1)

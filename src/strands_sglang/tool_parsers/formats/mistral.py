@@ -8,7 +8,6 @@ nine letters and digits. Reasoning stands between `[THINK]` and `[/THINK]`.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
@@ -16,13 +15,11 @@ from ..reading import (
     Call,
     CallSpan,
     DecodedJSON,
-    InvalidValueError,
     Mark,
     MarkedText,
     MarkKind,
     call_from_json,
-    decode_json,
-    is_cut,
+    decode_last_arguments,
     json_call,
     read_list_to_end,
     skip_space,
@@ -61,11 +58,7 @@ class MistralToolParser(ToolParser):
         if name is None or not turn.mark_at(_ARGUMENTS, at):
             wrong = f"a list, or a name and {_ARGUMENTS}, must follow {self.tool_start_token}"
             raise BrokenCallError(at, wrong, name, cut=any(mark.startswith(text[at:]) for mark in self.MORE_MARKS))
-        try:
-            decoded = decode_json(text, skip_space(text, at + len(_ARGUMENTS)))
-        except InvalidValueError as error:
-            wrong = f"the arguments are not valid JSON: {error}"
-            raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+        decoded = decode_last_arguments(text, at + len(_ARGUMENTS), name)
         end = skip_space(text, decoded.end)
         if end != len(text) and turn.mark_at(MarkKind.CALL_START, end) is None:
             cut = any(mark.startswith(text[end:]) for mark in self.MORE_MARKS)
@@ -89,8 +82,5 @@ class MistralToolParser(ToolParser):
 
 def _listed_call(item: DecodedJSON) -> Call:
     native_id = item.value.get("id") if isinstance(item.value, dict) else None
-    return call_from_json(item, others={"id": _is_native_id}, native_id=native_id)
-
-
-def _is_native_id(value: Any) -> bool:
-    return isinstance(value, str) and _NATIVE_ID.fullmatch(value) is not None
+    others = {"id": lambda value: isinstance(value, str) and _NATIVE_ID.fullmatch(value) is not None}
+    return call_from_json(item, others=others, native_id=native_id)

@@ -52,12 +52,25 @@ class Phi4ToolParser(ToolParser):
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read the JSON after a start mark or after `functools`, or the objects that a turn consists of."""
-        text = turn.text
-        if start.end > start.start:
-            return _read_marked(turn, start)
-        if text.startswith("{", start.start):
-            return _read_objects(text, start.start)
-        return read_list_to_end(turn, start.end + len(_FUNCTOOLS) - 1, _call, "the call is not valid JSON")
+        text, begin = turn.text, skip_space(turn.text, start.end)
+        if start.end == start.start and text.startswith("{", begin):
+            return _read_objects(text, begin)
+        if start.end == start.start:
+            return read_list_to_end(turn, begin + len(_FUNCTOOLS) - 1, _call, "the call is not valid JSON")
+        calls: tuple[ToolParseResult, ...]
+        try:
+            if text.startswith("[", begin):
+                calls, end = read_json_list(text, begin, _call)
+            else:
+                item = decode_json(text, begin)
+                calls, end = (_call(item).result(text[begin : item.end]),), item.end
+        except InvalidValueError as error:
+            raise BrokenCallError(error.position, f"the call is not valid JSON: {error}") from None
+        end = skip_space(text, end)
+        close = turn.mark_at(MarkKind.CALL_END, end)
+        if close is None:
+            raise BrokenCallError(end, f"{turn.call_end} must follow the JSON", name_of(calls))
+        return CallSpan(close.end, True, calls or (failed_call(text[start.end : end], "the list of calls is empty"),))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call between marks, by itself or in a list, or after `functools`."""
@@ -66,25 +79,6 @@ class Phi4ToolParser(ToolParser):
         listed = grammar.sequence("[", grammar.either([plain, typed]), "]")
         marked = grammar.sequence(call.start, grammar.either([plain, listed]), call.end)
         return grammar.either([marked, grammar.sequence(_FUNCTOOLS, plain, "]")])
-
-
-def _read_marked(turn: MarkedText, start: Mark) -> CallSpan:
-    """Read a call or a list of them between marks."""
-    text, begin = turn.text, skip_space(turn.text, start.end)
-    calls: tuple[ToolParseResult, ...]
-    try:
-        if text.startswith("[", begin):
-            calls, end = read_json_list(text, begin, _call)
-        else:
-            item = decode_json(text, begin)
-            calls, end = (_call(item).result(text[begin : item.end]),), item.end
-    except InvalidValueError as error:
-        raise BrokenCallError(error.position, f"the call is not valid JSON: {error}") from None
-    end = skip_space(text, end)
-    close = turn.mark_at(MarkKind.CALL_END, end)
-    if close is None:
-        raise BrokenCallError(end, f"{turn.call_end} must follow the JSON", name_of(calls))
-    return CallSpan(close.end, True, calls or (failed_call(text[start.end : end], "the list of calls is empty"),))
 
 
 def _read_objects(text: str, position: int) -> CallSpan:

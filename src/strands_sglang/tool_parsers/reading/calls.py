@@ -193,6 +193,19 @@ class JSONSection:
         return grammar.sequence(call.start, *head, call.json(), self.written_tail, call.end)
 
 
+def decode_last_arguments(text: str, position: int, name: str) -> DecodedJSON:
+    """Return the JSON arguments, after white space, of a call that takes the rest of the turn where they are wrong.
+
+    Raises:
+        BrokenCallError: There is no JSON.
+    """
+    try:
+        return decode_json(text, skip_space(text, position))
+    except InvalidValueError as error:
+        wrong = f"the arguments are not valid JSON: {error}"
+        raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+
+
 def end_of_turn(turn: MarkedText, position: int, what: str, calls: tuple[ToolParseResult, ...]) -> int:
     """Return where calls that the turn ends, or an end mark at its end, end.
 
@@ -398,12 +411,12 @@ class TaggedCalls:
             else:
                 schema = self.schema_of(parameter, root)
                 nested = self.nested_end(text, begin, schema, root)
-            value_end = self._find_value_end(turn, begin, nested)
+            value_end, is_doubtful = self._find_value_end(turn, begin, nested)
             if value_end is None:
                 error = f"the value of parameter {shorten(key)} is not closed by {self.parameter_end}"
                 shown = self._find(turn, self._unclosed, begin) if self.tag_after else None
                 raise BrokenCallError(begin if shown is None else shown.start(), error, name)
-            if self._is_doubtful(turn, begin, nested, value_end):
+            if is_doubtful:
                 error = f"it cannot be told which {self.parameter_end} ends parameter {shorten(key)}"
                 raise BrokenCallError(value_end.start(), error, name)
             values[key] = text[begin : value_end.start()], parameter, schema
@@ -436,31 +449,30 @@ class TaggedCalls:
             self.several and turn.match(self._call, after) is not None
         )
 
-    def _find_value_end(self, turn: MarkedText, begin: int, nested: int | None) -> re.Match[str] | None:
-        """Return the end tag of the value at `begin`; `nested` is where it ends by itself, if that is known."""
+    def _find_value_end(self, turn: MarkedText, begin: int, nested: int | None) -> tuple[re.Match[str] | None, bool]:
+        """Return the end tag of the value at `begin`, and whether a later one could be that, as the format writes it.
+
+        Args:
+            turn: The turn.
+            begin: Where the value begins.
+            nested: Where it ends by itself, if that is known.
+        """
         if nested is not None:
             end = self._find(turn, self._value_end, nested)
             if end is not None and end.start() == nested:
-                return end
+                return end, False
         unclosed = self._find(turn, self._unclosed, begin)
-        patterns = [self._value_end]
-        if self._value_end_on_line is not None and self.tag_after and turn.text.startswith(self.tag_after, begin):
-            patterns.insert(0, self._value_end_on_line)
-        for pattern in patterns:
-            end = self._find(turn, pattern, begin)
-            if end is not None and (unclosed is None or end.start() <= unclosed.start()):
-                return end
-        return None
-
-    def _is_doubtful(self, turn: MarkedText, begin: int, nested: int | None, end: re.Match[str]) -> bool:
-        """Tell whether a value could as well end at a later tag, as the format writes it."""
-        if self._value_end_on_line is None or self.tag_after or end.start() == nested:
-            return False
-        later = self._find(turn, self._value_end_on_line, end.start())
-        unclosed = self._find(turn, self._unclosed, begin)
-        if later is None or later.start() == end.start():
-            return False
-        return unclosed is None or later.start() <= unclosed.start()
+        last = len(turn.text) if unclosed is None else unclosed.start()
+        on_line = self._value_end_on_line
+        end = None
+        if on_line is not None and self.tag_after and turn.text.startswith(self.tag_after, begin):
+            end = self._find(turn, on_line, begin)
+        if end is None or end.start() > last:
+            end = self._find(turn, self._value_end, begin)
+        if end is None or end.start() > last:
+            return None, False
+        later = None if on_line is None or self.tag_after else self._find(turn, on_line, end.start())
+        return end, later is not None and end.start() < later.start() <= last
 
     def write(self, call: Any, grammar: Any) -> Any:
         """Write a call."""

@@ -156,7 +156,7 @@ class _NotingDecoder(threading.local):
         self._problems: list[str] = []
         self._decoder = json.JSONDecoder(
             object_pairs_hook=self._take_pairs,
-            parse_constant=self._take_constant,
+            parse_constant=lambda name: self._problems.append(f"{name} is not JSON"),
             parse_float=self._take_float,
             parse_int=self._take_int,
         )
@@ -173,9 +173,6 @@ class _NotingDecoder(threading.local):
             keys = Counter(key for key, _ in pairs)
             self._problems.append(f"the key {shorten(keys.most_common(1)[0][0])} is there more than once")
         return taken
-
-    def _take_constant(self, name: str) -> None:
-        self._problems.append(f"{name} is not JSON")
 
     def _take_float(self, digits: str) -> float:
         number = float(digits)
@@ -298,9 +295,9 @@ def read_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
             raise InvalidValueError("arguments are written as name=value", position)
         if name.group() in arguments:
             raise InvalidValueError(f"the argument {shorten(name.group())} is there twice", position)
-        position = _expect("=", text, name.end())
+        position = expect("=", text, name.end())
         arguments[name.group()], position = read_literal(text, position)
-        position = _next_item(")", text, position)
+        position = next_item(")", text, position)
     return arguments, position + 1
 
 
@@ -313,7 +310,7 @@ def _read_list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
     while not text.startswith("]", position):
         item, position = read_literal(text, position, depth - 1)
         items.append(item)
-        position = _next_item("]", text, position)
+        position = next_item("]", text, position)
     return items, position + 1
 
 
@@ -326,18 +323,19 @@ def _read_dict(text: str, position: int, depth: int) -> tuple[dict[str, Any], in
         key, end = _read_string(text, position)
         if key in items:
             raise InvalidValueError(f"the key {shorten(key)} is there more than once", position)
-        items[key], position = read_literal(text, _expect(":", text, end), depth - 1)
-        position = _next_item("}", text, position)
+        items[key], position = read_literal(text, expect(":", text, end), depth - 1)
+        position = next_item("}", text, position)
     return items, position + 1
 
 
-def _next_item(close: str, text: str, position: int) -> int:
+def next_item(close: str, text: str, position: int) -> int:
     """Return where the next item begins, or where `close` stands."""
     position = skip_space(text, position)
-    return position if text.startswith(close, position) else _expect(",", text, position)
+    return position if text.startswith(close, position) else expect(",", text, position)
 
 
-def _expect(character: str, text: str, position: int) -> int:
+def expect(character: str, text: str, position: int) -> int:
+    """Return where what follows `character` begins; white space around that does not count."""
     position = skip_space(text, position)
     if not text.startswith(character, position):
         raise InvalidValueError(f"{character!r} is expected", position)
