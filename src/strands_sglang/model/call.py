@@ -529,14 +529,14 @@ class ModelCall:
         return self.template.opening(chat, to_chat_tools(self.chat.tool_specs), ahead=ahead)
 
     def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
-        trajectory = self.trajectory
+        recorded = self.trajectory.tool_calls
         return to_chat_messages(
             messages,
-            result_notice=trajectory.result_notice,
+            result_notice=self.trajectory.result_notices.get,
             call_id=lambda use_id, name, number: (
-                trajectory.call_id(use_id) or self.template.call_id(use_id, name, number)
+                recorded.get(use_id, {}).get("id") or self.template.call_id(use_id, name, number)
             ),
-            sampled_name=lambda use_id: trajectory.sampled_name(use_id) or self.names.get(use_id),
+            sampled_name=lambda use_id: recorded.get(use_id, {}).get("name") or self.names.get(use_id),
             images=self.images is not None,
             **context,
         )

@@ -134,7 +134,7 @@ class RecordingHooks(HookProvider):
         trajectory = known_agent(event.agent).trajectory
         recorded = None if trajectory is None else trajectory()
         if recorded is not None and is_unknown_tool(event.result):
-            notice = recorded.result_notice(event.result["toolUseId"])
+            notice = recorded.result_notices.get(event.result["toolUseId"])
             if notice is not None:
                 event.result = {**event.result, "content": [{"text": notice}]}
 

@@ -101,11 +101,11 @@ class AgentCall:
             why_not: Why none of them came into the history, where none did.
         """
         self.agent.calls.remove(self)
-        for trajectory in dict.fromkeys(turn.trajectory for turn in self.answers):
+        for trajectory in dict.fromkeys(turn.trajectory for turn in self.answers if turn.trajectory is not None):
             turns = [turn for turn in self.answers if turn.trajectory is trajectory]
-            if trajectory is not None and self.message is None:
+            if self.message is None:
                 trajectory.throw_away(turns, why_not)
-            elif trajectory is not None and self.message is not None:
+            else:
                 trajectory.put_in_history(turns, self.message, position=self.position)
         self.is_over, self.answers = True, []
         self.outer = self.invocation_state = self.message = None
@@ -158,13 +158,12 @@ def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
 
 def end_call(agent: KnownAgent, invocation_state: Any) -> AgentCall | None:
     """Note that the latest one of an agent's model calls is over, and return it."""
-    under_way = [call for call in agent.calls if not call.is_over and call.invocation_state is invocation_state]
-    if not under_way:
-        return None
-    call = under_way[-1]
-    if _asking.get() is call:
-        _asking.set(call.outer)
-    call.is_over = True
+    calls = (call for call in reversed(agent.calls) if not call.is_over)
+    call = next((call for call in calls if call.invocation_state is invocation_state), None)
+    if call is not None:
+        call.is_over = True
+        if _asking.get() is call:
+            _asking.set(call.outer)
     return call
 
 
@@ -233,9 +232,16 @@ class Episodes:
         before: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
         with self._lock:
             name = self._find(call.agent.episode if call is not None else before["episode"])
-            trajectory = self.outside if name is None else self._running[name]
-            if name is None and (self._running or self._was_inside()):
-                self._warn_of_outside()
+            trajectory = self._running.get(name or "", self.outside)
+            # It outlived its own episode, or came from a thread without the context.
+            if name is None and not self._warned and (self._running or self._was_inside()):
+                self._warned = True
+                logger.warning(
+                    "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and "
+                    "is recorded in none of them; threads need their context: asyncio.to_thread, or "
+                    "contextvars.copy_context().run",
+                    len(self._running),
+                )
             agent = None
             if call is not None:
                 call.agent.episode, call.agent.trajectory = name, ref(trajectory)
@@ -258,8 +264,7 @@ class Episodes:
     def expect(self, agent: KnownAgent) -> None:
         """Note that an agent is about to ask, so that what is asked on its behalf before is known for a helper's."""
         with self._lock:
-            name = self._find(agent.episode)
-            trajectory = self.outside if name is None else self._running[name]
+            trajectory = self._running.get(self._find(agent.episode) or "", self.outside)
         trajectory.expect_agent()
 
     def _find(self, asked_before: str | None) -> str | None:
@@ -282,14 +287,3 @@ class Episodes:
     def _was_inside(self) -> bool:
         """Whether the running code was started inside an episode that has ended, and outlived it."""
         return any(model == self._id for model, _ in _entered.get())
-
-    def _warn_of_outside(self) -> None:
-        """Say once that a call is in no episode: it outlived its own, or came from a thread without the context."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and is "
-                "recorded in none of them; threads need their context: asyncio.to_thread, or "
-                "contextvars.copy_context().run",
-                len(self._running),
-            )

@@ -22,7 +22,7 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,55 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
         values = [np.asarray(part, dtype=kind) for part in column if part is not None]
         if values or not name.startswith("sampling"):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
+    described = []
     for position, turn in enumerate(turns):
-        answer = turn.generation
+        answer, images = turn.generation, turn.images
         experts = answer.expert_ids() if answer is not None else None
         if experts is not None:
             tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
-        for name, values in _image_tensors(turn.images):
-            tensors[f"images.{position}.{name}"] = np.ascontiguousarray(values)
-    content = {"turns": [_described(turn, positions) for turn in turns], **facts}
+        if images is not None:
+            tensors[f"images.{position}.sent_ids"] = np.asarray(images.sent_ids, dtype="<i4")
+            for i, picture in enumerate(images.pictures):
+                tensors[f"images.{position}.file.{i}"] = np.frombuffer(picture.data, dtype="uint8")
+            for name, values in images.train_inputs.items():
+                if _is_bfloat16(values):
+                    import torch
+
+                    values = values.view(torch.int16)
+                tensors[f"images.{position}.train.{name}"] = np.ascontiguousarray(values)
+        described.append(
+            {
+                **{name: getattr(turn, name) for name in _TURN_FIELDS},
+                "parent": None if turn.parent is None else positions[id(turn.parent)],
+                "status": turn.status.value,
+                "key": turn.key.hex(),
+                "parts": {name: digest.hex() for name, digest in turn.parts.items()},
+                "digests": [digest.hex() for digest in turn.digests],
+                "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
+                "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
+                "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
+                "cause": turn.failure,
+                "prompt_tokens": len(turn.prompt_ids),
+                "has_prompt_logprobs": turn.prompt_logprobs is not None,
+                "images": None
+                if images is None
+                else [{"format": picture.format, "where": picture.where} for picture in images.pictures],
+                "bfloat16": []
+                if images is None
+                else [name for name, values in images.train_inputs.items() if _is_bfloat16(values)],
+                "answer": None
+                if answer is None
+                else {
+                    **{name: getattr(answer, name) for name in _GENERATION_FIELDS},
+                    "sampled_tokens": len(answer.output_ids),
+                    "has_logprobs": answer.logprobs is not None,
+                    "has_sampling_mask": answer.sampling_mask is not None,
+                    "has_sampling_logprobs": answer.sampling_logprobs is not None,
+                    "is_resumed": turn.waits_to_go_on,
+                },
+            }
+        )
+    content = {"turns": described, **facts}
     tensors["trajectory"] = np.frombuffer(json.dumps(content).encode(), "uint8")
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION}))
 
@@ -125,60 +166,8 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]
     return turns, recorded
 
 
-def _image_tensors(images: ImageInputs | None) -> Iterator[tuple[str, Any]]:
-    """The images of a turn as arrays, by name."""
-    import numpy as np
-
-    if images is None:
-        return
-    yield "sent_ids", np.asarray(images.sent_ids, dtype="<i4")
-    for i, picture in enumerate(images.pictures):
-        yield f"file.{i}", np.frombuffer(picture.data, dtype="uint8")
-    for name, values in images.train_inputs.items():
-        if _is_bfloat16(values):
-            import torch
-
-            values = values.view(torch.int16)
-        yield f"train.{name}", np.asarray(values)
-
-
 def _is_bfloat16(values: Any) -> bool:
     return str(getattr(values, "dtype", "")) == "torch.bfloat16"
-
-
-def _described(turn: Turn, positions: Mapping[int, int]) -> dict[str, Any]:
-    """A turn without its tokens."""
-    generation = turn.generation
-    return {
-        **{name: getattr(turn, name) for name in _TURN_FIELDS},
-        "parent": None if turn.parent is None else positions[id(turn.parent)],
-        "status": turn.status.value,
-        "key": turn.key.hex(),
-        "parts": {name: digest.hex() for name, digest in turn.parts.items()},
-        "digests": [digest.hex() for digest in turn.digests],
-        "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
-        "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
-        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
-        "cause": turn.failure,
-        "prompt_tokens": len(turn.prompt_ids),
-        "has_prompt_logprobs": turn.prompt_logprobs is not None,
-        "images": None
-        if turn.images is None
-        else [{"format": picture.format, "where": picture.where} for picture in turn.images.pictures],
-        "bfloat16": []
-        if turn.images is None
-        else [name for name, values in turn.images.train_inputs.items() if _is_bfloat16(values)],
-        "answer": None
-        if generation is None
-        else {
-            **{name: getattr(generation, name) for name in _GENERATION_FIELDS},
-            "sampled_tokens": len(generation.output_ids),
-            "has_logprobs": generation.logprobs is not None,
-            "has_sampling_mask": generation.sampling_mask is not None,
-            "has_sampling_logprobs": generation.sampling_logprobs is not None,
-            "is_resumed": turn.waits_to_go_on,
-        },
-    }
 
 
 class _Reader:

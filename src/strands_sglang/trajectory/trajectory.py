@@ -108,6 +108,8 @@ class Trajectory:
     """The recorded turns of an episode. Safe to use from several threads.
 
     Attributes:
+        tool_calls: The recorded tool calls by toolUseId: under `id` and `name`, as the model knows them and wrote them.
+        result_notices: By toolUseId, what the model is told instead of the result of a call that did not parse.
         tool_parse_errors: How many tool calls did not parse, by the name that they seemed to mean.
     """
 
@@ -120,8 +122,8 @@ class Trajectory:
         self._by_question: dict[tuple[str, bytes], list[Turn]] = {}  # answered ones, by who asked what
         self._latest: dict[str, Turn] = {}  # answered ones, by agent
         self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: what a retry takes the place of
-        self._tool_calls: dict[str, Mapping[str, Any]] = {}  # by toolUseId
-        self._notices: dict[str, str] = {}
+        self.tool_calls: dict[str, Mapping[str, Any]] = {}
+        self.result_notices: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
         self._has_agents = False  # one has asked, or is about to
         self._lock = threading.RLock()
@@ -176,7 +178,7 @@ class Trajectory:
         agent = caller.agent
         with self._lock:
             if agent is not None:
-                self._judge_by_call(place, conversation, caller)
+                self._judge_by_call(place, conversation, agent, caller.cycle)
             ids = array("i", prompt_ids)
             retried = self._retried(conversation.key, agent, caller.cycle)
             resumed = None
@@ -245,7 +247,7 @@ class Trajectory:
             turn.tool_calls = tuple(parsed.tool_calls)
             turn.ends_in_reasoning = parsed.ends_in_reasoning
             turn.has_reasoning = parsed.has_reasoning
-            self._notices.update(parsed.result_notices)
+            self.result_notices.update(parsed.result_notices)
             for name in parsed.parse_errors:
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
             turn.answer_digest = message_digest(message)
@@ -298,7 +300,7 @@ class Trajectory:
         if turn.answer_key is None:
             return
         self._by_answer.setdefault(turn.answer_key, []).append(turn)
-        self._tool_calls.update((call["toolUseId"], call) for call in turn.tool_calls)
+        self.tool_calls.update((call["toolUseId"], call) for call in turn.tool_calls)
         if turn.agent is not None:
             self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
             self._latest[turn.agent] = turn
@@ -335,9 +337,8 @@ class Trajectory:
 
     # --- what became of the answers ---
 
-    def _judge_by_call(self, place: Place, conversation: Conversation, caller: Caller) -> None:
+    def _judge_by_call(self, place: Place, conversation: Conversation, agent: str, cycle: str | None) -> None:
         """Settle which answers an agent threw away, from a call that it makes now."""
-        agent = caller.agent or ""
         for known, link in enumerate(conversation.chain):
             attempts = self._by_question.get((agent, link), ())
             undecided = [
@@ -347,9 +348,7 @@ class Trajectory:
                 if turn.status is TurnStatus.ANSWERED and turn is not place.turn and turn.was_added is not False
             ]
             if undecided:
-                after = After(
-                    conversation.digests[known:], place.new_messages, known, TurnStatus.COMMITTED, caller.cycle
-                )
+                after = After(conversation.digests[known:], place.new_messages, known, TurnStatus.COMMITTED, cycle)
                 self._warn_of_rewriting(judge(attempts, undecided, after))
         latest = self._latest.get(agent)
         if latest is not None and latest is not place.turn and latest.key not in conversation.chain:
@@ -433,11 +432,9 @@ class Trajectory:
     def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:
         """The latest turn with an answer, one that made some tool calls if ids of such are given."""
         with self._lock:
-            for turn in reversed(self._turns):
-                calls = {call["toolUseId"] for call in turn.tool_calls}
-                if turn.answer_key is not None and calls.issuperset(tool_use_ids):
-                    return turn
-            return None
+            ids = set(tool_use_ids)
+            answered = (turn for turn in reversed(self._turns) if turn.answer_key is not None)
+            return next((turn for turn in answered if ids <= {call["toolUseId"] for call in turn.tool_calls}), None)
 
     def routing_key(self, turn: Turn) -> str:
         """What keeps the calls of one root conversation, its forks and retries included, on one server.
@@ -448,18 +445,6 @@ class Trajectory:
             turn: A turn of that conversation.
         """
         return f"{self._id}-{turn.root.key.hex()[:16]}"
-
-    def result_notice(self, tool_use_id: str) -> str | None:
-        """What the model is told instead of the result of a tool call, if that call did not parse."""
-        return self._notices.get(tool_use_id)
-
-    def call_id(self, tool_use_id: str) -> str | None:
-        """The id by which the model knows a recorded tool call; None for a call that is not recorded."""
-        return self._tool_calls.get(tool_use_id, {}).get("id")
-
-    def sampled_name(self, tool_use_id: str) -> str | None:
-        """The name that the model wrote in a recorded tool call; None for a call that is not recorded."""
-        return self._tool_calls.get(tool_use_id, {}).get("name")
 
     # --- reading ---
 
@@ -516,8 +501,7 @@ class Trajectory:
             leaf = self.main_leaf()
             if leaf is None:
                 return TokenManager()
-            is_thrown_away = leaf.status is TurnStatus.DISCARDED
-            return sequence_of(leaf, {id(leaf): len(leaf.output_ids)} if is_thrown_away else {})
+            return sequence_of(leaf, {id(leaf): len(leaf.output_ids)} if leaf.status is TurnStatus.DISCARDED else {})
 
     def main_leaf(self) -> Turn | None:
         """The turn that `latest_main_sequence` ends with; None before any call."""
@@ -562,8 +546,8 @@ class Trajectory:
         with self._lock:
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {
-                "result_notices": self._notices,
-                "call_ids": {use_id: call["id"] for use_id, call in self._tool_calls.items()},
+                "result_notices": self.result_notices,
+                "call_ids": {use_id: call["id"] for use_id, call in self.tool_calls.items()},
                 "tool_parse_errors": self.tool_parse_errors,
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
@@ -593,7 +577,7 @@ class Trajectory:
         """
         trajectory = cls()
         trajectory._turns, facts = decode_turns(content, name)
-        trajectory._notices, trajectory.tool_parse_errors = facts["result_notices"], facts["tool_parse_errors"]
+        trajectory.result_notices, trajectory.tool_parse_errors = facts["result_notices"], facts["tool_parse_errors"]
         trajectory._has_agents = bool(facts["agents"])
         for turn in trajectory._turns:
             trajectory._calls = turn.index + 1

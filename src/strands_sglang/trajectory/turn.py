@@ -210,11 +210,15 @@ class Turn:
             for turn, count in zip(path, [*kept, None], strict=True)
         ]
 
-    def token_ids(self) -> list[int]:
-        """The ids of the sequence up to and including this turn's answer, shape (T,)."""
+    def token_ids(self, *, as_sent: bool = False) -> list[int]:
+        """The ids of the sequence up to and including this turn's answer, shape (T,).
+
+        Args:
+            as_sent: Whether every image has its placeholder once, as the server takes them.
+        """
         ids: list[int] = []
         for turn, kept in self.steps():
-            ids.extend(turn.prompt_ids)
+            ids.extend(turn.images.sent_ids if as_sent and turn.images is not None else turn.prompt_ids)
             ids.extend(turn.output_ids[:kept])
         return ids
 
@@ -224,11 +228,7 @@ class Turn:
 
     def sent_ids(self) -> list[int]:
         """The ids of `token_ids` with every image's placeholder once, as the server takes them."""
-        ids: list[int] = []
-        for turn, kept in self.steps():
-            ids.extend(turn.prompt_ids if turn.images is None else turn.images.sent_ids)
-            ids.extend(turn.output_ids[:kept])
-        return ids
+        return self.token_ids(as_sent=True)
 
 
 def _turn_of(trajectory: Trajectory, index: int) -> Turn:
