@@ -84,10 +84,9 @@ class Aborter:
 
     async def _tell(self, base_url: str, rid: str) -> int | None:
         """The status that the server answered, None if it did not."""
-        gate = self._gates.setdefault(base_url, asyncio.Semaphore(ABORTS_AT_ONCE))
+        url, content = f"{base_url}/abort_request", orjson.dumps({"rid": rid})
         try:
-            async with gate:
-                url, content = f"{base_url}/abort_request", orjson.dumps({"rid": rid})
+            async with self._gates.setdefault(base_url, asyncio.Semaphore(ABORTS_AT_ONCE)):
                 response = await self._session.request("POST", url, content, timeout=ABORT_TIMEOUT_S)
         except Exception as error:
             logger.debug("base_url=<%s>, rid=<%s>, error=<%r> | abort did not get through", base_url, rid, error)

@@ -260,8 +260,20 @@ class SGLangClient:
             SGLangClientError: No answer, as for `generate`.
         """
         server = self._servers.up()[0] if base_url is None else self._servers[base_url]
+
+        async def ask() -> int | None:
+            try:
+                answer = await self._ask("GET", "/v1/models", server.base_url)
+            except SGLangHTTPError as error:
+                if error.status < 500:
+                    return None
+                raise
+            match answer:
+                case {"data": [{"max_model_len": int(length)}, *_]} if length > 0:
+                    return length
+            return None
+
         if server.context_length is None:
-            ask = partial(self._ask_context_length, server.base_url)
             server.context_length = await shared(self, ("context_length", server.base_url), ask)
         return server.context_length
 
@@ -335,18 +347,6 @@ class SGLangClient:
         return cls(**slime_client_arguments(args, **overrides))
 
     from_miles_args = from_slime_args
-
-    async def _ask_context_length(self, base_url: str) -> int | None:
-        try:
-            answer = await self._ask("GET", "/v1/models", base_url)
-        except SGLangHTTPError as error:
-            if error.status < 500:
-                return None
-            raise
-        match answer:
-            case {"data": [{"max_model_len": int(length)}, *_]} if length > 0:
-                return length
-        return None
 
     async def _ask(
         self,

@@ -201,11 +201,8 @@ class ScriptedExperts:
             position: Index in prompt plus answer, from 0.
             token_id: The token.
         """
-        ids: list[int] = []
-        for layer in range(self.layers):
-            first = mixed_bits(position * self.layers + layer, token_id) % self.experts
-            ids += [(first + i) % self.experts for i in range(self.top_k)]
-        return ids
+        firsts = (mixed_bits(position * self.layers + layer, token_id) for layer in range(self.layers))
+        return [(first + i) % self.experts for first in firsts for i in range(self.top_k)]
 
     def encoded(self, token_ids: Sequence[int], start: int) -> str:
         """What a response carries: base64 of the rows of all tokens from `start` on but the last.
@@ -285,13 +282,11 @@ class Sampler:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids."""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def sample(self, answer: Answer, request: CheckedRequest, *, aborted: bool = False) -> Sampled:
         """Sample an answer under the limits of its request.
@@ -352,22 +347,18 @@ class Sampler:
     def _end(self, ids: list[int], request: CheckedRequest) -> tuple[int, dict[str, Any] | None]:
         """How many tokens are sampled and why it ends there; no reason if the answer simply runs out."""
         params = request.sampling_params
-        candidates: list[tuple[int, int, dict[str, Any]]] = []
+        candidates: list[tuple[int, dict[str, Any] | None]] = []  # of those that end it at one token the first wins
         stop_string = self._first_stop_string(ids, params)
         if stop_string is not None:
-            candidates.append((stop_string[0], 0, {"type": "stop", "matched": stop_string[1]}))
+            candidates.append((stop_string[0], {"type": "stop", "matched": stop_string[1]}))
         if not params.get("ignore_eos"):
             stop_ids = {*self._stop_ids, *(params.get("stop_token_ids") or ())}
             position = next((i for i, token_id in enumerate(ids) if token_id in stop_ids), None)
             if position is not None:
-                candidates.append((position + 1, 1, {"type": "stop", "matched": ids[position]}))
+                candidates.append((position + 1, {"type": "stop", "matched": ids[position]}))
         if len(ids) >= request.max_new_tokens:
-            limit = request.max_new_tokens
-            candidates.append((limit, 2, {"type": "length", "length": limit}))
-        if not candidates:
-            return len(ids), None
-        end, _, finish_reason = min(candidates, key=lambda candidate: candidate[:2])
-        return end, finish_reason
+            candidates.append((request.max_new_tokens, {"type": "length", "length": request.max_new_tokens}))
+        return min(candidates, key=lambda candidate: candidate[0], default=(len(ids), None))
 
     def _first_stop_string(self, ids: list[int], params: dict[str, Any]) -> tuple[int, str] | None:
         """Number of tokens after which the first stop string or pattern has appeared, and which it was."""

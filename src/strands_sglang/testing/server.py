@@ -191,9 +191,30 @@ class ScriptedSGLang:
         """Request ids in flight, including those whose client went away without aborting them."""
         return list(self._flights)
 
-    def transport(self) -> ScriptedTransport:
-        """An httpx transport that reaches this server without a socket, from any event loop."""
-        return ScriptedTransport(self)
+    def transport(self) -> httpx.MockTransport:
+        """An httpx transport that reaches this server without a socket, from any event loop; closing it does nothing.
+
+        Cancelling the task that sends a request cancels the handler, as closing the connection would; the request's
+        read timeout counts until the whole response is there.
+        """
+        return httpx.MockTransport(self._respond)
+
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request to the transport.
+
+        Raises:
+            httpx.ReadTimeout: The request has a read timeout and it has passed.
+            httpx.ReadError: The script breaks the connection.
+        """
+        handler = self.handle(request.method, request.url.path, dict(request.headers), request.content)
+        timeout = request.extensions.get("timeout", {}).get("read")
+        try:
+            answer = await (handler if timeout is None else asyncio.wait_for(handler, timeout))
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise httpx.ReadTimeout(f"no response after {timeout} s", request=request) from error
+        if answer.broken_after is not None:
+            raise httpx.ReadError(f"connection broken after {answer.broken_after} bytes", request=request)
+        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
 
     def client(self, **kwargs: Any) -> SGLangClient:
         """An `SGLangClient` for this server, in process. Nothing is retried unless `max_retries` says so.
@@ -434,36 +455,6 @@ def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 0.2  # how long open requests may still end by themselves
-
-
-class ScriptedTransport(httpx.AsyncBaseTransport):
-    """Calls the server's handler in the task that sends the request.
-
-    Cancelling that task cancels the handler, as closing the connection would; the request's read timeout counts until
-    the whole response is there. One transport may be used from several event loops, and closing it does nothing.
-    """
-
-    def __init__(self, server: ScriptedSGLang) -> None:
-        """Reach this server."""
-        self._server = server
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer a request.
-
-        Raises:
-            httpx.ReadTimeout: The request has a read timeout and it has passed.
-            httpx.ReadError: The script breaks the connection.
-        """
-        content = await request.aread()
-        handler = self._server.handle(request.method, request.url.path, dict(request.headers), content)
-        timeout = request.extensions.get("timeout", {}).get("read")
-        try:
-            answer = await (handler if timeout is None else asyncio.wait_for(handler, timeout))
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise httpx.ReadTimeout(f"no response after {timeout} s", request=request) from error
-        if answer.broken_after is not None:
-            raise httpx.ReadError(f"connection broken after {answer.broken_after} bytes", request=request)
-        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
 
 
 class ServedOnPort:
