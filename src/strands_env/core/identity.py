@@ -73,46 +73,21 @@ def describe(value: Any, depth: int = 0) -> Any:
         return value
     if depth >= _DEEPEST:
         return _name(type(value))
-    if isinstance(value, bytes | bytearray):
-        return hashlib.sha256(value).hexdigest()
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return (
-            describe(value.tolist(), depth)
-            if not value.ndim
-            else {
-                "array": [str(value.dtype), *value.shape],
-                "values": hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16],
-            }
-        )
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, re.Pattern):
-        return [value.pattern, value.flags]
-    if isinstance(value, Mapping):
-        return {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_LONGEST]}
-    if isinstance(value, list | tuple):
-        return [describe(item, depth + 1) for item in value[:_LONGEST]]
-    if isinstance(value, Set):
-        return sorted((describe(item, depth + 1) for item in value), key=repr)
-    if isinstance(value, Identified):
-        return value.identity()
-    if isinstance(value, type):
-        return _name(value)
-    if isinstance(value, functools.partial):
-        return {"function": describe(value.func, depth + 1), "given": describe([value.args, value.keywords], depth + 1)}
-    if isinstance(value, MethodType):
-        return {"method": value.__func__.__qualname__, "of": describe(value.__self__, depth + 1)}
-    if isinstance(value, FunctionType):
-        return _function(value, depth)
-    if isinstance(value, BuiltinFunctionType | np.ufunc):
-        return f"{getattr(value, '__module__', None) or type(value).__name__}.{value.__name__}"
-    if isinstance(value, BaseModel):
-        return {"class": _name(type(value)), **describe(value.model_dump(), depth + 1)}
+    for kind, described in _FORMS:
+        if isinstance(value, kind):
+            return described(value, depth)
     if dataclasses.is_dataclass(value):
         return {"class": _name(type(value)), **describe(_fields(value), depth + 1)}
     return _object(value, depth)
+
+
+def _array(value: Any, depth: int) -> Any:
+    if value.dtype.hasobject:
+        return _object(value, depth)
+    if not value.ndim:
+        return describe(value.tolist(), depth)
+    content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+    return {"array": [str(value.dtype), *value.shape], "values": content}
 
 
 _CONSTANT = (str, bytes, *_PLAIN, FunctionType, BuiltinFunctionType, type, Identified)
@@ -127,7 +102,6 @@ def _function(function: FunctionType, depth: int) -> Any:
         return name
     # The name of a lambda or of a function within another one says little: its code, and what of its surroundings
     # does not change while the program runs.
-    described: dict[str, Any] = {"function": name, "code": hashlib.sha256(_code(function.__code__)).hexdigest()[:16]}
     captured: dict[str, Any] = {}
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -139,10 +113,47 @@ def _function(function: FunctionType, depth: int) -> Any:
     # The same of what its arguments are by default: `lambda answer, limit=limit: ...`.
     presets = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     constant = {str(name): describe(one, depth + 1) for name, one in presets if isinstance(one, _CONSTANT)}
-    for name, content in (("captured", captured), ("defaults", constant)):
-        if content:
-            described[name] = content
-    return described
+    code = hashlib.sha256(_code(function.__code__)).hexdigest()[:16]
+    described = {"function": name, "code": code, "captured": captured, "defaults": constant}
+    return {name: content for name, content in described.items() if content}
+
+
+# The first class that a value is of says how it is described.
+_FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
+    ((bytes, bytearray), lambda value, depth: hashlib.sha256(value).hexdigest()),
+    ((np.ndarray, np.generic), _array),
+    (_PLAIN, lambda value, depth: repr(value)),
+    (PurePath, lambda value, depth: str(value)),
+    (re.Pattern, lambda value, depth: [value.pattern, value.flags]),
+    (
+        Mapping,
+        lambda value, depth: {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_LONGEST]},
+    ),
+    ((list, tuple), lambda value, depth: [describe(item, depth + 1) for item in value[:_LONGEST]]),
+    (Set, lambda value, depth: sorted((describe(item, depth + 1) for item in value), key=repr)),
+    (Identified, lambda value, depth: value.identity()),
+    (type, lambda value, depth: _name(value)),
+    (
+        functools.partial,
+        lambda value, depth: {
+            "function": describe(value.func, depth + 1),
+            "given": describe([value.args, value.keywords], depth + 1),
+        },
+    ),
+    (
+        MethodType,
+        lambda value, depth: {"method": value.__func__.__qualname__, "of": describe(value.__self__, depth + 1)},
+    ),
+    (FunctionType, _function),
+    (
+        (BuiltinFunctionType, np.ufunc),
+        lambda value, depth: f"{getattr(value, '__module__', None) or type(value).__name__}.{value.__name__}",
+    ),
+    (
+        BaseModel,
+        lambda value, depth: {"class": _name(type(value)), **describe(value.model_dump(), depth + 1)},
+    ),
+)
 
 
 def _code(code: CodeType) -> bytes:
