@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import copy
 import functools
 import inspect
@@ -38,6 +37,7 @@ from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent
 from strands.models.model import Model
+from strands.telemetry.metrics import EventLoopMetrics
 from strands.tools import ToolProvider
 from strands.types.content import ContentBlock, Message
 from strands.types.tools import AgentTool, ToolSpec, ToolUse
@@ -176,7 +176,15 @@ class ContainedTool(AgentTool):
     def __init__(self, tool: AgentTool, seconds: float | None = None) -> None:
         """Contain a tool, whose calls may take so long."""
         super().__init__()
-        self._tool = _in_own_threads(tool)
+        function = getattr(tool, "_tool_func", None)
+        if callable(function) and not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+            # Strands runs it in the event loop's shared threads; here each call has a thread of its own.
+            async def threaded(*args: Any, **kwargs: Any) -> Any:
+                return await in_thread(function, *args, **kwargs)
+
+            tool = copy.copy(tool)
+            tool._tool_func = functools.wraps(function)(threaded)  # type: ignore[attr-defined]
+        self._tool = tool
         self._seconds = seconds
 
     @property
@@ -227,7 +235,11 @@ class ContainedTool(AgentTool):
                     event = await asyncio.wait_for(events.get(), left)
                 except asyncio.TimeoutError:
                     if not pumping.done():
-                        yield self._out_of_time(tool_use)
+                        logger.info(
+                            "tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds
+                        )
+                        said = {"text": f"{OUT_OF_TIME} {self._seconds:g} seconds."}
+                        yield {"toolUseId": tool_use["toolUseId"], "status": "error", "content": [said]}
                         return
                     event = events.get_nowait()  # the tool is done; only the loop was late to fetch what it gave
                 if event is end:
@@ -241,28 +253,6 @@ class ContainedTool(AgentTool):
             raise
         finally:
             pumping.cancel()
-
-    def _out_of_time(self, tool_use: ToolUse) -> dict[str, Any]:
-        logger.info("tool=<%s>, seconds=<%s> | a tool call ran out of time", self.tool_name, self._seconds)
-        return {
-            "toolUseId": tool_use["toolUseId"],
-            "status": "error",
-            "content": [{"text": f"{OUT_OF_TIME} {self._seconds:g} seconds."}],
-        }
-
-
-def _in_own_threads(tool: AgentTool) -> AgentTool:
-    """A tool of Strands' that runs a function in the event loop's shared threads, with a thread for each call."""
-    function = getattr(tool, "_tool_func", None)
-    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return tool
-
-    async def threaded(*args: Any, **kwargs: Any) -> Any:
-        return await in_thread(function, *args, **kwargs)
-
-    own = copy.copy(tool)
-    own._tool_func = functools.wraps(function)(threaded)  # type: ignore[attr-defined]
-    return own
 
 
 # --- episodes ---
@@ -473,8 +463,7 @@ class Environment(Identified):
         result: StepResult | None = None
         try:
             try:
-                playing = self._play(episode)
-                end: Any = await supervisor.within(self.episode_timeout, playing, what="the episode")
+                end: Any = await supervisor.within(self.episode_timeout, self._play(episode), what="the episode")
             except BaseException as error:
                 end = _caught(error, supervisor)
             result = await self._result(episode, end, supervisor)
@@ -485,9 +474,8 @@ class Environment(Identified):
             return result
         finally:
             try:
-                giving_back = self._clean_up(episode)
                 await supervisor.within(
-                    self.cleanup_timeout, giving_back, what="cleanup", uninterrupted=True, outcome=result
+                    self.cleanup_timeout, self._clean_up(episode), what="cleanup", uninterrupted=True, outcome=result
                 )
             except BaseException as error:
                 _caught(error, supervisor)
@@ -547,7 +535,12 @@ class Environment(Identified):
 
     async def _result(self, episode: _Episode, end: Any, supervisor: Supervisor) -> StepResult:
         """What the episode left."""
-        reason = episode.reason(end)
+        reason = termination_reason(end, trajectory=episode.trajectory, limiter=episode.hooks.limiter)
+        failure = episode.hooks.model_error
+        if reason is TerminationReason.AGENT_ERROR and episode.trajectory is None and failure is not None:
+            # Other providers raise errors of their own for what is their server's or their network's.
+            if failure in (end, getattr(end, "original_exception", None)):
+                reason = TerminationReason.INFRASTRUCTURE_ERROR
         messages = list(episode.agent.messages) if episode.agent is not None else []
         observation = Observation(messages=messages[episode.conversation.history_length :])
         result = StepResult(observation=observation, termination_reason=reason)
@@ -566,8 +559,7 @@ class Environment(Identified):
         observation.metrics = episode_metrics(episode.agent, own, episode.trajectory, time.monotonic() - episode.began)
         try:
             computing = called(self.compute_metrics, observation)
-            added = await supervisor.within(self.reward_timeout, computing, what="compute_metrics")
-            observation.metrics.update(added)
+            observation.metrics.update(await supervisor.within(self.reward_timeout, computing, what="compute_metrics"))
         except BaseException as error:
             if isinstance(_caught(error, supervisor), asyncio.CancelledError):
                 result.termination_reason = TerminationReason.CANCELLED
@@ -624,16 +616,6 @@ class _Episode:
     trajectory: Trajectory | None = None
     has_providers: bool = False
     model: Any = None
-
-    def reason(self, end: Any) -> TerminationReason:
-        """Why the episode ended, given what it returned or raised."""
-        reason = termination_reason(end, trajectory=self.trajectory, limiter=self.hooks.limiter)
-        failure = self.hooks.model_error
-        if reason is TerminationReason.AGENT_ERROR and self.trajectory is None and failure is not None:
-            # Other providers raise errors of their own for what is their server's or their network's.
-            if failure in (end, getattr(end, "original_exception", None)):
-                return TerminationReason.INFRASTRUCTURE_ERROR
-        return reason
 
 
 def _trajectory_of(model: Any) -> AbstractContextManager[Trajectory | None]:
@@ -700,26 +682,22 @@ def episode_metrics(
     parse_errors = trajectory.tool_parse_errors if trajectory is not None else {}
     for name, count in parse_errors.items():
         of(name)["parse_errors"] += count
-    usage: Any = {}
-    calls = latency_ms = 0
-    if agent is not None:
-        loop = agent.event_loop_metrics
-        usage, calls, latency_ms = loop.accumulated_usage, loop.cycle_count, loop.accumulated_metrics["latencyMs"]
-        for name, told in loop.tool_metrics.items():
-            of(name)["seconds"] += told.total_time
-    sampled = usage.get("outputTokens", 0)
+    loop = agent.event_loop_metrics if agent is not None else EventLoopMetrics()
+    for name, told in loop.tool_metrics.items():
+        of(name)["seconds"] += told.total_time
+    usage = loop.accumulated_usage
     metrics: dict[str, Any] = {
-        "model_calls": calls,
+        "model_calls": loop.cycle_count,
         "tool_iterations": iterations,
         "tool_calls": sum(int(one["calls"]) for one in tools.values()),
         "tool_errors": sum(int(one["errors"]) for one in tools.values()),
         "tool_parse_errors": sum(parse_errors.values()),
-        "input_tokens": usage.get("inputTokens", 0),
+        "input_tokens": usage["inputTokens"],
         "cached_tokens": usage.get("cacheReadInputTokens", 0),
-        "sampled_tokens": sampled,
-        "total_tokens": usage.get("totalTokens", 0),
+        "sampled_tokens": usage["outputTokens"],
+        "total_tokens": usage["totalTokens"],
         "seconds": seconds,
-        "model_seconds": latency_ms / 1000,
+        "model_seconds": loop.accumulated_metrics["latencyMs"] / 1000,
         "tools": tools,
     }
     if trajectory is not None:
@@ -781,26 +759,35 @@ def _read(given: Sequence[Any], name: str) -> tuple[list[str], list[Message]]:
                 raise ValueError(f"{where}: a system message must stand before all others")
             system.append(_text(message.get("content"), where))
         elif role in ("user", "assistant"):
-            messages.append({"role": cast(Any, role), "content": _content(message, where)})
+            content = message.get("content")
+            calls = message.get("tool_calls") or []
+            if calls and content in (None, ""):
+                content = []  # an assistant that only calls tools
+            if isinstance(content, str):
+                blocks = [{"text": content}]
+            elif isinstance(content, list):
+                blocks = [_block(block, where) for block in content]
+            else:
+                raise ValueError(f"{where}: content is a text or a list of blocks, not {content!r:.80}")
+            messages.append(cast(Message, {"role": role, "content": blocks + [_call(call, where) for call in calls]}))
         elif role == "tool":
-            _add_result(messages, message, where)
+            if not isinstance(message.get("tool_call_id"), str):
+                raise ValueError(f"{where}: a tool's message needs its tool_call_id")
+            text = _text(message.get("content"), where)
+            result = {"toolUseId": message["tool_call_id"], "status": "success", "content": [{"text": text}]}
+            block = cast(ContentBlock, {"toolResult": result})
+            # Strands keeps the results of one turn in one message.
+            if (
+                messages
+                and messages[-1]["role"] == "user"
+                and all("toolResult" in one for one in messages[-1]["content"])
+            ):
+                messages[-1]["content"].append(block)
+            else:
+                messages.append({"role": "user", "content": [block]})
         else:
             raise ValueError(f"{where}: the roles are system, user, assistant and tool, not {role!r}")
     return system, messages
-
-
-def _content(message: Mapping[str, Any], where: str) -> list[ContentBlock]:
-    content = message.get("content")
-    calls = message.get("tool_calls") or []
-    if calls and content in (None, ""):
-        content = []  # an assistant that only calls tools
-    if isinstance(content, str):
-        blocks = [{"text": content}]
-    elif isinstance(content, list):
-        blocks = [_block(block, where) for block in content]
-    else:
-        raise ValueError(f"{where}: content is a text or a list of blocks, not {content!r:.80}")
-    return cast("list[ContentBlock]", blocks + [_call(call, where) for call in calls])
 
 
 def _block(block: Any, where: str) -> dict[str, Any]:
@@ -821,7 +808,7 @@ def _block(block: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: an image must be a data URL (png, jpeg, gif, webp), not {address!r:.80}")
         try:
             content = base64.b64decode(found[2], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise ValueError(f"{where}: the image's data URL is not base64: {error}") from error
         return {"image": {"format": "jpeg" if found[1] == "jpg" else found[1], "source": {"bytes": content}}}
     raise ValueError(f"{where}: content of type {kind!r} is not understood; Strands' own blocks are, too")
@@ -837,19 +824,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         return {"toolUse": {"toolUseId": str(call["id"]), "name": function["name"], "input": dict(arguments)}}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: not a tool call of a function with id and arguments: {call!r:.80}") from error
-
-
-def _add_result(messages: list[Message], message: Mapping[str, Any], where: str) -> None:
-    """Put a tool's answer behind the others of its turn: Strands keeps those of one turn in one message."""
-    if not isinstance(message.get("tool_call_id"), str):
-        raise ValueError(f"{where}: a tool's message needs its tool_call_id")
-    text = _text(message.get("content"), where)
-    result = {"toolUseId": message["tool_call_id"], "status": "success", "content": [{"text": text}]}
-    block = cast(ContentBlock, {"toolResult": result})
-    if messages and messages[-1]["role"] == "user" and all("toolResult" in one for one in messages[-1]["content"]):
-        messages[-1]["content"].append(block)
-    else:
-        messages.append({"role": "user", "content": [block]})
 
 
 def _text(content: Any, where: str) -> str:

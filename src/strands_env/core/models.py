@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_NO_SUCH_ENDPOINT = (404, 405, 501)
-
-
 def sglang_model_factory(
     *,
     model_id: str | None = None,
@@ -103,7 +100,7 @@ async def served_weights(client: SGLangClient) -> dict[str, str]:
     try:
         told = await client.model_info()
     except SGLangHTTPError as error:
-        if error.status not in _NO_SUCH_ENDPOINT:
+        if error.status not in (404, 405, 501):  # there is such an endpoint
             raise
         return {}
     return {name: told[name] for name in ("model_path", "weight_version") if told.get(name) is not None}
@@ -137,8 +134,7 @@ def openai_model_factory(
         raise ImportError("OpenAI's package is missing: pip install 'strands-sglang[openai]'") from error
     arguments = {**dict(client_args or {}), "base_url": base_url, "api_key": api_key}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    params = dict(config.pop("params", None) or {})
-    params.update(_renamed(sampling_params, {"max_new_tokens": "max_tokens"}))
+    params = dict(config.pop("params", None) or {}) | _renamed(sampling_params, {"max_new_tokens": "max_tokens"})
 
     def factory() -> Model:
         return OpenAIModel(client_args=dict(arguments), model_id=model_id, params=dict(params), **config)
@@ -238,12 +234,8 @@ class BedrockFactoryConfig(_Plain):
     region_name: str | None = None
 
 
-FactoryConfig = Annotated[
-    SGLangFactoryConfig | OpenAIFactoryConfig | BedrockFactoryConfig, Field(discriminator="backend")
-]
-
 _FACTORY_CONFIG: TypeAdapter[SGLangFactoryConfig | OpenAIFactoryConfig | BedrockFactoryConfig] = TypeAdapter(
-    FactoryConfig
+    Annotated[SGLangFactoryConfig | OpenAIFactoryConfig | BedrockFactoryConfig, Field(discriminator="backend")]
 )
 
 
@@ -274,8 +266,7 @@ def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
     try:
         given = read.model_dump(exclude={"backend", "client", "config"})
         if isinstance(read, SGLangFactoryConfig):
-            client = get_client(given.pop("base_url"), **read.client)
-            return sglang_model_factory(client=client, **given, **read.config)
+            return sglang_model_factory(client=get_client(given.pop("base_url"), **read.client), **given, **read.config)
         if isinstance(read, OpenAIFactoryConfig):
             return openai_model_factory(client_args=read.client, **given, **read.config)
         return bedrock_model_factory(**given, **read.config)

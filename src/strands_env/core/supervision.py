@@ -128,7 +128,9 @@ class Supervisor:
         try:
             return await coroutine
         except asyncio.CancelledError:
-            _take_back_cancellation(task)
+            # It has been noticed, and what cleans up may use timeouts of its own.
+            for _ in range(getattr(task, "cancelling", int)()):
+                task.uncancel()  # type: ignore[attr-defined, unused-ignore]  # Python 3.11
             if is_late and (uninterrupted or not self.is_cancelled):
                 raise asyncio.TimeoutError(f"{what} took longer than {seconds:g} seconds") from None
             raise
@@ -196,12 +198,6 @@ def _forget(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled():
         task.exception()  # seen, so that nobody complains that it was not
-
-
-def _take_back_cancellation(task: asyncio.Task[Any]) -> None:
-    """Have the task count as not cancelled: it has been noticed, and what cleans up may use timeouts of its own."""
-    for _ in range(getattr(task, "cancelling", int)()):
-        task.uncancel()  # type: ignore[attr-defined, unused-ignore]  # Python 3.11
 
 
 # --- functions of the user ---

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from typing_extensions import Self
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 
 from .identity import Identified
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class TaskContext(BaseModel):

@@ -9,15 +9,15 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termination_reason
 
+from ..core import Action, Environment, Observation, StepResult
 from ..core.identity import describe
 from ..core.supervision import settled
-from ..core.types import Action, Observation, StepResult
 from .checkpoint import (
     EvalSample,
     Prompt,
@@ -31,9 +31,6 @@ from .checkpoint import (
     with_finite_reward,
 )
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
-
-if TYPE_CHECKING:
-    from ..core.environment import Environment
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +193,9 @@ class Evaluator:
         if storage is not None:
             await self._check_environments(storage, kept, by_id)
         failures_in_a_row = 0
-        name = self.benchmark_name or "evaluation"
-        with Progress(name, len(keys), list(kept.values()), shown=self.show_progress) as progress:
+        with Progress(
+            self.benchmark_name or "evaluation", len(keys), list(kept.values()), shown=self.show_progress
+        ) as progress:
 
             async def work() -> None:
                 nonlocal failures_in_a_row
@@ -216,8 +214,13 @@ class Evaluator:
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
-            workers = min(self.max_concurrency, len(todo))
-            await _all_or_none([asyncio.ensure_future(work()) for _ in range(workers)])
+            workers = [asyncio.ensure_future(work()) for _ in range(min(self.max_concurrency, len(todo)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:  # if one fails or the caller is cancelled, the others end before that is passed on
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])
@@ -333,16 +336,6 @@ def _failed(error: BaseException) -> StepResult:
         termination_reason=reason,
         error=f"{type(error).__name__}: {error}".removesuffix(": "),
     )
-
-
-async def _all_or_none(workers: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all; if one fails or the caller is cancelled, end the others before that is passed on."""
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
 
 
 class Progress(tqdm):
