@@ -268,6 +268,12 @@ def read_generation(
         aborted = finish_type == "abort"
         entries = meta.get("output_token_logprobs")
         wanted = logprobs_expected and (entries or output_ids)
+        masks, sampling = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+        for rows, what in ((masks, "masks"), (sampling, "logprobs")):
+            if rows is not None and len(rows) != len(output_ids):
+                raise SGLangDecodingError(
+                    f"the server returned {len(output_ids)} token ids with {len(rows)} sampling {what}"
+                )
         generation = Generation(
             output_ids=output_ids,
             logprobs=_read_logprobs(entries, output_ids) if wanted else None,
@@ -285,8 +291,9 @@ def read_generation(
             ),
             request_id=str(meta.get("id", "")),
             routed_experts=meta.get("routed_experts"),
-            sampling_mask=_read_sampling_mask(meta.get("output_token_sampling_mask"), output_ids),
-            sampling_logprobs=_read_sampling_logprobs(meta.get("output_token_sampling_logprobs"), len(output_ids)),
+            sampling_mask=None if masks is None else _read_sampling_mask(masks, output_ids),
+            # Those of the mode "support" are lists.
+            sampling_logprobs=None if sampling is None else _numbers(sampling, "a sampling logprob"),
             latency_s=float(meta.get("e2e_latency") or 0.0),
             meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
         )
@@ -365,25 +372,13 @@ def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
     return _numbers((entry[0] for entry in entries), "a logprob of a sampled token")
 
 
-def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask | None:
-    if rows is None:
-        return None
-    if len(rows) != len(output_ids):
-        raise SGLangDecodingError(f"the server returned {len(output_ids)} token ids with {len(rows)} sampling masks")
+def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:
     token_ids = array("i")
     for place, (token_id, row) in enumerate(zip(output_ids, rows, strict=True)):
         if token_id not in row:
             raise SGLangDecodingError(f"the sampling mask of token {place} lacks {token_id}, which was sampled")
         token_ids.extend(row)
     return SamplingMask(token_ids, array("i", map(len, rows)))
-
-
-def _read_sampling_logprobs(values: Any, count: int) -> array[float] | None:
-    if values is None:
-        return None
-    if len(values) != count:
-        raise SGLangDecodingError(f"the server returned {count} token ids with {len(values)} sampling logprobs")
-    return _numbers(values, "a sampling logprob")  # those of the mode "support" are lists
 
 
 def _numbers(values: Iterable[Any], what: str) -> array[float]:

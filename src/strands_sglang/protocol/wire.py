@@ -92,7 +92,9 @@ def encode_generate(
         ValueError: Bad token ids, a request for several answers or for a stream, or a value that JSON cannot hold.
     """
     if sampling_params is not None and not isinstance(sampling_params, Mapping):
-        raise ValueError(f"sampling_params must be a mapping (one request, one answer), got {_kind(sampling_params)}")
+        raise ValueError(
+            f"sampling_params must be a mapping (one request, one answer), got {type(sampling_params).__name__}"
+        )
     sampling = dict(sampling_params or {})
     if sampling.get("n") not in (None, 1):
         raise ValueError(
@@ -127,7 +129,8 @@ def decode_object(body: bytes, url: str) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise UnfitAnswerError(
-            f"{url} answered a JSON {_kind(value)} instead of an object: {_shown(body)}; is this an SGLang server?"
+            f"{url} answered a JSON {type(value).__name__} instead of an object: {_shown(body)}; is this an SGLang "
+            "server?"
         )
     return value
 
@@ -204,7 +207,7 @@ def _as_list(input_ids: Any) -> list[Any]:
     if isinstance(input_ids, str | bytes | Mapping) or not (
         hasattr(input_ids, "tolist") or hasattr(input_ids, "__len__")
     ):
-        raise ValueError(f"input_ids must be a sequence of token ids, got {_kind(input_ids)}")
+        raise ValueError(f"input_ids must be a sequence of token ids, got {type(input_ids).__name__}")
     listed = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
     return listed if isinstance(listed, list) else [listed]
 
@@ -214,12 +217,8 @@ def _first_bad_id(ids: Sequence[Any], vocab_size: int | None) -> str:
     for index, value in enumerate(ids):
         in_range = isinstance(value, int) and 0 <= value < (2**63 if vocab_size is None else vocab_size)
         if type(value) is bool or not in_range:
-            return f"input_ids[{index}] is {value!r} ({_kind(value)}): token ids are ints from 0{bound}"
+            return f"input_ids[{index}] is {value!r} ({type(value).__name__}): token ids are ints from 0{bound}"
     return "input_ids cannot be written as a JSON list of ints"  # pragma: no cover - the loop has found what was wrong
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _shown(body: bytes) -> str:

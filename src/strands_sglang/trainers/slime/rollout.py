@@ -187,52 +187,46 @@ def make_generate(
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
         """Generate one sample; see `make_generate`."""
-        return await _generate(settings, args, sample, sampling_params, evaluation)
+        fan_out = settings.fan_out and not evaluation  # an evaluation counts samples, and an episode is one
+        if sample.status.name in ("COMPLETED", "TRUNCATED"):
+            return RolloutSamples([sample]) if fan_out else sample
+        if fan_out:
+            lists, episodes = "knows no lists of samples", "counts samples for episodes"
+            for name, reason in (("partial_rollout", lists), ("group_rm", lists), ("log_passrate", episodes)):
+                if getattr(args, name, False):
+                    raise SlimeExportError(f"slime's {name} {reason}: leave it out, or fan_out=True")
+            if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
+                raise SlimeExportError(
+                    "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
+                    "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
+                )
+        if settings.generate_state is not None:
+            state = settings.generate_state(args)
+        else:
+            from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]  # only where slime runs
+
+            state = GenerateState(args)
+        if state.aborted:
+            # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
+            sample.status = type(sample).Status.ABORTED
+            sample.reward = None
+            return RolloutSamples([sample]) if fan_out else sample
+        if not getattr(sample, "session_id", None):
+            sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
+        is_partial = bool(getattr(args, "partial_rollout", False)) and not (settings.episode or fan_out or evaluation)
+        # What the agent is asked is left to `prompt` and, but for texts, to `episode`.
+        made_elsewhere = settings.prompt is not None or (
+            settings.episode is not None and not isinstance(sample.prompt, str)
+        )
+        system, asked = (None, None) if made_elsewhere else messages_of(args, sample)
+        episode = Episode(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
+        try:
+            reason, reward, facts = await episode.run(system, asked)
+            return episode.export(reason, reward, facts)
+        finally:
+            episode.clean_up()
 
     return generate
-
-
-async def _generate(
-    settings: Settings, args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool
-) -> Any:
-    fan_out = settings.fan_out and not evaluation  # an evaluation counts samples, and an episode is one
-    if sample.status.name in ("COMPLETED", "TRUNCATED"):
-        return RolloutSamples([sample]) if fan_out else sample
-    if fan_out:
-        lists, episodes = "knows no lists of samples", "counts samples for episodes"
-        for name, reason in (("partial_rollout", lists), ("group_rm", lists), ("log_passrate", episodes)):
-            if getattr(args, name, False):
-                raise SlimeExportError(f"slime's {name} {reason}: leave it out, or fan_out=True")
-        if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
-            raise SlimeExportError(
-                "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
-                "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
-            )
-    if settings.generate_state is not None:
-        state = settings.generate_state(args)
-    else:
-        from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]  # only where slime runs
-
-        state = GenerateState(args)
-    if state.aborted:
-        # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
-        sample.status = type(sample).Status.ABORTED
-        sample.reward = None
-        return RolloutSamples([sample]) if fan_out else sample
-    if not getattr(sample, "session_id", None):
-        sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
-    is_partial = bool(getattr(args, "partial_rollout", False)) and not (settings.episode or fan_out or evaluation)
-    # What the agent is asked is left to `prompt` and, but for texts, to `episode`.
-    made_elsewhere = settings.prompt is not None or (
-        settings.episode is not None and not isinstance(sample.prompt, str)
-    )
-    system, asked = (None, None) if made_elsewhere else messages_of(args, sample)
-    episode = Episode(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
-    try:
-        reason, reward, facts = await episode.run(system, asked)
-        return episode.export(reason, reward, facts)
-    finally:
-        episode.clean_up()
 
 
 def messages_of(args: Any, sample: Any) -> tuple[str | None, Messages]:

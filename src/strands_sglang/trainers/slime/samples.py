@@ -106,14 +106,11 @@ def context_limit(args: Any, *, evaluation: bool = False) -> int | None:
     return min((int(limit) for limit in limits if limit), default=None)
 
 
-GROUP_BASELINES = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-"""Advantage estimators for which slime takes the mean reward of a prompt's samples off."""
-
-
 def normalizes_by_group(args: Any) -> bool:
-    """Whether the rewards of a prompt's samples are taken relative to each other."""
+    """Whether slime takes the mean reward of a prompt's samples off: it depends on the advantage estimator."""
     estimator = getattr(args, "advantage_estimator", "grpo")
-    return estimator in GROUP_BASELINES and bool(getattr(args, "rewards_normalization", True))
+    relative = estimator in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+    return relative and bool(getattr(args, "rewards_normalization", True))
 
 
 def reward_key(args: Any, *, evaluation: bool = False) -> str | None:
@@ -251,7 +248,14 @@ def to_slime_samples(
         outcome = TerminationReason(outcome)
     replay = Replay() if evaluation else replay_of(args)
     export = _Export(trajectory, tokenizer, args, evaluation, failure_reward, replay)
-    main, others = _branches(trajectory)
+    # The main conversation's latest sequence, and the others that hold tokens to train.
+    leaf = trajectory.main_leaf()
+    branches = [_Branch(end, tokens) for end, tokens in trajectory.branches()]
+    main = next((branch for branch in branches if branch.leaf is leaf), None)
+    if main is None and leaf is not None:  # it has no answer, or was thrown away
+        kept = [branch for branch in branches if branch.leaf.root.key == leaf.root.key]
+        main = max(kept, key=lambda branch: branch.leaf.index, default=_Branch(leaf, trajectory.latest_main_sequence()))
+    others = [branch for branch in branches if branch is not main and any(branch.tokens.loss_mask)]
     verdict = export.verdict(main, outcome, reward, abort_requested)
     facts = {
         **({_EVALUATION: True} if evaluation else {}),
@@ -308,20 +312,6 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, str)
 
 
-# --- which sequences ---
-
-
-def _branches(trajectory: Trajectory) -> tuple[_Branch | None, list[_Branch]]:
-    """The main conversation's latest sequence, and the others that hold tokens to train."""
-    leaf = trajectory.main_leaf()
-    branches = [_Branch(end, tokens) for end, tokens in trajectory.branches()]
-    main = next((branch for branch in branches if branch.leaf is leaf), None)
-    if main is None and leaf is not None:  # it has no answer, or was thrown away
-        kept = [branch for branch in branches if branch.leaf.root.key == leaf.root.key]
-        main = max(kept, key=lambda branch: branch.leaf.index, default=_Branch(leaf, trajectory.latest_main_sequence()))
-    return main, [branch for branch in branches if branch is not main and any(branch.tokens.loss_mask)]
-
-
 # --- what slime is told, and what fills its samples ---
 
 
@@ -351,18 +341,18 @@ class _Export:
             return _Verdict("ABORTED", None, False)  # slime runs it again, also if nothing was sampled
         if main is None or not main.sampled or told.slime_status == "FAILED":
             return self.failed("FAILED")
+        leaf = main.leaf
+        uncut = leaf.status is not TurnStatus.CUT
+        answered = uncut and not leaf.is_cut_short and not leaf.tool_calls and leaf.is_answered
         if (
             told.remove_sample
             or wanted.slime_status == "ABORTED"
-            or (told.reward is RewardRule.COMPUTED_IF_ANSWERED and not _is_answer(main.leaf))
+            or (told.reward is RewardRule.COMPUTED_IF_ANSWERED and not answered)
         ):
             return self.failed("TRUNCATED")
         status = told.slime_status
         # Whether the sequence ends with a whole answer, and no call is on its way that continues from it.
-        leaf = main.leaf
-        whole = (
-            leaf.status is not TurnStatus.CUT and leaf.generation is not None and leaf.generation.finish_type == "stop"
-        )
+        whole = uncut and leaf.generation is not None and leaf.generation.finish_type == "stop"
         continues = any(turn.parent is leaf and turn.status is TurnStatus.ASKED for turn in trajectory.turns)
         if status == "COMPLETED" and (continues or not whole):
             status = "TRUNCATED"
@@ -389,13 +379,13 @@ class _Export:
             if limit is not None and len(prompt) >= limit:
                 # What did not fit the server's context does not fit training either.
                 prompt, images = prompt[: max(limit - 1, 1)], None
-            top_p = _no_top_p(1) if self.replay.top_p else None
-            rows = Rows([*(prompt or [padding]), padding], [0], [0.0], top_p, None, [])
+            rows = Rows([*(prompt or [padding]), padding], [0], [0.0], None, None, [])
         length, replay = len(rows.loss_mask), self.replay
         mask, logprobs, top_p = rows.loss_mask, rows.logprobs, rows.top_p
         if verdict.remove:
-            mask, logprobs = [0] * length, [0.0] * length
-            top_p = _no_top_p(length) if replay.top_p else None
+            mask, logprobs, top_p = [0] * length, [0.0] * length, None
+        if replay.top_p and top_p is None:
+            top_p = _top_p([], mask, 0, [])
         sample.tokens = rows.token_ids
         sample.response_length = length
         sample.response = get_encoder(self.tokenizer).decode(rows.token_ids[-length:])
@@ -426,22 +416,12 @@ class _Export:
                 setattr(sample, name, fresh)
 
 
-def _is_answer(leaf: Turn) -> bool:
-    return leaf.status is not TurnStatus.CUT and not leaf.is_cut_short and not leaf.tool_calls and leaf.is_answered
-
-
 def _weight_versions(generation: Generation) -> list[str]:
     """The version that answered a call; all of them in order, where the weights changed in between."""
     if generation.weight_version is None:
         return []
     changed = [version for version, _ in groupby(span.version for span in generation.weight_versions)]
     return changed or [generation.weight_version]
-
-
-def _no_top_p(length: int) -> Any:
-    import torch
-
-    return torch.zeros(0, dtype=torch.int32), torch.zeros(length + 1, dtype=torch.int32)
 
 
 # --- one sequence, token by token ---
@@ -647,9 +627,6 @@ def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tens
 
 # --- rewards ---
 
-_SCALED = frozenset({"grpo", "gspo", "cispo"})
-_SMALLEST_DIFFERENCE = 1e-6
-
 
 def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) -> Callable[..., Awaitable[Any]]:
     """Make a function for `--custom-rm-path` from one that scores a single sample.
@@ -738,7 +715,8 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     raw = [0.0 if value is None else value for value in values]
     if not normalizes_by_group(args):
         return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
-    scaled = getattr(args, "advantage_estimator", "grpo") in _SCALED and getattr(args, "grpo_std_normalization", True)
+    is_grpo = getattr(args, "advantage_estimator", "grpo") in ("grpo", "gspo", "cispo")
+    scaled = is_grpo and getattr(args, "grpo_std_normalization", True)
     own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
     trained = {id(sample): 0.0 for sample in samples}
     for group in _grouped(samples, _prompt_of):
@@ -766,7 +744,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
     kept = [sample for sample in flat if not sample.remove_sample]
     rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, _rollout_of)]
     known = [reward for reward in rewards if reward is not None]
-    return len(known) > 1 and max(known) - min(known) > _SMALLEST_DIFFERENCE
+    return len(known) > 1 and max(known) - min(known) > 1e-6
 
 
 def _prompt_of(sample: Any) -> Any:
