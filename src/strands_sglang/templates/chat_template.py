@@ -86,19 +86,23 @@ class Prompt:
 
     Attributes:
         token_ids: Ids, shape (T,).
-        text: The rendered text that they end with, from the end of the turn before it on.
+        encoded: The rendered text that they end with, from the end of the turn before it on, and its ids, in parts. The
+            ids may have more in front of them, or lack the first.
         kept: How many of the sampled ids before it stay in the sequence; None for all of them.
         note: Why not all of them stay.
         pictures: The images of the text, in its order; the ids hold one placeholder for each.
-        encoded: The text and its ids in parts. The ids may have more in front of them, or lack the first.
     """
 
     token_ids: list[int]
-    text: str
+    encoded: tuple[EncodedText, ...]
     kept: int | None = None
     note: str = ""
     pictures: tuple[Picture, ...] = ()
-    encoded: tuple[EncodedText, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The rendered text that the ids end with."""
+        return "".join(part.text for part in self.encoded)
 
     def ends_with(self, mark: str) -> bool:
         """Whether a mark such as `<think>` is the last thing in the prompt, white space aside."""
@@ -176,8 +180,8 @@ class ChatTemplate:
         self._template = chat_template or own
         self.sentinel = _SENTINELS[0]
         self.sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
-        self._control_tokens = ControlTokens(encoder, self.sentinel)
-        self._escapes, self._warned = escape_control_tokens, False
+        self._control_tokens = ControlTokens(encoder, self.sentinel) if escape_control_tokens else None
+        self._warned = False
         self.family, self.stops = self._find_family(family)
         self.stop_ids = [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
         self.forms = find_forms(self)
@@ -347,7 +351,7 @@ class ChatTemplate:
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         encoded = self._encoded(self.render(messages, tools, add_generation_prompt=True), ahead)
-        return Prompt(_ids_of(encoded), _text_of(encoded), pictures=pictures, encoded=encoded)
+        return Prompt(_ids_of(encoded), encoded, pictures=pictures)
 
     def continuation(
         self,
@@ -400,7 +404,7 @@ class ChatTemplate:
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         after = text_after_turn(
             self,
-            self._control_tokens.escape(shown) if self._escapes else shown,
+            shown if self._control_tokens is None else self._control_tokens.escape(shown),
             messages,
             tools,
             has_system=has_system,
@@ -413,15 +417,14 @@ class ChatTemplate:
             raise UnprovenContinuationError(
                 f"{after.end!r} does not stay one token in front of {after.following[:40]!r}"
             )
-        text = _text_of(encoded)
         if last == end_id:
-            return Prompt(token_ids[1:], text, pictures=pictures, encoded=encoded)
+            return Prompt(token_ids[1:], encoded, pictures=pictures)
         stop = "" if last is None else str(self.tokenizer.convert_ids_to_tokens(last))
         # A control token of the turn's own text, at which a user's `stop_token_ids` stopped, stays.
         is_odd = last == turn.stop_token_id and self.is_special(last) and stop not in after.rest
         if last is not None and (last in self.stop_ids or is_odd):
             note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
-            return Prompt(token_ids, text, len(turn.output_ids) - 1, note, pictures, encoded)
+            return Prompt(token_ids, encoded, len(turn.output_ids) - 1, note, pictures)
         # What the template still writes of a turn whose text ends here, without what the turn has of it already.
         rest = "" if results else after.rest
         if turn.ends_in_reasoning and not results:
@@ -432,11 +435,11 @@ class ChatTemplate:
             rest = self.reasoning_close + rest
         tail = self.decode(turn.output_ids[-_TAIL_TOKENS:]) if rest else ""
         sampled = next(length for length in range(len(rest), -1, -1) if tail.endswith(rest[:length]))
-        return Prompt([*self.encode(rest[sampled:]), *token_ids], text, pictures=pictures, encoded=encoded)
+        return Prompt([*self.encode(rest[sampled:]), *token_ids], encoded, pictures=pictures)
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
         """The messages and tools as they are rendered, with marks in place of control tokens if those are escaped."""
-        if self._escapes:
+        if self._control_tokens is not None:
             return self._control_tokens.escape(messages), self._control_tokens.escape(tools)
         for message in messages:
             if message["role"] not in ("user", "tool") or self._warned:
@@ -458,8 +461,8 @@ class ChatTemplate:
         with self._lock:
             encoded = self._counted.pop(text, None)
         if encoded is None:
-            pieces = self._control_tokens.pieces(text) if self._escapes else [EncodedText(text, self.encode(text))]
-            encoded = tuple(pieces)
+            escaped = self._control_tokens
+            encoded = tuple(escaped.pieces(text)) if escaped else (EncodedText(text, self.encode(text)),)
         if ahead and _SHORTEST_COUNTED <= len(text) <= _MOST_COUNTED:
             with self._lock:
                 self._counted[text] = encoded
@@ -562,12 +565,9 @@ def text_after_turn(
         UnprovenContinuationError: It cannot be told.
     """
     sentinel = template.sentinel()
-    if any(message["role"] == "tool" for message in messages):
-        # The sentinel stands in every call: what counts is the last one that the template writes, and gpt-oss's writes
-        # one of several.
-        stand_in = assistant_turn(calls, sentinel)
-    else:
-        stand_in = {"role": "assistant", "content": sentinel}
+    # The sentinel stands in every call: what counts is the last one that the template writes, and gpt-oss's template
+    # writes one of several.
+    stand_in = assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), sentinel)
     before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
     before.append({"role": "user", "content": "u"})
     if after_tool_step:
@@ -913,7 +913,7 @@ class ControlTokens:
     """
 
     def __init__(self, encoder: Encoder, new_mark: Callable[[], str]) -> None:
-        """Look nothing up yet.
+        """Look up the tokens, and what encodes without them.
 
         Args:
             encoder: Encodes.
@@ -922,26 +922,14 @@ class ControlTokens:
         self._encoder = encoder
         self._new_mark = new_mark
         self._marks: dict[str, str] = {}  # by token
-
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        tokenizer = self._encoder.tokenizer
-        ids = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+        tokenizer = encoder.tokenizer
+        added = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
         special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-        return {token: token_id for token, token_id in (*ids.items(), *special) if token.strip()}
-
-    @cached_property
-    def _counted(self) -> frozenset[int]:
+        ids = {token: token_id for token, token_id in (*added.items(), *special) if token.strip()}
         # What a vocabulary lacks becomes its unknown token, whoever wrote it.
-        return frozenset(self._ids.values()) - {self._encoder.tokenizer.unk_token_id}
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(f"({_any_of(self._ids)})")
-
-    @cached_property
-    def _encode_without(self) -> Callable[[str], list[int]]:
-        return self._encoder.without(self._ids)
+        self._counted = frozenset(ids.values()) - {tokenizer.unk_token_id}
+        self._pattern = re.compile(f"({_any_of(ids)})")
+        self._encode_without = encoder.without(ids)
 
     def escape(self, value: Any) -> Any:
         """A JSON-like value with a mark in place of every control token in its texts; images stay as they are."""
@@ -1021,10 +1009,6 @@ def _any_of(words: Iterable[str]) -> str:
 
 def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
     return [token_id for part in encoded for token_id in part.token_ids]
-
-
-def _text_of(encoded: Sequence[EncodedText]) -> str:
-    return "".join(part.text for part in encoded)
 
 
 # By encoder, and then by what else makes a template; weak, for a template holds its encoder.

@@ -65,9 +65,12 @@ def explain(turns: Iterable[Turn]) -> str:
             extended.add(id(parent))
         sampled = f"{len(turn.prompt_ids)} prompt and {len(turn.output_ids)} sampled tokens"
         end = "" if turn.generation is None else f", {turn.generation.finish_type}"
-        marks = [turn.status.value, *(["auxiliary"] if turn.is_auxiliary else [])]
-        marks += ["constrained"] if turn.constrained else []
-        marks += ["waits to go on"] if turn.waits_to_go_on else []
+        flags = {
+            "auxiliary": turn.is_auxiliary,
+            "constrained": turn.constrained,
+            "waits to go on": turn.waits_to_go_on,
+        }
+        marks = [turn.status.value, *(flag for flag, is_set in flags.items() if is_set)]
         notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
         indent = "  " * steps[id(turn)]
         lines.append(f"{indent}call {turn.index} {turn.reason} ({sampled}{end}) [{', '.join(marks)}]{notes}")

@@ -316,13 +316,13 @@ class Trajectory:
             agent: Who asks.
             cycle: The turn of its loop that it asks in.
         """
-        turns = sorted(self._unanswered.get(key, ()), key=lambda turn: turn.index)
+        turns = self._unanswered.get(key, ())
         own = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
-        if not own and agent not in self._latest:
-            own = [turn for turn in turns if turn.waits_to_go_on]
-            own.sort(key=lambda turn: turn.agent in self._latest)  # those that may still come for theirs are last
-        own.sort(key=lambda turn: not turn.waits_to_go_on)
-        return own[0] if own else None
+        if own or agent in self._latest:
+            return min(own, key=lambda turn: (not turn.waits_to_go_on, turn.index), default=None)
+        waiting = [turn for turn in turns if turn.waits_to_go_on]
+        # Those whose agents may still come for them are last.
+        return min(waiting, key=lambda turn: (turn.agent in self._latest, turn.index), default=None)
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
         turn.generation = generation
