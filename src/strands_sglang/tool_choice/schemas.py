@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
-from ..tool_parsers.reading.schemas import (
+from ..tool_parsers.reading.values import (
     JSON_TYPES,
     allowed_types,
     resolve_reference,
@@ -163,10 +163,10 @@ def _alternatives(schema: Schema) -> list[Schema]:
     if "const" in value or "enum" in value:
         return _constants(schema)
     if "type" not in value:
-        said = [kind for kind, keywords in _OF_TYPE.items() if not value.keys().isdisjoint(keywords)]
-        if not said:
+        keywords_of = {kind: keywords for kind, keywords in _OF_TYPE.items() if kind != "integer"}
+        kinds = [kind for kind, keywords in keywords_of.items() if not value.keys().isdisjoint(keywords)]
+        if not kinds:
             return [schema.at({})]
-        kinds = [kind for kind in said if kind != "integer"]
         if len(kinds) > 1:
             raise schema.unsupported("a grammar needs a 'type' beside keywords of several types")
     else:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..families import find_family
-from .reading.schemas import tool_schemas
 from .reading.turns import (
     CallSpan,
     Mark,
@@ -29,6 +28,7 @@ from .reading.turns import (
     visible_text,
     without_reasoning,
 )
+from .reading.values import tool_schemas
 from .results import (
     MAX_CALLS,
     BrokenCallError,

@@ -16,16 +16,19 @@ from .calls import (
     read_one,
     read_section,
 )
-from .schemas import JSON_TYPES, allowed_types, item_schema, property_schema
 from .turns import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
 from .values import (
+    JSON_TYPES,
     MAX_JSON_DEPTH,
     DecodedJSON,
     InvalidValueError,
+    allowed_types,
     decode_json,
     expect,
+    item_schema,
     json_or_python,
     next_item,
+    property_schema,
     read_arguments,
     read_literal,
     shorten,

@@ -25,9 +25,17 @@ from ..results import (
     new_tool_call_id,
     too_many_calls,
 )
-from .schemas import allowed_types, property_schema
 from .turns import CallSpan, Mark, MarkedText, MarkKind
-from .values import DecodedJSON, InvalidValueError, decode_json, shorten, skip_space, typed_value
+from .values import (
+    DecodedJSON,
+    InvalidValueError,
+    allowed_types,
+    decode_json,
+    property_schema,
+    shorten,
+    skip_space,
+    typed_value,
+)
 
 
 class Call(NamedTuple):

@@ -120,7 +120,8 @@ class MarkedText:
 
     def is_real(self, start: int, end: int) -> bool:
         """Tell whether no look-alike begins in the stretch `[start, end)`."""
-        return bisect_left(self._look_alikes, start) == bisect_left(self._look_alikes, end)
+        here = self._look_alikes
+        return not here or bisect_left(here, start) == bisect_left(here, end)
 
     def match(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
         """Return the match of `pattern` at `position` if there is one without look-alikes."""
