@@ -109,9 +109,9 @@ def is_same(truth: str, answer: str) -> bool:
     if compact(truth) == compact(answer):
         return True
     one, other = formula(truth), formula(answer)
-    if not _agree(one, other):
-        return False
-    return one == other or bool(verify(one, other, timeout_seconds=None, raise_on_error=False)) or _is_zero(one - other)
+    return _agree(one, other) and (
+        one == other or bool(verify(one, other, timeout_seconds=None, raise_on_error=False)) or _is_zero(one - other)
+    )
 
 
 def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed: bool) -> bool:

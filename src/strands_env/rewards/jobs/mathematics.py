@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from . import engine
-from .finding import answer_in
 from .notation import compact, spelled
 from .reading import (
     Based,
@@ -25,6 +24,7 @@ from .reading import (
     Union,
     UnreadableError,
     Value,
+    answer_in,
     chosen,
     read,
 )

@@ -173,51 +173,7 @@ def read(text: str) -> Value:
     Raises:
         UnreadableError: It is nothing that is known here.
     """
-    return _read(spelled(text))
-
-
-def value_key(text: str) -> str:
-    """The same text for answers of the same value, as far as that can be told without algebra; texts as they are."""
-    said = " ".join(text.split())
-    if len(text) > LONGEST_NUMBER:
-        return said
-    try:
-        value = read(text)
-        key = _key(value)
-        return (
-            " ".join(_plain(value.words).split())
-            if isinstance(value, Text)
-            else key
-            if isinstance(key, str)
-            else repr(key)
-        )
-    except (UnreadableError, RecursionError):
-        return said
-
-
-def _key(value: Value) -> object:
-    if isinstance(value, Number):
-        return str(value.value)
-    if isinstance(value, Text):
-        return value.key()
-    if isinstance(value, Formula):
-        return "".join(value.latex.split())
-    if isinstance(value, Several):
-        return sorted(map(repr, map(_key, value.items)))
-    if isinstance(value, Named):
-        return _key(value.value)
-    if isinstance(value, Measured):
-        return _key(value.value), value.unit
-    return type(value).__name__, [
-        [_key(item) if not isinstance(item, str | tuple) else repr(item) for item in part]
-        if isinstance(part, tuple)
-        else part
-        for part in vars(value).values()
-    ]
-
-
-def _read(text: str) -> Value:
-    text = text.strip()
+    text = spelled(text).strip()
     if re.fullmatch(r"\][^][]*,[^][]*\[", text):  # the French way to write open ends
         text = f"({text[1:-1]})"
     if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
@@ -227,13 +183,46 @@ def _read(text: str) -> Value:
     return next(value for reader in _READERS if (value := reader(text)) is not None)
 
 
+def value_key(text: str) -> str:
+    """The same text for answers of the same value, as far as that can be told without algebra; texts as they are."""
+    said = " ".join(text.split())
+    if len(text) > LONGEST_NUMBER:
+        return said
+    try:
+        value = read(text)
+        return " ".join(_plain(value.words).split()) if isinstance(value, Text) else _key(value)
+    except (UnreadableError, RecursionError):
+        return said
+
+
+def _key(value: Value) -> str:
+    match value:
+        case Number(number):
+            return str(number)
+        case Text():
+            return value.key()
+        case Formula(latex):
+            return "".join(latex.split())
+        case Several(items):
+            return repr(sorted(map(_key, items)))
+        case Named(_, inner):
+            return _key(inner)
+        case Measured(inner, unit):
+            return repr((_key(inner), unit))
+    parts = [
+        [item if isinstance(item, str) else _key(item) for item in part] if isinstance(part, tuple) else part
+        for part in vars(value).values()
+    ]
+    return f"{type(value).__name__} {parts}"
+
+
 def _date(text: str) -> Value | None:
     bare = re.sub(r"\s+", " ", _plain(text)).strip().casefold()
     for pattern in _DATES:
         if (found := pattern.fullmatch(bare)) is not None:
             part = {"day": None, **found.groupdict()}
-            names = [n for n, name in enumerate(_MONTHS, 1) if str(part["month"]).startswith(name[:3])]
-            month = names[0] if names else int(str(part["month"]))
+            named = (n for n, name in enumerate(_MONTHS, 1) if str(part["month"]).startswith(name[:3]))
+            month = next(named, None) or int(str(part["month"]))
             return Text(f"date {part['year'] or '?'}-{month}-{int(part['day']) if part['day'] else '?'}")
     if (found := re.fullmatch(_TIME, bare)) is not None:
         return Text(f"time {int(found[1])}:{found[2] or found[4]}{re.sub('[^apm]', '', found[3] or '')}")
@@ -277,30 +266,22 @@ def _several(text: str) -> Value | None:
     joined = _THOUSANDS.sub(lambda found: found[0].replace(",", "") if depth[found.start()] == 0 else found[0], text)
     parts, marks = split(joined, _LIST)
     if not marks:
-        return None if joined == text else _read(joined)
+        return None if joined == text else read(joined)
     given = [(mark, part) for mark, part in zip(["", *marks], parts, strict=True) if part.strip()]
-    if len(given) == 1:
-        return read(given[0][1])
-    return _listed(tuple(read(part) for _, part in given), _joint([mark for mark, _ in given]))
+    if len(given) < 2:
+        return read(given[0][1] if given else "")
+    items = tuple(read(part) for _, part in given)
+    match items:
+        case Named(name), *values if not any(isinstance(item, Named | Relation) for item in values):  # x = 1, 2
+            items = (items[0], *(Named(name, item) for item in values))
+        case ((Number() | Formula()), *_, Measured(_, unit)):  # 3 and 5 cm
+            items = tuple(Measured(item, unit) if isinstance(item, Number | Formula) else item for item in items)
+    return Several(_flat(items), _joint([mark for mark, _ in given]))
 
 
 def _joint(marks: list[str]) -> str:
     words = {word for mark in marks for word in re.findall("or|and", mark)}
     return words.pop() if len(words) == 1 else ","
-
-
-def _listed(items: tuple[Value, ...], how: str) -> Several:
-    first = items[0]
-    if (
-        isinstance(first, Named)
-        and len(items) > 1
-        and not any(isinstance(item, Named | Relation) for item in items[1:])
-    ):
-        items = (first, *(Named(first.name, item) for item in items[1:]))  # x = 1, 2
-    if isinstance(first, Number | Formula) and isinstance(items[-1], Measured):
-        unit = items[-1].unit  # 3 and 5 cm
-        items = tuple(Measured(item, unit) if isinstance(item, Number | Formula) else item for item in items)
-    return Several(_flat(items), how)
 
 
 def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -331,8 +312,8 @@ def _relation(text: str) -> Value | None:
         parts = parts[::-1]
     values = tuple(read(part) if part else Text("") for part in parts)
     if set(signs) == {"="} and _is_name(parts[0]):
-        name = re.sub(r"[\s{}]|\\text", "", parts[0])
-        return Named(name, values[1] if len(values) == 2 else Relation(values[1:], signs[1:]))
+        value = values[1] if len(values) == 2 else Relation(values[1:], signs[1:])
+        return Named(re.sub(r"[\s{}]|\\text", "", parts[0]), value)
     turned = {">": "<", "\\ge": "\\le"}
     if all(sign in turned for sign in signs):
         return Relation(values[::-1], tuple(turned[sign] for sign in signs[::-1]))
@@ -386,8 +367,9 @@ def _matrix(text: str) -> Value | None:
 
 def _based(text: str) -> Value | None:
     plain = re.sub(r"\s+", " ", _plain(text)).strip()
-    found = re.fullmatch(r"\(?([0-9A-Za-z]*\d[0-9A-Za-z. ]*|[0-9A-Fa-f]+)\)?_\{?\s*\(?(?:base )?(\w+)\)?\s*\}?", plain)
-    found = found or re.fullmatch(r"\(?([0-9A-Za-z. ]*\d[0-9A-Za-z. ]*?)\)?,? \(?(?:in )?base[ -](\w+)\)?", plain)
+    found = re.fullmatch(
+        r"\(?([0-9A-Za-z]*\d[0-9A-Za-z. ]*|[0-9A-Fa-f]+)\)?_\{?\s*\(?(?:base )?(\w+)\)?\s*\}?", plain
+    ) or re.fullmatch(r"\(?([0-9A-Za-z. ]*\d[0-9A-Za-z. ]*?)\)?,? \(?(?:in )?base[ -](\w+)\)?", plain)
     if found is None:
         return None
     base = _BASES.get(found[2].casefold()) or (int(found[2]) if re.fullmatch("[0-9]{1,2}", found[2]) else 0)
@@ -432,28 +414,6 @@ def _ratio(text: str) -> Value | None:
     return Ratio(terms) if all(isinstance(term, Number | Formula) for term in terms) else None
 
 
-def _formula(text: str) -> Value:
-    """What is left: formulas, and texts that are none."""
-    number = number_of(text)
-    if number is not None:
-        return number
-    if _SIGNS_ONLY.search(text):
-        return Text(text)
-    bare = re.sub(r"\\text\{\s*([a-zA-Z]|\d+)\s*\}", r"\1", text)
-    words = _WORD.findall(re.sub(r"\\(?:begin|end)\{\w+\}|\\text\{[^{}]*\}", "", bare))
-    words = [word for word in words if word not in FUNCTIONS and not word.isupper()]
-    if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
-        return Text(text)
-    if re.search(r"(?<![_\d])\d+\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
-        raise UnreadableError(f"{text!r:.200} is no formula")
-    return Formula(bare)
-
-
-_READERS: tuple[Callable[[str], Value | None], ...] = (
-    _date, _choice, _words, _based, _several, _union, _relation, _plus_minus, _matrix, _bracketed, _measured, _ratio,
-    _formula,
-)  # fmt: skip
-
 _INTEGER = r"\d+|\d{1,3}(?:[ ,]\d{3})+"
 _DECIMAL = rf"(?:{_INTEGER})(?:\.\d*)?|\.\d+"
 _TERM = rf"(?:[+-]\s*)?(?:{_DECIMAL})"
@@ -478,7 +438,7 @@ _LITERALS = (
 )
 
 
-def number_of(text: str) -> Number | None:
+def _number(text: str) -> Number | None:
     """The number that a text is the literal of, if it is one. `25 * 17` is none."""
     text = re.sub(r"(?<![a-zA-Z}^_\]])\{(\d+)\}", r"\1", text.strip().removesuffix("{}"))
     if len(text) > LONGEST_NUMBER:
@@ -504,11 +464,120 @@ def _exact(text: str) -> Fraction:
     return Fraction(re.sub(r"[\s,]", "", text).rstrip(".") or "0")
 
 
+def _formula(text: str) -> Value:
+    """What is left: formulas, and texts that are none."""
+    if _SIGNS_ONLY.search(text):
+        return Text(text)
+    bare = re.sub(r"\\text\{\s*([a-zA-Z]|\d+)\s*\}", r"\1", text)
+    found = _WORD.findall(re.sub(r"\\(?:begin|end)\{\w+\}|\\text\{[^{}]*\}", "", bare))
+    words = [word for word in found if word not in FUNCTIONS and not word.isupper()]
+    if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
+        return Text(text)
+    if re.search(r"(?<![_\d])\d+\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
+        raise UnreadableError(f"{text!r:.200} is no formula")
+    return Formula(bare)
+
+
 def _plain(text: str) -> str:
     r"""Without `\text{}` around words."""
-    while (start := text.find("\\text{")) >= 0:
-        end = closing(text, start + 5)
-        if end < 0:
-            break
+    while (start := text.find("\\text{")) >= 0 and (end := closing(text, start + 5)) >= 0:
         text = f"{text[:start]} {text[start + 6 : end]} {text[end + 1 :]}"
     return text
+
+
+_READERS: tuple[Callable[[str], Value | None], ...] = (
+    _date, _choice, _words, _based, _several, _union, _relation, _plus_minus, _matrix, _bracketed, _measured, _ratio,
+    _number, _formula,
+)  # fmt: skip
+
+
+# --- where a text without a box has its answer ---
+
+_ANCHOR = re.compile(
+    r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
+    r"|\b(?:solutions?|choice|option)\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
+    r"[ \t]*:?\s*(?:the )?(?:option|choice)?\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have|falls on)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
+_REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s+\((?!\w\))")
+_VALUES = re.compile(
+    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<round>.+?)\\\)|(?<!\\)\$"
+    r"(?P<inline>(?!\d[\d.,]*[ a-z])[^$\n]+?)(?<!\\)\$"
+    r"|(?P<number>(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?%?|(?<![\w.])-?\.\d+)",
+    re.DOTALL,
+)
+_HEDGE = re.compile(
+    r"(?:\bnot|n't|\bthan|\babout|\bleast|\bmost|\bover|\bunder|\bnearly|\balmost|\baround|\broughly|\bapproximately"
+    r"|\bbetween)\s*$",
+    re.IGNORECASE,
+)
+_JOINED = re.compile(r"(?:\s|[,;/^*+×$-]|\bor\b|\band\b|\bto\b|\bmaybe\b|\bperhaps\b|\bpossibly\b)*", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"\W*\((?:[^()]*[^()\w])?(?:or|but|not|maybe|perhaps|possibly|may|might|could|alternatively|unless)\b"
+    r"|\W*(?:or|alternatively|maybe|perhaps|possibly)\b|.*\botherwise\b",
+    re.IGNORECASE,
+)
+LONGEST_PHRASE = 400
+LONGEST_WORDS = 4
+
+
+def answer_in(text: str) -> str | None:
+    """The answer that a text without a box ends with; None if it has none.
+
+    The whole text, if it is nothing but an answer; else what the last "answer is", "answer:" or "####" introduces; else
+    what its last sentence says something is; else the last formula or number. Where more than one value is offered,
+    all are the answer: that is for the comparison to refuse.
+    """
+    whole = text.strip()
+    anchors = list(_ANCHOR.finditer(whole))
+    if not anchors and len(whole) <= LONGEST_PHRASE and "\n" not in whole and _is_answer(whole, LONGEST_WORDS - 2):
+        return whole
+    if anchors:
+        return _phrase(whole[anchors[-1].end() :])
+    sentences = (part for part in reversed(_SENTENCE.split(whole)) if part.strip(" *\n\t"))
+    last = next(sentences, "")[-LONGEST_PHRASE:]
+    for verb in reversed(list(_IS.finditer(last))):
+        said = last[verb.end() :].strip()
+        if _is_answer(said, LONGEST_WORDS):
+            return said
+    found = list(_VALUES.finditer(whole))
+    is_hedged = found and _HEDGE.search(whole[: found[-1].start()].rstrip("$ "))
+    is_one_of_several = len(found) > 1 and _JOINED.fullmatch(whole[found[-2].end() : found[-1].start()])
+    return found[-1][0] if found and not is_hedged and not is_one_of_several else None
+
+
+def _phrase(text: str) -> str | None:
+    """The answer that a text begins with: up to the end of the sentence or to a reason."""
+    text = text.strip()[:LONGEST_PHRASE]
+    sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
+    if _DOUBT.match(text[len(sentence) :]):
+        return text
+    for said in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
+        if _DOUBT.match(sentence[len(said) :]):
+            break
+        said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
+        if _is_answer(said, LONGEST_WORDS):
+            return said
+    return sentence.strip() or None
+
+
+def _is_answer(text: str, words: int) -> bool:
+    """Whether a text can be read, and is no talk of more than so many words."""
+    try:
+        return not _is_talk(read(text), words)
+    except (UnreadableError, RecursionError):
+        return False
+
+
+def _is_talk(value: Value, words: int) -> bool:
+    """Whether a value is only words, and more of them than an answer has."""
+    match value:
+        case Relation(parts):
+            return any(_is_talk(part, 1) for part in parts)
+        case Several(items):
+            return any(_is_talk(item, words) for item in items)
+        case Text(said) if not said.startswith(("date ", "time ")):
+            return len(said.split()) > words or re.search(r"\d", said) is not None
+    return False

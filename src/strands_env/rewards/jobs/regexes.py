@@ -23,6 +23,4 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
     else:
         for match in pattern.finditer(request["text"]):
             last = match
-    if last is None:
-        return {"matched": None}
-    return {"matched": last[request["group"] or 0] or ""}
+    return {"matched": None if last is None else last[request["group"] or 0] or ""}
