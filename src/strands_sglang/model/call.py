@@ -51,7 +51,7 @@ from ..protocol.generation import (
     stop_strings,
 )
 from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
-from ..templates.images import ImageInputs, ImageProcessor, check_prompt, require_image_understanding
+from ..templates.images import ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
 from ..trajectory import Caller, ParsedAnswer, Place
@@ -227,7 +227,11 @@ class ModelCall:
     async def _ask(self, tool_choice: Any) -> None:
         """Record what is about to be asked."""
         place, prompt = self._attach()
-        prompt_ids, images = await self._expand(prompt)
+        prompt_ids, images = prompt.token_ids, None
+        if self.images is not None and prompt.pictures:
+            await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
+            expanded = asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
+            prompt_ids, images = await expanded
         given = self.config.sampling_params
         if self.json_schema is not None:
             self._grammar = {**UNCONSTRAINED, "json_schema": self.json_schema}
@@ -248,30 +252,48 @@ class ModelCall:
         self._known = len(self._input_ids) - len(self.turn.prompt_ids)
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
-    async def _expand(self, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
-        """The prompt tokens with images in place of their placeholders, and the images."""
-        if self.images is None or not prompt.pictures:
-            return prompt.token_ids, None
-        await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
-        return await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
-
     def _plan(self, server: ServerFacts) -> RequestPlan:
-        """What is asked of the server next, as the turn notes it."""
-        plan = plan_request(
-            self.config,
-            len(self._input_ids),
-            self._known,
-            context_length=server.context_length,
-            grammar=self._grammar,
-            sampled=sum(part.completion_tokens for part in self.parts),
-        )
-        turn = self.turn
+        """What is asked of the server next, as the turn notes it.
+
+        Raises:
+            ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
+        """
+        config, turn, prompt_tokens = self.config, self.turn, len(self._input_ids)
+        grammar = self._grammar or {}  # a parameter that is None in it takes out what is configured
+        configured = {name: value for name, value in config.sampling_params.items() if name not in grammar}
+        sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
+        asked = sampling_params.pop("max_new_tokens", None)
+        known_limits = (config.max_context_tokens, server.context_length)
+        limit = min((one for one in known_limits if one is not None), default=None)
+        room = None if limit is None else limit - prompt_tokens
+        if room is not None and room <= 0:
+            raise ContextWindowOverflowException(
+                f"the prompt has {prompt_tokens} tokens and the model's context {limit}: no room is left for an answer"
+            )
+        least = sampling_params.get("min_new_tokens") or 0
+        if room is not None and room < least:  # sent as it is, the server would call it a wrong parameter
+            raise ContextWindowOverflowException(
+                f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
+                "tokens (min_new_tokens) does not fit"
+            )
+        limits = [limit for limit in (asked, room) if limit is not None]
+        if limits:
+            sampling_params["max_new_tokens"] = min(limits)
+        fields: dict[str, Any] = {**config.request_fields, "return_logprob": config.wants_logprobs}
+        if config.return_prompt_logprobs:
+            # The first entry that the server returns is always null, so ask from one token earlier.
+            fields["logprob_start_len"] = max(self._known - 1, 0)
+        if config.return_routed_experts:
+            fields["return_routed_experts"] = True
+        clamped = room is not None and (asked is None or asked > room)
+        sampled = sum(part.completion_tokens for part in self.parts)
+        plan = RequestPlan(sampling_params, fields, clamped, sampled)
         try:
             if self.on_request is not None and not plan.has_no_budget_left:
                 plan = self.on_request(turn, plan)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
-            turn.request_fields = dict(self.config.request_fields)
+            turn.request_fields = dict(config.request_fields)
         return plan
 
     async def _request(self, plan: RequestPlan) -> Generation:
@@ -542,59 +564,7 @@ class ModelCall:
         )
 
 
-# --- what a request asks for, and whether its answer answers that ---
-
-
-def plan_request(
-    config: ModelConfig,
-    prompt_tokens: int,
-    known_tokens: int,
-    *,
-    context_length: int | None,
-    grammar: Mapping[str, Any] | None = None,
-    sampled: int = 0,
-) -> RequestPlan:
-    """Plan a request.
-
-    Args:
-        config: The model's configuration.
-        prompt_tokens: Length of the prompt.
-        known_tokens: How many of its tokens an earlier request of the sequence has recorded already.
-        context_length: Longest prompt plus answer, in tokens; None if the server does not tell.
-        grammar: Sampling parameters that constrain the answer, e.g. `{"json_schema": ...}`; None takes out what is
-            configured.
-        sampled: How many tokens of the answer are there already.
-
-    Raises:
-        ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
-    """
-    grammar = grammar or {}
-    configured = {name: value for name, value in config.sampling_params.items() if name not in grammar}
-    sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
-    asked = sampling_params.pop("max_new_tokens", None)
-    limit = min((one for one in (config.max_context_tokens, context_length) if one is not None), default=None)
-    room = None if limit is None else limit - prompt_tokens
-    if room is not None and room <= 0:
-        raise ContextWindowOverflowException(
-            f"the prompt has {prompt_tokens} tokens and the model's context {limit}: no room is left for an answer"
-        )
-    least = sampling_params.get("min_new_tokens") or 0
-    if room is not None and room < least:  # sent as it is, the server would call it a wrong parameter
-        raise ContextWindowOverflowException(
-            f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
-            "tokens (min_new_tokens) does not fit"
-        )
-    limits = [limit for limit in (asked, room) if limit is not None]
-    if limits:
-        sampling_params["max_new_tokens"] = min(limits)
-    fields: dict[str, Any] = {**config.request_fields, "return_logprob": config.wants_logprobs}
-    if config.return_prompt_logprobs:
-        # The first entry that the server returns is always null, so ask from one token earlier.
-        fields["logprob_start_len"] = max(known_tokens - 1, 0)
-    if config.return_routed_experts:
-        fields["return_routed_experts"] = True
-    clamped = room is not None and (asked is None or asked > room)
-    return RequestPlan(sampling_params, fields, clamped, sampled)
+# --- whether an answer answers what was asked ---
 
 
 def check_answer(
@@ -628,7 +598,28 @@ def check_answer(
             "a server started with --allow-auto-truncate does this: start it without"
         )
     if config.return_routed_experts and not (aborted and generation.routed_experts is None):
-        _check_routed_experts(generation, parent)
+        if generation.routed_experts is None:
+            raise SGLangDecodingError(
+                "routed experts were asked for and not returned: the model has none, the server was started without "
+                "--enable-return-routed-experts, or a router drops the request's key"
+            )
+        before, width = parent.routed_width if parent is not None else None, generation.routed_width
+        if None not in (before, width) and before != width:
+            raise SGLangDecodingError(
+                f"the server returned {width} ids of routed experts per token and {before} for the turn before: the "
+                f"number of rows is not that of the {generation.routed_rows} tokens of prompt and answer without the "
+                "last"
+            )
+        # SGLang keeps the rows by the places of the key-value cache. What comes back from another tier gets new places,
+        # where the rows of others still stand (github.com/sgl-project/sglang/issues/26975, and the source of 0.5.23).
+        tiers = generation.meta_info.get("cached_tokens_details") or {}
+        restored = {tier: tiers[tier] for tier in ("host", "storage") if tiers.get(tier)}
+        if restored:
+            raise SGLangDecodingError(
+                f"prompt tokens came from other tiers of the server's cache ({restored}), and SGLang does not keep "
+                "routed experts there: those of such tokens are wrong; start the server without "
+                "--enable-hierarchical-cache"
+            )
     asked_for_mask = config.request_fields.get("return_sampling_mask")
     if asked_for_mask and generation.output_ids and generation.sampling_mask is None and not aborted:
         raise SGLangDecodingError(
@@ -640,29 +631,6 @@ def check_answer(
         raise SGLangDecodingError(
             f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
             "`logprob_start_len` does this"
-        )
-
-
-def _check_routed_experts(generation: Generation, parent: Generation | None) -> None:
-    if generation.routed_experts is None:
-        raise SGLangDecodingError(
-            "routed experts were asked for and not returned: the model has none, the server was started without "
-            "--enable-return-routed-experts, or a router drops the request's key"
-        )
-    before, width = parent.routed_width if parent is not None else None, generation.routed_width
-    if None not in (before, width) and before != width:
-        raise SGLangDecodingError(
-            f"the server returned {width} ids of routed experts per token and {before} for the turn before: the number "
-            f"of rows is not that of the {generation.routed_rows} tokens of prompt and answer without the last"
-        )
-    # SGLang keeps the rows by the places of the key-value cache. What comes back from another tier gets new places,
-    # where the rows of others still stand (github.com/sgl-project/sglang/issues/26975; so in 0.5.23, by its source).
-    tiers = generation.meta_info.get("cached_tokens_details") or {}
-    restored = {tier: tiers[tier] for tier in ("host", "storage") if tiers.get(tier)}
-    if restored:
-        raise SGLangDecodingError(
-            f"prompt tokens came from other tiers of the server's cache ({restored}), and SGLang does not keep routed "
-            "experts there: those of such tokens are wrong; start the server without --enable-hierarchical-cache"
         )
 
 

@@ -121,10 +121,8 @@ class RecordingHooks(HookProvider):
 
     def _added(self, event: MessageAddedEvent) -> None:
         agent, message = known_agent(event.agent), event.message
-        if message["role"] != "assistant":
-            return
         waiting = [call for call in agent.calls if call.is_over and call.message is None]
-        if waiting:
+        if waiting and message["role"] == "assistant":
             digest = message_digest(message)
             fitting = [call for call in waiting if any(turn.answer_digest == digest for turn in call.answers)]
             call = (fitting or waiting)[0]
