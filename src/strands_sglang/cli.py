@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 FAILED = 1
@@ -155,9 +154,10 @@ def serve(arguments: argparse.Namespace) -> int:
         tell(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json")
         return WRONG_USAGE
 
-    # SIGINT too: a shell starts background commands with it ignored.
+    # Each is treated like Ctrl-C, so that everything on the way out is stopped in order. SIGINT, too: a shell starts
+    # background commands with it ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+        signal.signal(number, signal.default_int_handler)
     try:
         python = local.ensure_sglang(tell)
         model = arguments.model.absolute() if arguments.model else local.ensure_smollm2(python, tell)
@@ -177,11 +177,6 @@ def serve(arguments: argparse.Namespace) -> int:
     except local.LocalServerError as error:
         tell(str(error))
         return UNSUPPORTED if isinstance(error, local.UnsupportedPlatformError) else FAILED
-
-
-def interrupt(signum: int, frame: FrameType | None) -> None:
-    """Treat a signal like Ctrl-C, so that everything on the way out is stopped in order."""
-    raise KeyboardInterrupt
 
 
 def say(*lines: str, code: Any = 0) -> Any:

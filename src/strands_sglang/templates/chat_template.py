@@ -211,8 +211,7 @@ class ChatTemplate:
             return Proof("the chat template ends an assistant turn with no special token")
         key = (case, has_system, has_tools)
         if key not in self._proofs:
-            shows_calls = "tool calls" not in self.left_out
-            self._proofs[key] = prove(self, case, has_system=has_system, has_tools=has_tools, shows_calls=shows_calls)
+            self._proofs[key] = prove(self, case, has_system=has_system, has_tools=has_tools)
         return self._proofs[key]
 
     def rewrites_history(self, *, tool_result: bool = False, reasoning: bool = True) -> bool:
@@ -630,7 +629,7 @@ class Proof:
     needs_tool_step: bool = False
 
 
-def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool, shows_calls: bool) -> Proof:
+def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool) -> Proof:
     """Prove the text after a turn for one of `CASES`.
 
     Conversations of three lengths are rendered in full. What they have behind the turn must be what the stand-in
@@ -641,12 +640,11 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
         case: One of `CASES`.
         has_system: Whether the conversation begins with a system message.
         has_tools: Whether there are tools.
-        shows_calls: Whether the template writes tool calls.
     """
     tools = [PROBE_TOOL] if has_tools else None
     count = {"tool result": 1, "several tool results": 2}.get(case, 0)
     calls = [probe_call(template, number) for number in range(5, 5 + count)]
-    shown = calls if shows_calls else []
+    shown = calls if "tool calls" not in template.left_out else []
     new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
     before: list[ChatMessage] = [{"role": "system", "content": _SYSTEM}] if has_system else []
     before.append({"role": "user", "content": "What is there?"})
@@ -788,11 +786,9 @@ class TemplateForms:
             message = {**message, "content": marked}
             del message["reasoning_content"]
         calls = message.get("tool_calls")
-        if not calls:
-            return [message]
-        if self.text_arguments:
+        if calls and self.text_arguments:
             message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
-        if not message["content"]:
+        if not calls or not message["content"]:
             return [message]
         if self.text_beside_calls == "own message":
             text = {key: value for key, value in message.items() if key != "tool_calls"}

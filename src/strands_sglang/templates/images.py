@@ -32,8 +32,6 @@ from ..messages.content import Picture, UnsupportedContentError
 from .encoder import EncodedText, Encoder, get_encoder, private_copy
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from ..client.client import SGLangClient
     from .chat_template import ChatTemplate
 
@@ -286,7 +284,7 @@ async def require_image_understanding(client: SGLangClient, picture: Picture) ->
         )
 
 
-def _opened(picture: Picture) -> Image:
+def _opened(picture: Picture) -> Any:
     """The image as SGLang opens it: three colours, no alpha, not rotated."""
     from PIL import Image
 
