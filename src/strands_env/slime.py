@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from strands_sglang import OUTCOMES, RewardRule, SGLangModel
 from strands_sglang.trainers import slime
 
-from .core import Action, Environment, ModelFactory, StepResult, TaskContext
+from .core import Action, Environment, ModelFactory, TaskContext
 from .core.supervision import settled
 
 MakeEnvironment = Callable[[ModelFactory, Any], "Environment | Awaitable[Environment]"]
@@ -40,7 +40,18 @@ def make_generate(
         environment: Environment = await settled(make_environment(lambda: model, sample))
         environment.retries = 0
         result = await environment.step((action or action_of)(sample))
-        return slime.EpisodeEnd(result.termination_reason, _reward(environment, result), _facts(result))
+        reward = None if result.reward is None else result.reward.reward
+        is_computed = (
+            environment.reward_fn is not None and OUTCOMES[result.termination_reason].reward is RewardRule.COMPUTED
+        )
+        if reward is None and is_computed:
+            reward = float("nan")  # which removes the sample: its reward function failed
+        metrics = result.observation.metrics
+        facts: dict[str, Any] = {
+            name: metrics[name] for name in ("tool_iterations", "tool_calls", "seconds") if name in metrics
+        }
+        error = {"error": result.error} if result.error else {}
+        return slime.EpisodeEnd(result.termination_reason, reward, {**facts, **error})
 
     return slime.make_generate(episode=episode, **settings)
 
@@ -58,18 +69,3 @@ def action_of(sample: Any) -> Action:
         fields = "; ".join(f"{part['loc'][0]!r}: {part['msg']}, not {part['input']!r:.80}" for part in error.errors())
         raise ValueError(f"the metadata of sample {sample.index} are no task context: {fields}") from error
     return Action(message=sample.prompt, task_context=context)
-
-
-def _reward(environment: Environment, result: StepResult) -> float | None:
-    if result.reward is not None:
-        return result.reward.reward
-    failed = environment.reward_fn is not None and OUTCOMES[result.termination_reason].reward is RewardRule.COMPUTED
-    return float("nan") if failed else None  # which removes the sample: its reward function failed
-
-
-def _facts(result: StepResult) -> dict[str, Any]:
-    metrics = result.observation.metrics
-    facts: dict[str, Any] = {
-        name: metrics[name] for name in ("tool_iterations", "tool_calls", "seconds") if name in metrics
-    }
-    return {**facts, **({"error": result.error} if result.error else {})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,8 +108,7 @@ class AgentCoreCodeEnvironment(Environment):
             client = self._client_factory()
             client.start(identifier=self._identifier, session_timeout_seconds=self._session_timeout)
             self._client = client
-        answer = self._client.invoke("executeCode", {"code": code, "language": "python", "clearContext": False})
-        return _read(answer)
+        return _read(self._client.invoke("executeCode", {"code": code, "language": "python", "clearContext": False}))
 
 
 def _own_client(region: str) -> Callable[[], Any]:
@@ -126,7 +125,11 @@ def _read(answer: Mapping[str, Any]) -> tuple[str, bool]:
     """What the service's event stream says: the output, and whether the code failed."""
     texts: list[str] = []
     failed = False
-    for result in _results(answer):
+    for event in answer.get("stream") or ():
+        if "result" not in event:  # an exception of the service, named by its key
+            name, what = next(iter(event.items()), ("nothing", ""))
+            raise RuntimeError(f"the code interpreter answered with {name}: {what}")
+        result = event["result"]
         failed = failed or bool(result.get("isError"))
         structured = result.get("structuredContent") or {}
         if "stdout" in structured or "stderr" in structured:
@@ -138,12 +141,3 @@ def _read(answer: Mapping[str, Any]) -> tuple[str, bool]:
     if len(text) > LONGEST_OUTPUT:
         text = f"{text[:LONGEST_OUTPUT]}\n[the output was cut: print less]"
     return text or "[nothing was printed: print what you want to see]", failed
-
-
-def _results(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for event in answer.get("stream") or ():
-        if "result" in event:
-            yield event["result"]
-        else:  # an exception of the service, named by its key
-            name, what = next(iter(event.items()), ("nothing", ""))
-            raise RuntimeError(f"the code interpreter answered with {name}: {what}")

@@ -77,7 +77,7 @@ def evaluate(expression: str) -> Number:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ArithmeticExpressionError(f"not an arithmetic expression: {_shown(expression)}") from None
     try:
-        value = _value(tree.body, 0)
+        return _value(tree.body, 0)
     except ZeroDivisionError:
         raise ArithmeticExpressionError(f"division by zero in {_shown(expression)}") from None
     except OverflowError:
@@ -86,14 +86,11 @@ def evaluate(expression: str) -> Number:
         raise
     except (TypeError, ValueError) as error:
         raise ArithmeticExpressionError(f"{_shown(expression)}: {error}") from None
-    return value
 
 
 def as_text(value: Number) -> str:
     """A value as a calculator shows it: 15 digits, whole numbers in full."""
-    if isinstance(value, int):
-        return str(value)
-    if value.is_integer() and abs(value) < 1e15:
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return str(int(value))
     return f"{value:.15g}"
 
@@ -101,28 +98,30 @@ def as_text(value: Number) -> str:
 def _value(node: ast.expr, depth: int) -> Number:
     if depth > MOST_NESTING:
         raise ArithmeticExpressionError(f"the expression is nested more than {MOST_NESTING} deep")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _checked(node.value)
-    if isinstance(node, ast.BinOp) and (binary := _BINARY.get(type(node.op))):
-        # Long sums nest to the left: that is length, and no depth.
-        left, chain = node.left, [(binary, node.right)]
-        while isinstance(left, ast.BinOp) and (inner := _BINARY.get(type(left.op))):
-            chain.append((inner, left.right))
-            left = left.left
-        value = _value(left, depth + 1)
-        for operation, right in reversed(chain):
-            value = _checked(operation(value, _value(right, depth + 1)))
-        return value
-    if isinstance(node, ast.UnaryOp) and (unary := _UNARY.get(type(node.op))):
-        return unary(_value(node.operand, depth + 1))
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        if (function := _FUNCTIONS.get(node.func.id)) is None:
-            raise ArithmeticExpressionError(f"there is no function {node.func.id}; there are {', '.join(_FUNCTIONS)}")
-        return _checked(function(*(_value(argument, depth + 1) for argument in node.args)))
-    if isinstance(node, ast.Name):
-        raise ArithmeticExpressionError(f"{node.id} has no value; write numbers, or {', '.join(_CONSTANTS)}")
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _checked(number)
+        case ast.BinOp() if type(node.op) in _BINARY:
+            # Long sums nest to the left: that is length, and no depth.
+            left: ast.expr = node
+            chain = []
+            while isinstance(left, ast.BinOp) and (operation := _BINARY.get(type(left.op))):
+                chain.append((operation, left.right))
+                left = left.left
+            value = _value(left, depth + 1)
+            for operation, right in reversed(chain):
+                value = _checked(operation(value, _value(right, depth + 1)))
+            return value
+        case ast.UnaryOp(op, operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand, depth + 1))
+        case ast.Name(name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.Name(name):
+            raise ArithmeticExpressionError(f"{name} has no value; write numbers, or {', '.join(_CONSTANTS)}")
+        case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+            return _checked(_FUNCTIONS[name](*(_value(argument, depth + 1) for argument in arguments)))
+        case ast.Call(ast.Name(name), keywords=[]):
+            raise ArithmeticExpressionError(f"there is no function {name}; there are {', '.join(_FUNCTIONS)}")
     raise ArithmeticExpressionError(
         "only numbers, + - * / // % ** (or ^), parentheses and functions are allowed; here stands something else:"
         f" {_shown(ast.unparse(node))}"
@@ -136,7 +135,7 @@ def _checked(value: Any) -> Number:
         if value.bit_length() > MOST_BITS:
             raise OverflowError
         return value
-    if math.isnan(value) or math.isinf(value):
+    if not math.isfinite(value):
         raise OverflowError
     return float(value)
 

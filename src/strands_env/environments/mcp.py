@@ -151,8 +151,7 @@ class MCPEnvironment(Environment):
     async def cleanup(self) -> None:
         """Stop the step's own servers; may be called again."""
         servers = self._servers
-        servers.tools = []
-        clients, servers.own = servers.own, []
+        clients, servers.own, servers.tools = servers.own, [], []
         await asyncio.gather(*map(_stop, clients))
         await super().cleanup()
 

@@ -107,7 +107,8 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
         sizes = {"memory": limits.memory_bytes >> 20, "disk": limits.disk_bytes >> 20}
         note = _NOTES[ran.ended].format(limits=limits, **sizes)
     elif ran.exit_code is not None and ran.exit_code < 0:
-        note = f"[ended by {_signal_name(-ran.exit_code)}]"
+        names = {one.value: one.name for one in signal.Signals}  # most real-time signals have none
+        note = f"[ended by {names.get(-ran.exit_code, f'signal {-ran.exit_code}')}]"
         if -ran.exit_code == signal.SIGKILL:
             note = f"[killed: it used more than {limits.cpu_s} seconds of CPU time, or the machine ran out of memory]"
     elif not ran.output.strip():
@@ -117,13 +118,6 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
             else f"[exit code {ran.exit_code}]"
         )
     return "\n".join(part for part in (ran.output.rstrip("\n"), note) if part)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
-        return f"signal {number}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,18 +7,13 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from ..core.types import Action, RewardError, StepResult
+from ..core.types import Action, RewardError
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(
     r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
 )
 LONGEST_JOINT = 40  # characters between boxes that give one answer together
-
-
-def answer_of(step_result: StepResult) -> str | None:
-    """The text of the episode's last message; None if the assistant did not write it, or wrote none."""
-    return step_result.observation.final_response
 
 
 def ground_truths(action: Action) -> list[str]:

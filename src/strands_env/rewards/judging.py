@@ -18,7 +18,7 @@ from strands.types.content import Messages
 from strands_sglang import SGLangModel
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import answer_of, question_of
+from .answers import question_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,14 +141,25 @@ class JudgeReward(RewardFunction):
             RewardError: No attempt gave a score; its cause is the last failure. It is the infrastructure's if no
                 attempt reached the judge.
         """
-        answer = answer_of(step_result)
+        answer = step_result.observation.final_response
         if answer is None:
             return RewardResult(reward=0.0, info={"verdict": "no_answer", "attempts": 0})
-        prompt = self._prompt(action, answer)
+        low, high = self.scale
+        truth = action.task_context.ground_truth
+        prompt = self.template.format(
+            mark=f"text-{hashlib.sha256(answer.encode('utf-8', errors='replace')).hexdigest()[:12]}",
+            question=question_of(action),
+            ground_truth="(not known)" if truth is None else truth,
+            answer=answer,
+            rubric=self.rubric,
+            low=f"{low:g}",
+            high=f"{high:g}",
+        )
         is_unreachable = True
         for attempt in range(1, self.max_attempts + 1):
             try:
                 judgement = await asyncio.wait_for(self._ask(prompt), self.timeout)
+                break
             except Exception as error:
                 logger.warning("attempt=<%d>, error=<%s> | the judge gave no score", attempt, error)
                 is_unreachable = is_unreachable and _is_infrastructure(error)
@@ -160,25 +171,9 @@ class JudgeReward(RewardFunction):
                     ) from error
                 delay = min(LONGEST_RETRY_DELAY_S, self.retry_delay * 2 ** (attempt - 1))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-                continue
-            low, high = self.scale
-            score = float(judgement.score)
-            info = {"verdict": "judged", "score": score, "reasoning": judgement.reasoning, "attempts": attempt}
-            return RewardResult(reward=(score - low) / (high - low), info=info)
-        raise AssertionError("unreachable")
-
-    def _prompt(self, action: Action, answer: str) -> str:
-        truth = action.task_context.ground_truth
-        low, high = self.scale
-        return self.template.format(
-            mark=f"text-{hashlib.sha256(answer.encode('utf-8', errors='replace')).hexdigest()[:12]}",
-            question=question_of(action),
-            ground_truth="(not known)" if truth is None else truth,
-            answer=answer,
-            rubric=self.rubric,
-            low=f"{low:g}",
-            high=f"{high:g}",
-        )
+        score = float(judgement.score)
+        info = {"verdict": "judged", "score": score, "reasoning": judgement.reasoning, "attempts": attempt}
+        return RewardResult(reward=(score - low) / (high - low), info=info)
 
     async def _ask(self, prompt: str) -> Any:
         model = self.model

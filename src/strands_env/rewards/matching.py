@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import answer_of, ground_truths, last_boxed, truth_texts
+from .answers import ground_truths, last_boxed, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 REGEX_LIMITS = WorkerLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=512 << 20, requests=100_000)
@@ -38,7 +38,7 @@ class ExactMatchReward(RewardFunction):
             RewardError: The task has no ground truth.
         """
         truths = ground_truths(action)
-        answer = answer_of(step_result)
+        answer = step_result.observation.final_response
         if answer is not None and self.boxed:
             answer = last_boxed(answer)
         return _compared(answer, truths, self.ignore_case)
@@ -100,7 +100,7 @@ class RegexReward(RewardFunction):
                 ground truth, and one is needed; no worker runs.
         """
         truths = ground_truths(action) if self.group is not None else None
-        text = answer_of(step_result)
+        text = step_result.observation.final_response
         if text is None:
             return RewardResult(reward=0.0, info={"verdict": "no_answer", "extracted": None})
         request = {

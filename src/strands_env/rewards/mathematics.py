@@ -28,7 +28,7 @@ import importlib.util
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import answer_of, boxed_answer, ground_truths, truth_texts
+from .answers import boxed_answer, ground_truths, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 LONGEST_ANSWER = 20_000
@@ -84,7 +84,7 @@ class MathReward(RewardFunction):
             RewardError: The task has no ground truth; no worker runs.
         """
         truths = ground_truths(action)
-        text = answer_of(step_result)
+        text = step_result.observation.final_response
         if text is None:
             return _result("no_answer", None, truths)
         box = boxed_answer(text)

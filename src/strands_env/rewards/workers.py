@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.supervision import queued
+from ..core.types import RewardError
 from .jobs.worker import receive, send
 
 _JOBS = str(Path(__file__).parent / "jobs")
@@ -38,17 +39,12 @@ FAULTS_OF_REQUESTS = frozenset(
 )
 
 
-class WorkerError(RuntimeError):
+class WorkerError(RewardError):
     """A request has no answer, through no limit that it went over.
 
     Attributes:
         is_infrastructure: Whether no worker could be started; else one took the request and was lost.
     """
-
-    def __init__(self, message: str, *, is_infrastructure: bool = False) -> None:
-        """Set the message and whether the machine is to blame."""
-        super().__init__(message)
-        self.is_infrastructure = is_infrastructure
 
 
 class OverLimitsError(RuntimeError):
@@ -129,21 +125,20 @@ class WorkerPool:
         # The first worker may be worn out by earlier requests; the second one is new.
         for is_last in (False, True):
             worker = worker or _Worker(self.job, self.limits)
-            is_new = worker.requests == 0
             begun()
             try:
                 answer = worker.ask(request)
             except (OverLimitsError, WorkerError) as error:
                 worker.stop()
-                worker = None
-                if is_last or (isinstance(error, OverLimitsError) and (is_new or error.is_time)):
+                if is_last or (isinstance(error, OverLimitsError) and (worker.requests == 1 or error.is_time)):
                     raise
+                worker = None
             else:
-                if worker.requests >= self.limits.requests:
+                if worker.requests < self.limits.requests:
+                    with self._lock:
+                        self._idle.append(worker)
+                else:
                     worker.stop()
-                    return answer
-                with self._lock:
-                    self._idle.append(worker)
                 return answer
         raise AssertionError("unreachable")
 
@@ -160,10 +155,9 @@ class _Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONHASHSEED": "0",  # the same verdict every time
         }
-        arguments = [_JOBS, job, str(limits.cpu_s), str(limits.memory_bytes)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-c", _BOOTSTRAP, *arguments],
+                [sys.executable, "-s", "-c", _BOOTSTRAP, *(_JOBS, job, str(limits.cpu_s), str(limits.memory_bytes))],
                 env=environment,
                 cwd="/",
                 stdin=theirs.fileno(),
