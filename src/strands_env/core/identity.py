@@ -54,7 +54,26 @@ class Identified:
         """
         if not hasattr(self, "_made_with"):  # a dataclass, say
             return {**_object(self, 0), "arguments": describe(_fields(self), 1)}
-        return {"class": _name(type(self)), "arguments": _arguments(self._made_with)}
+        # What was given, by parameter; what equals the default is left out, as if it had not been given. A class that
+        # hands on what it does not name itself says nothing of that, for its base does.
+        given: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
+        handed_on: dict[str, Any] = {}
+        for cls, (args, kwargs) in self._made_with.items():
+            signature = _signature(cls)
+            bound = signature.bind(*args, **kwargs).arguments
+            handed_on = {name: value for name, value in handed_on.items() if name not in signature.parameters}
+            for name, parameter in signature.parameters.items():
+                if name in bound and parameter.kind is parameter.VAR_KEYWORD:
+                    handed_on.update(bound[name])
+                elif name in bound and (parameter.kind is not parameter.VAR_POSITIONAL or len(self._made_with) == 1):
+                    given.setdefault(name, bound[name])
+            defaults = {**_defaults(cls), **defaults}
+        described = {name: describe(value, 1) for name, value in {**handed_on, **given}.items()}
+        arguments = {
+            name: value for name, value in described.items() if name not in defaults or value != defaults[name]
+        }
+        return {"class": _name(type(self)), "arguments": arguments}
 
 
 def with_identity(function: F, **facts: Any) -> F:
@@ -183,28 +202,6 @@ def _object(value: Any, depth: int) -> dict[str, Any]:
             if getattr(content, "__self__", None) is not value:
                 described[name] = describe(content, depth + 1)
     return described
-
-
-def _arguments(made_with: Mapping[type, tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
-    """What was given, by parameter; what equals the default is left out, as if it had not been given.
-
-    A class that hands on what it does not name itself says nothing of that, for its base does.
-    """
-    given: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    handed_on: dict[str, Any] = {}
-    for cls, (args, kwargs) in made_with.items():
-        signature = _signature(cls)
-        bound = signature.bind(*args, **kwargs).arguments
-        handed_on = {name: value for name, value in handed_on.items() if name not in signature.parameters}
-        for name, parameter in signature.parameters.items():
-            if name in bound and parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                handed_on.update(bound[name])
-            elif name in bound and (parameter.kind is not inspect.Parameter.VAR_POSITIONAL or len(made_with) == 1):
-                given.setdefault(name, bound[name])
-        defaults = {**_defaults(cls), **defaults}
-    described = {name: describe(value, 1) for name, value in {**handed_on, **given}.items()}
-    return {name: value for name, value in described.items() if name not in defaults or value != defaults[name]}
 
 
 @functools.lru_cache(maxsize=256)

@@ -269,7 +269,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a file, each with its place in it."""
     try:
         if path.suffix == ".parquet":
-            yield from _numbered(_parquet_rows(path))
+            try:
+                from pyarrow import parquet
+            except ImportError as error:
+                raise TaskError(f"{path}: Parquet files need pyarrow: pip install -e '.[datasets]'") from error
+            if not path.is_file():
+                raise TaskError(f"{path}: no such file")
+            try:
+                table = parquet.read_table(path).to_pylist()
+            except ValueError as error:  # pyarrow's own errors are
+                raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
+            yield from _numbered(table)
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, list):
@@ -285,7 +295,20 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                     except ValueError as error:
                         raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
         elif path.suffix in (".csv", ".tsv"):
-            yield from _table_rows(path, "," if path.suffix == ".csv" else "\t")
+            with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
+                reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+                limit = csv.field_size_limit(_LONGEST_FIELD)
+                try:
+                    for row in reader:
+                        place = f"line {reader.line_num}"  # the last of those that a row spans
+                        if None in row or None in row.values():
+                            count = len(reader.fieldnames or ())
+                            raise TaskError(f"{path}, {place}: it has not the {count} fields that the first line names")
+                        yield place, row
+                except csv.Error as error:
+                    raise TaskError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
+                finally:
+                    csv.field_size_limit(limit)
         else:
             raise TaskError(f"{path}: tasks are read from .jsonl, .json, .csv, .tsv and .parquet files")
     except OSError as error:
@@ -298,38 +321,6 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _table_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a table; its first line names the fields. A row that spans lines is at the last of them."""
-    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        limit = csv.field_size_limit(_LONGEST_FIELD)
-        try:
-            for row in reader:
-                place = f"line {reader.line_num}"
-                if None in row or None in row.values():
-                    count = len(reader.fieldnames or ())
-                    raise TaskError(f"{path}, {place}: it has not the {count} fields that the first line names")
-                yield place, row
-        except csv.Error as error:
-            raise TaskError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
-        finally:
-            csv.field_size_limit(limit)
-
-
-def _parquet_rows(path: Path) -> list[Any]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise TaskError(f"{path}: Parquet files need pyarrow: pip install -e '.[datasets]'") from error
-    if not path.is_file():
-        raise TaskError(f"{path}: no such file")
-    try:
-        rows: list[Any] = parquet.read_table(path).to_pylist()
-    except ValueError as error:  # pyarrow's own errors are
-        raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
-    return rows
 
 
 def _line(error: Exception) -> str:

@@ -49,7 +49,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +266,9 @@ def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
 # --- the files of an evaluation ---
 
 FORMAT = "strands-env evaluation 1"
-DEFAULT_NAME = "results.jsonl"
-_BLOCK = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Run:
     """What an evaluation is to hold.
 
@@ -321,13 +318,6 @@ class StoredTokens(TokenObservation):
 
     _place: Place
 
-    @classmethod
-    def at(cls, place: Place) -> StoredTokens:
-        """The tokens of the record at a place."""
-        tokens = cls.model_construct()
-        tokens._place = place
-        return tokens
-
     def __getattr__(self, name: str) -> Any:
         """A field, from the disk."""
         if name in TokenObservation.model_fields:
@@ -349,7 +339,8 @@ def _read_tokens(place: Place) -> TokenObservation:
 def _leave_tokens(sample: EvalSample, place: Place) -> None:
     """Leave a sample's tokens on the disk."""
     if sample.step_result.observation.tokens is not None:
-        sample.step_result.observation.tokens = StoredTokens.at(place)
+        sample.step_result.observation.tokens = tokens = StoredTokens.model_construct()
+        tokens._place = place
 
 
 class Storage:
@@ -372,8 +363,12 @@ class Storage:
         with contextlib.ExitStack() as undo:
             self._lock = lock_file(side_file(self.path, ".lock"))
             undo.callback(self._lock.release)
-            if self.path.exists():
-                self._refuse_other_configuration(run, run_file)
+            _, first = next(read_records(self.path), (None, None)) if self.path.exists() else (None, None)
+            if first is not None and first.get("config") != self._config_digest:
+                what = f": {_difference(read_run(self.path).facts, run.facts)}" if run_file.exists() else ""
+                raise CheckpointError(
+                    f"{self.path} has results of another configuration{what}; name another file for this one"
+                )
             self._results = CheckpointFile(self.path)
             undo.callback(self._results.abandon)
             self._failures = CheckpointFile(side_file(self.path, ".failures.jsonl"))
@@ -388,13 +383,6 @@ class Storage:
                 self.path,
                 len(samples) - len(self.finished),
             )
-
-    def _refuse_other_configuration(self, run: Run, run_file: Path) -> None:
-        _, first = next(read_records(self.path), (None, None))
-        if first is None or first.get("config") == self._config_digest:
-            return
-        what = f": {_difference(read_run(self.path).facts, run.facts)}" if run_file.exists() else ""
-        raise CheckpointError(f"{self.path} has results of another configuration{what}; name another file for this one")
 
     def refuse_other_environment(self, key: str, identity: Mapping[str, Any]) -> None:
         """Make sure that a finished sample is of the environment that would be made for it now.
@@ -455,7 +443,7 @@ def results_file(path: str | os.PathLike[str]) -> Path:
     A path that does not exist is a folder unless its name ends in `.jsonl`.
     """
     path = Path(path)
-    return path / DEFAULT_NAME if path.is_dir() or path.suffix != ".jsonl" else path
+    return path / "results.jsonl" if path.is_dir() or path.suffix != ".jsonl" else path
 
 
 def side_file(path: Path, ending: str) -> Path:
@@ -543,7 +531,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # --- one file of records ---
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Place:
     """Where a record is: its file, and its bytes in it."""
 
@@ -671,7 +659,7 @@ class CheckpointFile:
         start, written = self._end, 0
         try:
             while written < len(record):
-                written += os.pwrite(self._fd, record[written : written + _BLOCK], start + written)
+                written += os.pwrite(self._fd, record[written : written + (1 << 20)], start + written)
         except OSError as error:
             return self._fail(error, start)
         self._end += len(record)

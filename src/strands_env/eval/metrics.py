@@ -180,13 +180,16 @@ def scores(results: Results, *, success_threshold: float) -> dict[str, list[Scor
     rewards = [sample.reward for samples in finished.values() for sample in samples if sample.reward is not None]
     error = min([0.0, *rewards])
 
-    def score(sample: EvalSample) -> Score:
-        if sample.reward is None:
-            return Score(sample, error, False)
-        return Score(sample, sample.reward, sample.reward >= success_threshold)
-
     return {
-        prompt: [score(sample) for sample in samples if rewards or sample.is_errored]
+        prompt: [
+            Score(
+                sample,
+                reward=error if sample.reward is None else sample.reward,
+                is_success=sample.reward is not None and sample.reward >= success_threshold,
+            )
+            for sample in samples
+            if rewards or sample.is_errored
+        ]
         for prompt, samples in finished.items()
     }
 
@@ -415,7 +418,10 @@ def compare(
     Raises:
         ValueError: They have no prompt with scored samples in common.
     """
-    scored = [_scores_by_content(*one, success_threshold) for one in (first, second)]
+    scored = []  # for each, the scores of the prompts that have any, by the digest of their content
+    for run, results in (first, second):
+        by_prompt = scores(results, success_threshold=success_threshold)
+        scored.append({run.prompts[prompt]: row for prompt, row in by_prompt.items() if row})
     common = [content for content in scored[0] if content in scored[1]]
     if not common:
         raise ValueError("the two have no prompt with scored samples in common")
@@ -504,10 +510,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
                 str(one.worse),
             ]
         )
-    counts = (
-        f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, in B only: {comparison.only_second}"
-    )
-    return [*table_lines(rows), "", counts]
+    return [
+        *table_lines(rows),
+        "",
+        f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, "
+        f"in B only: {comparison.only_second}",
+    ]
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -519,9 +527,3 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _scores_by_content(run: Run, results: Results, success_threshold: float) -> dict[str, list[Score]]:
-    """The scores of each prompt that has any, by the digest of its content."""
-    scored = scores(results, success_threshold=success_threshold)
-    return {run.prompts[prompt]: row for prompt, row in scored.items() if row}

@@ -291,11 +291,10 @@ def _best_mode(allowed: Sequence[Mode], python: str) -> Mode:
             logger.log(level, "mode=<%s>, refused=<%s> | programs run in this sandbox", mode, "; ".join(reasons))
             return mode
         reasons.append(f"{mode}: {reason}")
-    said = "; ".join(reasons)
     unprotected = ", or pass unsafe=True to run code as this user, with limits but without protection"
-    advice = "" if "unsafe" in allowed else unprotected
     raise SandboxUnavailableError(
-        f"this machine gives no sandbox that is allowed ({said}). Allow user namespaces, or run as root{advice}"
+        f"this machine gives no sandbox that is allowed ({'; '.join(reasons)}). "
+        f"Allow user namespaces, or run as root{'' if 'unsafe' in allowed else unprotected}"
     )
 
 
@@ -325,10 +324,9 @@ def _why_not(mode: Mode, python: str, uid: int) -> str | None:
         return str(error)
     if ran.stdout.strip() == b"42":
         return None
-    refused = [str(words["refused"]) for words in told if "refused" in words]
-    if refused:
-        return refused[0]
-    return f"a program did not run: {ran.stdout[-200:].decode(errors='replace').strip()}"
+    said = ran.stdout[-200:].decode(errors="replace").strip()
+    refused = (str(words["refused"]) for words in told if "refused" in words)
+    return next(refused, f"a program did not run: {said}")
 
 
 def _told(status: bytes) -> list[dict[str, Any]]:

@@ -42,7 +42,13 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
     for path, opened in (*sources, *devices):  # behind /tmp: a path may lie in there
-        _bind(opened, root + path)
+        source, target = f"/proc/self/fd/{opened}", root + path
+        if os.path.isdir(source):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
         os.close(opened)
     _make_read_only(root)
     with open(f"{root}/etc/passwd", "w") as accounts:
@@ -94,16 +100,6 @@ def _shown(paths: tuple[str, ...]) -> list[str]:
         if not any(path.startswith(f"{other}/") for other in kept):
             kept.append(path)
     return kept
-
-
-def _bind(opened: int, target: str) -> None:
-    source = f"/proc/self/fd/{opened}"
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
 def _make_read_only(root: str) -> None:

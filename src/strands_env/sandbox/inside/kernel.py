@@ -16,7 +16,7 @@ import platform
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -89,9 +89,9 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _KNOWN = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
-def can_limit_files() -> bool:
-    """Whether the kernel has Landlock (since Linux 5.13, unless it is switched off)."""
-    return _landlock_version() > 0
+def landlock_version() -> int:
+    """Which version of Landlock the kernel has (since Linux 5.13); below 1 for none, also if it is switched off."""
+    return int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def limit_files(allowed: list[tuple[str, int]]) -> None:
@@ -103,7 +103,7 @@ def limit_files(allowed: list[tuple[str, int]]) -> None:
     Raises:
         OSError: The kernel does not take it.
     """
-    version = _landlock_version()
+    version = landlock_version()
     handled = sum(rights for since, rights in _KNOWN if version >= since)
     attributes = struct.pack("=Q", handled)
     rules = _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
@@ -125,32 +125,14 @@ def limit_files(allowed: list[tuple[str, int]]) -> None:
         os.close(rules)
 
 
-def _landlock_version() -> int:
-    return int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
-
-
 # --- the filter on system calls ---
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """Numbers of a processor: `AUDIT_ARCH_*` of linux/audit.h, and its system calls."""
-
-    audit: int
-    clone: int
-    prctl: int
-    fcntl: int
-    setsockopt: int
-    socket: int
-    socketpair: int
-    send_with_files: tuple[int, ...]
-    denied: tuple[int, ...]
 
 
 # io_uring_setup, the new way of mounting, landlock_create_ruleset, memfd_secret
 _COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 444, 447)
+# Numbers of processors: `AUDIT_ARCH_*` of linux/audit.h, and their system calls.
 _MACHINES = {
-    "x86_64": _Machine(
+    "x86_64": SimpleNamespace(
         audit=0xC000003E,
         clone=56,
         prctl=157,
@@ -167,7 +149,7 @@ _MACHINES = {
         + (319, 29, 68, 64, 240)
         + (275, 276, 278, 40, 294, 300, 317, 253),
     ),
-    "aarch64": _Machine(
+    "aarch64": SimpleNamespace(
         audit=0xC00000B7,
         clone=220,
         prctl=167,

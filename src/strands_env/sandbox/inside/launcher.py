@@ -135,7 +135,7 @@ def _as_other_user(config: dict[str, Any]) -> None:
         raise OSError("there is no other uid to use")
     if not kernel.can_filter():
         raise OSError("there is no system call filter for this processor")
-    if not kernel.can_limit_files():
+    if kernel.landlock_version() < 1:
         raise OSError("the kernel has no Landlock")
     os.chown(config["folder"], uid, uid)
     os.chdir(config["folder"])
@@ -227,12 +227,14 @@ def _start(config: dict[str, Any], user: int | None, told: int) -> int:
 def _become_program(config: dict[str, Any], user: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     os.setsid()
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this is what has to go
     processes = config["processes"]
-    if user is None and (config["mode"] == "unsafe" or not _counts_by_namespace()):
+    major, minor = os.uname().release.split(".")[:2]
+    # From Linux 5.14 on the limit counts the processes of the user namespace only.
+    counts_by_namespace = (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
+    if user is None and (config["mode"] == "unsafe" or not counts_by_namespace):
         processes += _of_user(os.getuid())  # what the user runs already counts
     for what, limit in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
@@ -268,12 +270,6 @@ def _become_program(config: dict[str, Any], user: int | None) -> None:
     _tell(config["status_fd"], started=True)
     python = config["python"]
     os.execve(python, [python, "-E", "-s", "-B", "-u", "-X", "utf8", "main.py"], environment)
-
-
-def _counts_by_namespace() -> bool:
-    """Whether the limit on processes counts those of the user namespace only (Linux 5.14 and newer)."""
-    major, minor = os.uname().release.split(".")[:2]
-    return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
 
 
 def _of_user(uid: int) -> int:
@@ -321,9 +317,8 @@ def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> t
     """Wait until the program ends or must be ended: why, and its exit code."""
     deadline = time.monotonic() + config["wall_s"]
     said = b""
-    gone = False
     while True:
-        gone = gone or child in reap()
+        gone = child in reap()
         with contextlib.suppress(BlockingIOError):
             said += os.read(reads, 2 * _NUMBER.size)
         numbers = [number for (number,) in _NUMBER.iter_unpack(said[: len(said) // _NUMBER.size * _NUMBER.size])]

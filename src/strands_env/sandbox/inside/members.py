@@ -16,7 +16,6 @@ from . import kernel
 
 ROUNDS = 200  # how often is looked again for processes that are not gone yet, 10 ms apart
 PIPE_BYTES = 64 << 10  # what a pipe may hold; a program may not make it larger
-SOCKET_BUFFER = "/proc/sys/net/core/wmem_default"
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,10 @@ class Members(ABC):
         """Read what this machine lets a socket hold."""
         self.parent: int | None = None
         self.program: int | None = None
-        buffer = 212_992
-        with contextlib.suppress(OSError, ValueError), open(SOCKET_BUFFER) as size:
-            buffer = int(size.read())
         # A message may begin while there is room for a byte of it.
-        self._socket_bytes = 2 * buffer
+        self._socket_bytes = 2 * 212_992
+        with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as size:
+            self._socket_bytes = 2 * int(size.read())
 
     @abstractmethod
     def pids(self) -> list[int]:
