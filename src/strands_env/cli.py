@@ -270,9 +270,8 @@ def list_names(arguments: argparse.Namespace) -> int:
     from .eval.benchmarks import BENCHMARKS
     from .eval.metrics import table_lines
 
-    rows = [["benchmark", "tasks", "from"]]
-    rows += [[one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values()]
-    lines = table_lines(rows)
+    rows = ([one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values())
+    lines = table_lines([["benchmark", "tasks", "from"], *rows])
     for title, names in (("environment", ENVIRONMENTS), ("reward", REWARDS)):
         lines += ["", *table_lines([[title, "is"], *([name, path] for name, path in names.items())])]
     return say(*lines, "", f"backends: {', '.join(BACKENDS)}")

@@ -147,11 +147,13 @@ def _divide(left: Number, right: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int):
-        if exponent > 0 and abs(base) > 1 and (base.bit_length() - 1) * exponent > MOST_BITS:
-            raise OverflowError
-        if exponent < 0:
-            return float(base) ** exponent
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and abs(base) > 1
+        and (base.bit_length() - 1) * exponent > MOST_BITS
+    ):
+        raise OverflowError
     return base**exponent
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -13,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from strands.models.model import Model
-from strands.types.content import Messages
 
 from strands_sglang import SGLangModel
 
+from ..core.supervision import settled
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
 from .answers import question_of
 
@@ -176,15 +175,13 @@ class JudgeReward(RewardFunction):
         return RewardResult(reward=(score - low) / (high - low), info=info)
 
     async def _ask(self, prompt: str) -> Any:
-        model = self.model
-        if not isinstance(model, Model):
-            made = model()
-            model = await made if inspect.isawaitable(made) else made
-        messages: Messages = [{"role": "user", "content": [{"text": prompt}]}]
+        model = self.model if isinstance(self.model, Model) else await settled(self.model())
         judgement: BaseModel | None = None
         # A model that records does so in a trajectory of this call's own, which is dropped.
         with model.episode() if isinstance(model, SGLangModel) else nullcontext():
-            async for event in model.structured_output(self._judgement, messages, system_prompt=self.system_prompt):
+            async for event in model.structured_output(
+                self._judgement, [{"role": "user", "content": [{"text": prompt}]}], system_prompt=self.system_prompt
+            ):
                 if "output" in event:
                     judgement = event["output"]
         if judgement is None:

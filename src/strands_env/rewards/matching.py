@@ -103,15 +103,16 @@ class RegexReward(RewardFunction):
         text = step_result.observation.final_response
         if text is None:
             return RewardResult(reward=0.0, info={"verdict": "no_answer", "extracted": None})
-        request = {
-            "pattern": self.pattern,
-            "flags": self.flags,
-            "text": text,
-            "whole": self.whole,
-            "group": self.group,
-        }
         try:
-            answer = await shared_pool("regexes", self.limits, 2).run(request)
+            answer = await shared_pool("regexes", self.limits, 2).run(
+                {
+                    "pattern": self.pattern,
+                    "flags": self.flags,
+                    "text": text,
+                    "whole": self.whole,
+                    "group": self.group,
+                }
+            )
         except OverLimitsError as error:
             raise RewardError(
                 f"the pattern {self.pattern!r} took more than {error} on an answer of {len(text)} characters; write"

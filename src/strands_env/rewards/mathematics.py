@@ -139,8 +139,7 @@ class MathReward(RewardFunction):
                 f"the ground truth could not be read: {error}", is_infrastructure=error.is_infrastructure
             ) from error
         if read.get("verdict") == "unreadable_truth" or "error" in read:
-            said = read.get("reason") or read["error"]
-            raise ValueError(f"the ground truth {truths!r:.200} cannot be read: {said}")
+            raise ValueError(f"the ground truth {truths!r:.200} cannot be read: {read.get('reason') or read['error']}")
 
 
 def _result(verdict: str, extracted: str | None, truths: list[str], **more: str) -> RewardResult:

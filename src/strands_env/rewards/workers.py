@@ -221,8 +221,7 @@ def shared_pool(job: str, limits: WorkerLimits, n_workers: int | None = None) ->
         limits: What a request may use.
         n_workers: Most workers; None for one per CPU that this process may use, at most 8.
     """
-    most = n_workers or min(8, len(os.sched_getaffinity(0)))
-    return _pool(job, limits, most, os.getpid())
+    return _pool(job, limits, n_workers or min(8, len(os.sched_getaffinity(0))), os.getpid())
 
 
 @functools.lru_cache(maxsize=64)
