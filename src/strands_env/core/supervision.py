@@ -203,7 +203,7 @@ def _forget(task: asyncio.Task[Any]) -> None:
 # --- functions of the user ---
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a function in a thread of its own, in this context. If the caller is cancelled, the thread ends by itself.
 
     Args:
@@ -227,7 +227,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return await asyncio.wrap_future(outcome)
 
 
-async def called(function: Callable[..., Any], *args: Any, grace: float | None = 0.0, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, grace: float | None = 0.0, **kwargs: Any) -> Any:
     """Call a function of the user's that may be async; one that is not may block.
 
     Args:

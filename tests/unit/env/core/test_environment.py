@@ -1068,6 +1068,17 @@ async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer: Any)
         hang.set()
 
 
+async def test_a_tools_parameter_may_have_any_name() -> None:
+    @tool
+    def plot(function: str) -> str:
+        """Plot a function."""
+        return f"plotted {function}"
+
+    model = ScriptedModel([[tool_use("1", "plot", function="sin")], ANSWER])
+    result = await CalculatorEnv(lambda: model, tools=[plot]).step(ASK)
+    assert result.observation.messages[2]["content"][0]["toolResult"]["content"] == [{"text": "plotted sin"}]
+
+
 @pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
 async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(
     place: str, monkeypatch: pytest.MonkeyPatch
