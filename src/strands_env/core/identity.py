@@ -44,8 +44,15 @@ class Identified:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Have a class's `__init__` remember its arguments."""
         super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            cls.__init__ = _remembering(cls, cls.__init__)  # type: ignore[method-assign]
+        function: Any = vars(cls).get("__init__")
+        if function is not None:
+
+            @functools.wraps(function)
+            def init(self: Any, *args: Any, **kwargs: Any) -> None:
+                vars(self).setdefault("_made_with", {})[cls] = (args, kwargs)
+                function(self, *args, **kwargs)
+
+            cls.__init__ = init  # type: ignore[method-assign]
 
     def identity(self) -> dict[str, Any]:
         """What makes it the one that it is, JSON-like: its class and its arguments, defaults left out.
@@ -222,12 +229,3 @@ def _name(cls: type) -> str:
 def _fields(value: Any) -> dict[str, Any]:
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return {field.name: getattr(value, field.name, None) for field in fields}
-
-
-def _remembering(cls: type, function: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).setdefault("_made_with", {})[cls] = (args, kwargs)
-        function(self, *args, **kwargs)
-
-    return init

@@ -15,8 +15,6 @@ from ..core.types import Action, TaskContext
 
 QUESTION_FIELDS = ("question", "problem", "prompt", "input", "message")
 ANSWER_FIELDS = ("answer", "ground_truth", "label", "target", "expected_answer")
-_LONGEST_FIELD = 1 << 30
-
 ID_FIELDS = ("id", "unique_id", "task_id", "problem_id")
 
 
@@ -235,18 +233,15 @@ def _field(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], what: str, *, required: bool = True
 ) -> tuple[str | None, Any]:
     """The name and value of a field; (None, None) if it is not there and need not be."""
-    name: str | None
-    value: Any = None
-    if named is not None:
-        name, value = named, row.get(named)
-        if value is None and "." in named:
-            value = row
-            for part in named.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-    else:
+    name = named
+    if named is None:
         lower = {key.lower(): key for key in reversed(list(row))}
         name = next((lower[one] for one in usual if one in lower), None)
-        value = None if name is None else row[name]
+    value: Any = None if name is None else row.get(name)
+    if value is None and named is not None and "." in named:
+        value = row
+        for part in named.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
     if not _is_missing(value):
         return name, value
     if not required:
@@ -297,7 +292,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         elif path.suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
                 reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
-                limit = csv.field_size_limit(_LONGEST_FIELD)
+                limit = csv.field_size_limit(1 << 30)
                 try:
                     for row in reader:
                         place = f"line {reader.line_num}"  # the last of those that a row spans

@@ -563,10 +563,8 @@ class CheckpointFile:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            existed = self.path.exists()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if not existed:
-                _sync_directory(self.path.parent)
+            _sync_directory(self.path.parent)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from error
         try:
@@ -620,7 +618,6 @@ class CheckpointFile:
     def abandon(self) -> None:
         """Close a file that nothing was appended to."""
         os.close(self._fd)
-        self._fd = -1
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()

@@ -243,21 +243,17 @@ class Evaluator:
         result, is_judged, identity = cancelled if playing.cancelled() else playing.result()
         is_finished = says_something(result)
         observation = result.observation
-        kept = result.model_copy(
-            update={
-                "observation": Observation(
-                    messages=observation.messages,
-                    tokens=observation.tokens if self.keep_tokens else None,
-                    metrics=observation.metrics,
-                )
-            }
+        kept = Observation(
+            messages=observation.messages,
+            tokens=observation.tokens if self.keep_tokens else None,
+            metrics=observation.metrics,
         )
         sample = EvalSample(
             key=key,
             prompt_id=prompt.id,
             sample_index=index,
             action=prompt.action,
-            step_result=kept,
+            step_result=result.model_copy(update={"observation": kept}),
             seconds=round(time.monotonic() - began, 3),
             is_finished=is_finished,
             is_errored=is_finished and is_error(result, is_judged=is_judged),

@@ -108,14 +108,13 @@ def standard_metrics(
     n = n_samples_per_prompt
     scored = scores(results, success_threshold=success_threshold)
     finished = sum(sample.is_finished for samples in results.values() for sample in samples)
-    counted = sum(len(row) for row in scored.values())
     dropped = len(results) * n - finished
     metrics: dict[str, float] = {
         "prompts": float(len(results)),
         "samples": float(finished),
         "dropped_samples": float(dropped),
         "errored_samples": float(sum(score.sample.reward is None for row in scored.values() for score in row)),
-        "unscored_samples": float(finished - counted),
+        "unscored_samples": float(finished - sum(len(row) for row in scored.values())),
     }
     rewards = [[score.reward for score in row] for row in scored.values()]
     successes = [[score.is_success for score in row] for row in scored.values()]
@@ -449,8 +448,11 @@ def compare(
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Metrics as a table, one row per value, and the counts below it."""
-    names = [name.removesuffix("_prompts") for name in metrics if name.endswith("_prompts")]
-    names = [name for name in names if not name.endswith("_dropped")]
+    names = [
+        name.removesuffix("_prompts")
+        for name in metrics
+        if name.endswith("_prompts") and not name.endswith("_dropped_prompts")
+    ]
     rows = [["metric", "value", "95 % interval", "prompts", "if dropped failed"]]
     for name in names:
         value, low, high = (metrics.get(f"{name}{ending}") for ending in ("", "_low", "_high"))

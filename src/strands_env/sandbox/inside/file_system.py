@@ -33,15 +33,19 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     """Put the new root together and go there; the current folder is then an empty /tmp."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     root = next(place for place in PLACES if os.path.isdir(place))
-    sources = [(path, os.open(path, os.O_PATH)) for path in _shown((*SYSTEM, *config["visible"]))]
-    devices = [(path, os.open(path, os.O_PATH)) for path in DEVICES]
+    shown: list[str] = []  # the paths that exist, without those inside of others
+    existing = {os.path.normpath(path) for path in (*SYSTEM, *config["visible"]) if os.path.exists(path)}
+    for path in sorted(existing, key=len):
+        if not any(path.startswith(f"{other}/") for other in shown):
+            shown.append(path)
+    sources = [(path, os.open(path, os.O_PATH)) for path in (*shown, *DEVICES)]
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
     for name in ("etc", "tmp", "proc", "dev/shm"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     size = config["disk_bytes"]
     space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
-    for path, opened in (*sources, *devices):  # behind /tmp: a path may lie in there
+    for path, opened in sources:  # behind /tmp: a path may lie in there
         source, target = f"/proc/self/fd/{opened}", root + path
         if os.path.isdir(source):
             os.makedirs(target, exist_ok=True)
@@ -91,15 +95,6 @@ def remove(path: str) -> None:
         for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", "--", path]):
             with contextlib.suppress(OSError):
                 subprocess.run(command, capture_output=True, env={"PATH": "/usr/bin:/bin"})
-
-
-def _shown(paths: tuple[str, ...]) -> list[str]:
-    """The paths that exist, without those inside of others."""
-    kept: list[str] = []
-    for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}, key=len):
-        if not any(path.startswith(f"{other}/") for other in kept):
-            kept.append(path)
-    return kept
 
 
 def _make_read_only(root: str) -> None:

@@ -44,8 +44,7 @@ def unshare(flags: int) -> None:
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     """Mount a file system."""
     args = [os.fsencode(text) if text is not None else None for text in (source, target, kind)]
-    options = data.encode() if data is not None else None
-    _checked(_libc.mount(*args, ctypes.c_ulong(flags), options), f"mount {target}")
+    _checked(_libc.mount(*args, ctypes.c_ulong(flags), data.encode() if data is not None else None), f"mount {target}")
 
 
 def use_as_root(folder: str) -> None:

@@ -171,8 +171,7 @@ def _parent(config: dict[str, Any], members: Members, user: int | None, told: in
 
 def _remove(config: dict[str, Any], user: int | None) -> None:
     """Remove what a program has left; nobody is left who could change it meanwhile."""
-    shared = _shared_memory_of(user) if user is not None else []
-    for path in (config["folder"], *shared):
+    for path in (config["folder"], *(_shared_memory_of(user) if user is not None else [])):
         file_system.remove(path)
 
 
