@@ -3,7 +3,9 @@ import pytest
 
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
+from support import agents
 from support.agents import build_chatml_tokenizer
+from support.judge import Judge
 
 pytest.register_assert_rewrite("support.parser_checks")
 
@@ -34,5 +36,23 @@ def rollout(chatml_tokenizer):
     def make(answers, *, server=None, **config):
         scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
         return scripted, SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client(), **config)
+
+    return make
+
+
+@pytest.fixture(params=["inferred", "told"])
+def judged(chatml_tokenizer, request, monkeypatch):
+    """Sets up a scripted server (arguments in `server=`), a model on it, and a judge that watches both.
+
+    What became of an answer is inferred from later calls, or told by the hooks of the model, which agents get then.
+    """
+    told = request.param == "told"
+    monkeypatch.setattr(agents, "LISTENING", told)
+
+    def make(answers, *, server=None, model_class=SGLangModel, **config):
+        scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
+        judge = Judge(scripted, model_class(tokenizer=chatml_tokenizer, client=scripted.client(), **config))
+        judge.told = told
+        return judge
 
     return make

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
     except SystemExit as ended:  # the parser has printed its help, or what is wrong
         raise SystemExit(say(code=ended.code)) from None
-    return int(arguments.run(arguments))
+    code: int = arguments.run(arguments)
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -174,9 +175,12 @@ def serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         tell("stopped")
         return 0
+    except local.UnsupportedPlatformError as error:
+        tell(str(error))
+        return UNSUPPORTED
     except local.LocalServerError as error:
         tell(str(error))
-        return UNSUPPORTED if isinstance(error, local.UnsupportedPlatformError) else FAILED
+        return FAILED
 
 
 def say(*lines: str, code: Any = 0) -> Any:

@@ -1,4 +1,4 @@
-"""The README: its snippets run, its tables and troubles are the code's, and its files and commands exist."""
+"""The README"""
 
 import copy
 import inspect
@@ -14,7 +14,10 @@ import httpx
 import pytest
 from strands import Agent
 
+import strands_env.cli
 import strands_sglang
+from strands_env.core import Environment, TerminationReason
+from strands_env.eval import standard_metrics
 from strands_sglang import (
     OUTCOMES,
     SGLangClient,
@@ -29,8 +32,12 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support import slime as slime_support
 from support.agents import call, make_agent
+from support.environments import sample
 from support.readme import README, ROOT, blocks, names_in_code, table
 from support.slime import check_rollouts
+
+# === the README: its snippets run, its tables and troubles are the code's, and its files and commands exist ===
+
 
 DOCUMENTED_URL = "http://localhost:30000"
 DOCUMENTED_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
@@ -427,3 +434,51 @@ async def test_the_turns_say_why_a_second_sequence_appeared(chatml_tokenizer, ca
     explained = explained.partition("```\n\n")[2].partition("\n## ")[0]
     for reason in [name for name in names_in_code(explained) if " " in name]:
         assert reason in printed
+
+
+# === docs/architecture.md is true of the code ===
+
+
+def test_one_call_is_at_most_seven_frames_in_four_files():
+    command = [sys.executable, "benchmarks/frames.py", "--frames", "7", "--files", "4"]
+    counted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert counted.returncode == 0, counted.stdout + counted.stderr
+    documented = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    frames = [line.rpartition(".")[2].rpartition(": ")[2] for line in counted.stdout.splitlines() if ".py: " in line]
+    assert [frame for frame in frames if frame not in documented] == []
+
+
+# === its sections on environments and evaluation: limits, metrics, commands and options are the code's ===
+
+
+def test_the_table_of_limits_has_every_one_with_its_default() -> None:
+    parameters = inspect.signature(Environment).parameters
+    bounds = [name for name in parameters if name.startswith(("max_", "retr")) or name.endswith("_timeout")]
+    rows = table("Environments", "Argument", "Default", "What it bounds")
+    documented = {names_in_code(row["Argument"])[0]: row["Default"].strip("`") for row in rows}
+    assert sorted(documented) == sorted(bounds)
+    reasons = documented.pop("retry_on")
+    assert parameters["retry_on"].default == (TerminationReason[reasons],)
+    assert documented == {name: str(parameters[name].default) for name in documented}
+
+
+def test_the_metrics_that_are_named_are_computed() -> None:
+    results = {prompt: [sample(1.0)] * 4 for prompt in "ab"}
+    metrics = standard_metrics(results, n_samples_per_prompt=4)
+    named = {names_in_code(row["Metric"])[0] for row in table("Evaluation", "Metric", "Meaning")}
+    computed = {name.removesuffix("_low") for name in metrics if name.endswith("_low")}
+    assert {name.split("@")[0].split("^")[0] for name in named} == {
+        name.split("@")[0].split("^")[0] for name in computed
+    }
+    assert {"pass@1", "pass@4", "pass^4", "majority@4", "avg@4"} <= computed
+
+
+def test_the_commands_that_are_named_are_those_there_are_and_the_shown_lines_are_understood() -> None:
+    parser = strands_env.cli.build_parser()
+    commands = re.findall(r"^    (\w+) ", parser.format_help(), re.MULTILINE)
+    rows = table("Evaluation", "Command", "What it does")
+    assert [names_in_code(row["Command"])[0].split()[1] for row in rows] == commands
+    shown = [line for block in blocks("bash") for line in block.text.splitlines() if line.startswith("strands-env ")]
+    assert len(shown) == 2
+    for line in shown:
+        parser.parse_args(shlex.split(line)[1:])

@@ -3,7 +3,6 @@
 import asyncio
 import textwrap
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from strands import Agent
@@ -19,7 +18,7 @@ QUESTION = "What is 25 * 17?"
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatml_tokenizer: Any) -> None:
+async def test_the_documented_split_functions_work_as_they_are(chat, chatml_tokenizer):
     # As the package's page has had them from the start.
     split_functions = """
     from strands_env.core import Action, TaskContext
@@ -59,13 +58,13 @@ async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatm
 """
     clear_clients()
     server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
-    namespace: dict[str, Any] = {
+    namespace = {
         "tokenizer": chatml_tokenizer,
         "YourEnv": CalculatorEnv,
         "YourRewardFunction": Contains,
     }
     exec(textwrap.dedent(split_functions), namespace)
-    prompt: Any = [{"role": "user", "content": QUESTION}] if chat else QUESTION
+    prompt = [{"role": "user", "content": QUESTION}] if chat else QUESTION
     with server.serve() as url:
         args = slime_args(url)
         sample = await namespace["generate"](args, Sample(index=0, prompt=prompt, label="425"), slime_sampling_params())
@@ -87,13 +86,13 @@ async def test_the_documented_split_functions_work_as_they_are(chat: bool, chatm
 class Rollouts:
     """A ready `generate` on a scripted server, with what its environments were."""
 
-    def __init__(self, tokenizer: Any, answers: Any, *, reward_fn: RewardFunction | None = None, **limits: Any) -> None:
+    def __init__(self, tokenizer, answers, *, reward_fn=None, **limits):
         self.state = SlimeState(tokenizer)
         self.server = ScriptedSGLang(tokenizer, answers)
-        self.environments: list[CalculatorEnv] = []
-        self.models: list[Any] = []
+        self.environments = []
+        self.models = []
 
-        def make_environment(model_factory: Any, sample: Any) -> CalculatorEnv:
+        def make_environment(model_factory, sample):
             self.models.append(model_factory())
             self.environments.append(CalculatorEnv(model_factory, reward_fn, **limits))
             return self.environments[-1]
@@ -104,7 +103,7 @@ class Rollouts:
             generate_state=lambda args: self.state,
         )
 
-    async def __call__(self, sample: Sample | None = None, **args: Any) -> Any:
+    async def __call__(self, sample=None, **args):
         sample = sample or Sample(index=3, group_index=1, prompt=QUESTION, label="425")
         result = await self.generate(slime_args(**args), sample, slime_sampling_params())
         assert [env.steps for env in self.environments] == [["reset", "cleanup"]] * len(self.environments)
@@ -112,7 +111,7 @@ class Rollouts:
         return result
 
 
-ENDS: dict[str, tuple[list[Any], dict[str, Any], str, float | None, bool]] = {
+ENDS = {
     "an answer": ([CALL, ANSWER], {"reward_fn": Contains()}, "COMPLETED", 1.0, False),
     "an answer for slime's function": ([CALL, ANSWER], {}, "COMPLETED", None, False),
     "a limit": ([CALL] * 3, {"max_tool_iterations": 2, "reward_fn": Contains()}, "TRUNCATED", 0.0, False),
@@ -138,7 +137,7 @@ ENDS: dict[str, tuple[list[Any], dict[str, Any], str, float | None, bool]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(name: str, chatml_tokenizer: Any) -> None:
+async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(name, chatml_tokenizer):
     answers, settings, status, reward, removed = ENDS[name]
     rollouts = Rollouts(chatml_tokenizer, answers, **settings)
     sample = await rollouts()
@@ -150,8 +149,8 @@ async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(nam
         check_against_server(sample, rollouts.server)
 
 
-async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer: Any) -> None:
-    def abort(request: Any) -> str:
+async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
+    def abort(request):
         rollouts.state.aborted = True
         return CALL
 
@@ -160,13 +159,13 @@ async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer: Any) -> None
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 1)
 
 
-async def test_a_reward_is_put_where_slime_looks_for_it(chatml_tokenizer: Any) -> None:
+async def test_a_reward_is_put_where_slime_looks_for_it(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward_fn=Contains())
     assert (await rollouts(reward_key="score")).reward == {"score": 1.0}
 
 
-async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_tokenizer: Any) -> None:
-    async def make_environment(model_factory: Any, sample: Any) -> Any:
+async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_tokenizer):
+    async def make_environment(model_factory, sample):
         raise OSError("no room")
 
     state = SlimeState(chatml_tokenizer)
@@ -176,10 +175,10 @@ async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_toke
     check_rollouts(sample, slime_args(), chatml_tokenizer)
 
 
-async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer: Any) -> None:
+async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer):
     asked = asyncio.Event()
 
-    async def wait(request: Any) -> str:
+    async def wait(request):
         asked.set()
         await asyncio.Event().wait()
         return ANSWER
@@ -193,8 +192,8 @@ async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer: An
     assert rollouts.environments[0].steps == ["reset", "cleanup"]
 
 
-def test_a_samples_task_has_its_label_and_its_metadata() -> None:
-    sample: Any = SimpleNamespace(
+def test_a_samples_task_has_its_label_and_its_metadata():
+    sample = SimpleNamespace(
         prompt=QUESTION, label="425", index=7, metadata={"level": 3, "id": "x", "strands_sglang": {}}
     )
     assert slime.action_of(sample) == Action(
@@ -203,16 +202,16 @@ def test_a_samples_task_has_its_label_and_its_metadata() -> None:
     assert slime.action_of(SimpleNamespace(**{**vars(sample), "metadata": None})).message == ASK.message
 
 
-def test_an_episode_is_run_by_one_side_only() -> None:
+def test_an_episode_is_run_by_one_side_only():
     from strands_sglang.trainers.slime import make_generate
 
     with pytest.raises(ValueError, match="runs everything by itself"):
         make_generate(episode=lambda model, sample: None, max_turns=3)
 
 
-async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer: Any) -> None:
+async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer):
     class Judge(RewardFunction):
-        async def compute(self, **kwargs: Any) -> float:
+        async def compute(self, **kwargs):
             agent = Agent(model=rollouts.models[0], callback_handler=None)
             return float("425" in str(await agent.invoke_async("Is it right?")))
 
@@ -223,7 +222,7 @@ async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenize
     assert sum(sample.loss_mask) == len(rollouts.server.responses[0].body["output_ids"])
 
 
-async def test_metadata_that_are_no_task_context_are_named(chatml_tokenizer: Any) -> None:
+async def test_metadata_that_are_no_task_context_are_named(chatml_tokenizer):
     """C7: every sample failed, and nothing said why."""
     generate = Rollouts(chatml_tokenizer, []).generate
     given = Sample(index=7, prompt="2 + 2?", label="4", metadata={"conversation_history": "abc"})

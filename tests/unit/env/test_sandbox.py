@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent as program
 
@@ -36,7 +35,7 @@ SMALL = SandboxLimits(
 SAFE = ("namespaces", "uid")
 
 
-def python_for(mode: str) -> str | None:
+def python_for(mode):
     """An interpreter that works in a mode; None if the mode does not work here."""
     for python in (sys.executable, SYSTEM_PYTHON):
         if os.path.exists(python) and available_modes(python)[mode] is None:  # type: ignore[index]
@@ -45,25 +44,25 @@ def python_for(mode: str) -> str | None:
 
 
 @pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> str:
+def mode(request):
     if python_for(request.param) is None:
         pytest.skip(f"{request.param}: {available_modes()[request.param]}")
     return request.param
 
 
 @pytest.fixture
-def safe_mode(mode: str) -> str:
+def safe_mode(mode):
     if mode not in SAFE:
         pytest.skip("not promised in this mode")
     return mode
 
 
-def sandbox_in(mode: str, limits: SandboxLimits = SMALL) -> PythonSandbox:
+def sandbox_in(mode, limits=SMALL):
     return PythonSandbox(limits, mode=mode, unsafe=True, python=python_for(mode))  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
-def folders(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folders(monkeypatch, tmp_path_factory):
     """Where sandboxes of this test make their folders. After the test nothing is left, in there and of processes."""
     tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
     folder = tempfile.mkdtemp(prefix="test-sandbox-")
@@ -79,18 +78,18 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 # --- programs that do no harm ---
 
 
-async def test_what_a_program_prints_comes_back_with_its_exit_code(mode: str) -> None:
+async def test_what_a_program_prints_comes_back_with_its_exit_code(mode):
     ran = await sandbox_in(mode).run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
     assert (ran.output, ran.ended, ran.exit_code, ran.mode) == ("out\nerr\n", "exited", 3, mode)
 
 
-async def test_an_error_shows_its_traceback(mode: str) -> None:
+async def test_an_error_shows_its_traceback(mode):
     ran = await sandbox_in(mode).run("1 / 0")
     assert ran.exit_code == 1
     assert "ZeroDivisionError" in ran.output and 'main.py", line 1' in ran.output
 
 
-async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode: str) -> None:
+async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode):
     sandbox = sandbox_in(mode)
     code = (
         "import os\nprint(os.path.exists('kept'))\nopen('kept', 'w').write('x' * 1000)\nprint(os.path.getsize('kept'))"
@@ -98,7 +97,7 @@ async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode:
     assert [(await sandbox.run(code)).output for _ in range(2)] == ["False\n1000\n"] * 2
 
 
-async def test_processes_of_a_program_and_shared_memory_work(mode: str) -> None:
+async def test_processes_of_a_program_and_shared_memory_work(mode):
     ran = await sandbox_in(mode).run(
         "import multiprocessing\n"
         "if __name__ == '__main__':\n"
@@ -108,27 +107,27 @@ async def test_processes_of_a_program_and_shared_memory_work(mode: str) -> None:
     assert ran.output == "55\n"
 
 
-async def test_there_is_no_input(mode: str) -> None:
+async def test_there_is_no_input(mode):
     ran = await sandbox_in(mode).run("import sys\nprint(repr(sys.stdin.read()))\ninput()")
     assert ran.output.startswith("''\n") and "EOFError" in ran.output
 
 
-async def test_output_that_is_not_utf8_is_replaced(mode: str) -> None:
+async def test_output_that_is_not_utf8_is_replaced(mode):
     ran = await sandbox_in(mode).run(r"import os; os.write(1, b'a\xff\xfe\x00b')")
     assert ran.output == "a\ufffd\ufffd\x00b"
 
 
-async def test_source_of_any_characters_arrives_as_it_is(mode: str) -> None:
+async def test_source_of_any_characters_arrives_as_it_is(mode):
     ran = await sandbox_in(mode).run("print('\u00e9\U0001f600'); print(ascii('''\ud800'''))")
     assert ran.output == "\u00e9\U0001f600\n'?'\n"
 
 
-async def test_a_huge_source_is_refused_before_it_runs(mode: str) -> None:
+async def test_a_huge_source_is_refused_before_it_runs(mode):
     with pytest.raises(ValueError, match="bytes are|are allowed"):
         await sandbox_in(mode).run("#" * (SMALL.source_bytes + 1))
 
 
-async def test_source_that_is_no_python_is_an_error_of_the_program(mode: str) -> None:
+async def test_source_that_is_no_python_is_an_error_of_the_program(mode):
     for source in ("(" * 5_000, "-" * 50_000 + "1", "\0", "def f(:", ""):
         assert (await sandbox_in(mode).run(source)).ended in ("exited", "output")
 
@@ -136,13 +135,13 @@ async def test_source_that_is_no_python_is_an_error_of_the_program(mode: str) ->
 # --- limits ---
 
 
-async def test_a_program_that_never_ends_is_ended(mode: str) -> None:
+async def test_a_program_that_never_ends_is_ended(mode):
     limits = SandboxLimits(wall_s=0.5)
     ran = await sandbox_in(mode, limits).run("import time\nprint('began')\ntime.sleep(1000)")
     assert (ran.ended, ran.exit_code, ran.output) == ("timeout", None, "began\n")
 
 
-async def test_a_program_that_ignores_signals_is_ended(mode: str) -> None:
+async def test_a_program_that_ignores_signals_is_ended(mode):
     ignoring = program("""
         import signal
         for number in signal.valid_signals():
@@ -153,23 +152,23 @@ async def test_a_program_that_ignores_signals_is_ended(mode: str) -> None:
     assert (await sandbox_in(mode, SandboxLimits(wall_s=0.5)).run(ignoring)).ended == "timeout"
 
 
-async def test_cpu_time_is_limited(mode: str) -> None:
+async def test_cpu_time_is_limited(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=20, cpu_s=1)).run("while True: pass")
     assert (ran.ended, ran.exit_code) == ("exited", -signal.SIGKILL)
 
 
-async def test_one_process_that_wants_too_much_memory_gets_a_memory_error(mode: str) -> None:
+async def test_one_process_that_wants_too_much_memory_gets_a_memory_error(mode):
     limits = SandboxLimits(address_space_bytes=500 << 20)
     ran = await sandbox_in(mode, limits).run("x = bytearray(2 << 30)")
     assert ran.exit_code == 1 and "MemoryError" in ran.output
 
 
-async def test_a_program_that_fills_the_memory_is_ended(mode: str) -> None:
+async def test_a_program_that_fills_the_memory_is_ended(mode):
     ran = await sandbox_in(mode).run("x = []\nwhile True: x.append(bytearray(b'1' * (1 << 20)))")
     assert ran.ended == "memory"
 
 
-async def test_processes_that_fill_the_memory_together_are_ended(mode: str) -> None:
+async def test_processes_that_fill_the_memory_together_are_ended(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import os, time
@@ -183,7 +182,7 @@ async def test_processes_that_fill_the_memory_together_are_ended(mode: str) -> N
     assert ran.ended == "memory"
 
 
-async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode: str) -> None:
+async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode):
     # Neither counted as a process's nor as a file's, and shared segments outlive all processes.
     ran = await sandbox_in(safe_mode).run(
         program("""
@@ -201,12 +200,12 @@ async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode: str) -> 
     assert ran.output.splitlines() == ["no file Operation not permitted", *["-1 Operation not permitted"] * 3]
 
 
-async def test_the_disk_cannot_be_filled_by_one_file(mode: str) -> None:
+async def test_the_disk_cannot_be_filled_by_one_file(mode):
     ran = await sandbox_in(mode).run("with open('big', 'wb') as f:\n    while True: f.write(b'x' * 65536); f.flush()")
     assert ran.ended == "disk" or "OSError" in ran.output or ran.exit_code == -signal.SIGXFSZ
 
 
-async def test_the_disk_cannot_be_filled_by_many_files(mode: str) -> None:
+async def test_the_disk_cannot_be_filled_by_many_files(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import itertools
@@ -217,26 +216,26 @@ async def test_the_disk_cannot_be_filled_by_many_files(mode: str) -> None:
     assert ran.ended == "disk" or "No space left" in ran.output
 
 
-async def test_the_disk_cannot_be_filled_by_empty_files_or_folders(mode: str) -> None:
+async def test_the_disk_cannot_be_filled_by_empty_files_or_folders(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=20, disk_bytes=8 << 20)).run(
         "import itertools, os\nfor n in itertools.count(): os.mkdir(f'd{n}')"
     )
     assert ran.ended == "disk" or "No space left" in ran.output
 
 
-async def test_folders_nested_deeper_than_python_recurses_are_removed(mode: str) -> None:
+async def test_folders_nested_deeper_than_python_recurses_are_removed(mode):
     ran = await sandbox_in(mode).run(
         "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
     )
     assert ran.output == "deep\n"
 
 
-async def test_endless_output_is_cut_and_ends_the_program(mode: str) -> None:
+async def test_endless_output_is_cut_and_ends_the_program(mode):
     ran = await sandbox_in(mode).run("while True: print('y' * 1000)")
     assert (ran.ended, len(ran.output)) == ("output", SMALL.output_bytes)
 
 
-async def test_a_fork_bomb_comes_to_an_end(mode: str) -> None:
+async def test_a_fork_bomb_comes_to_an_end(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=2, processes=24)).run(
         program("""
         import os
@@ -248,7 +247,7 @@ async def test_a_fork_bomb_comes_to_an_end(mode: str) -> None:
     assert ran.ended == ("processes" if mode == "unsafe" and os.geteuid() == 0 else "timeout")
 
 
-async def test_a_program_has_no_more_processes_than_it_may(safe_mode: str) -> None:
+async def test_a_program_has_no_more_processes_than_it_may(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import os, time
@@ -263,12 +262,12 @@ async def test_a_program_has_no_more_processes_than_it_may(safe_mode: str) -> No
     assert 8 <= int(ran.output) < 24
 
 
-async def test_open_files_are_limited(mode: str) -> None:
+async def test_open_files_are_limited(mode):
     ran = await sandbox_in(mode).run("x = [open('main.py') for _ in range(100)]")
     assert "Too many open files" in ran.output
 
 
-async def test_files_in_shared_memory_count_and_go_too(safe_mode: str) -> None:
+async def test_files_in_shared_memory_count_and_go_too(safe_mode):
     shared = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/dev/shm"))
     shared.chmod(0o1777)
     code = program(f"""
@@ -289,7 +288,7 @@ async def test_files_in_shared_memory_count_and_go_too(safe_mode: str) -> None:
         shutil.rmtree(shared)
 
 
-async def test_files_without_a_name_take_space(mode: str) -> None:
+async def test_files_without_a_name_take_space(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=8, disk_bytes=8 << 20)).run(
         program("""
         import os, time
@@ -307,7 +306,7 @@ async def test_files_without_a_name_take_space(mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
-async def test_buffers_of_sockets_count_as_memory(mode: str, kind: str) -> None:
+async def test_buffers_of_sockets_count_as_memory(mode, kind):
     if mode == "uid" and kind == "SOCK_DGRAM":
         kind = "SOCK_STREAM"  # others could be reached from one of these, so there are none
     ran = await sandbox_in(mode).run(
@@ -330,7 +329,7 @@ async def test_buffers_of_sockets_count_as_memory(mode: str, kind: str) -> None:
     assert ran.ended == "memory"
 
 
-async def test_sockets_that_are_in_no_process_count_as_memory() -> None:
+async def test_sockets_that_are_in_no_process_count_as_memory():
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
     limits = SandboxLimits(wall_s=8, memory_bytes=48 << 20)
@@ -356,7 +355,7 @@ async def test_sockets_that_are_in_no_process_count_as_memory() -> None:
     assert ran.ended == "memory"
 
 
-async def test_pipes_and_page_tables_count_as_memory(mode: str) -> None:
+async def test_pipes_and_page_tables_count_as_memory(mode):
     pipes = """
         import os, time
         for _ in range(8):
@@ -383,7 +382,7 @@ async def test_pipes_and_page_tables_count_as_memory(mode: str) -> None:
         assert ran.ended == "memory", (ran, source)
 
 
-async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mode: str) -> None:
+async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import ctypes, fcntl, os, platform, socket
@@ -417,7 +416,7 @@ async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mod
 # --- what outlives the program ---
 
 
-async def test_children_that_left_the_process_group_are_gone(mode: str) -> None:
+async def test_children_that_left_the_process_group_are_gone(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import os, time
@@ -434,14 +433,14 @@ async def test_children_that_left_the_process_group_are_gone(mode: str) -> None:
     assert (ran.output, ran.ended) == ("done\n", "exited")  # and `nothing_is_left`
 
 
-async def test_children_that_hold_the_output_open_do_not_delay_the_end(mode: str) -> None:
+async def test_children_that_hold_the_output_open_do_not_delay_the_end(mode):
     began = time.monotonic()
     ran = await sandbox_in(mode).run("import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')")
     assert ran.output == "done\n"
     assert time.monotonic() - began < SMALL.wall_s
 
 
-async def test_zombies_and_a_closed_output_do_not_matter(mode: str) -> None:
+async def test_zombies_and_a_closed_output_do_not_matter(mode):
     ran = await sandbox_in(mode).run(
         "import os\nfor _ in range(10):\n    if os.fork() == 0: os._exit(0)\nos.closerange(0, 3)\n"
         "import time; time.sleep(0.3); os._exit(5)"
@@ -449,7 +448,7 @@ async def test_zombies_and_a_closed_output_do_not_matter(mode: str) -> None:
     assert (ran.output, ran.exit_code) == ("", 5)
 
 
-async def test_a_cancelled_run_is_ended(mode: str, folders: str) -> None:
+async def test_a_cancelled_run_is_ended(mode, folders):
     sandbox = sandbox_in(mode)
     ran = asyncio.ensure_future(sandbox.run("import time\nwhile True: time.sleep(0.01)"))
     while len(running(os.getpid(), folders)) < 2:
@@ -460,7 +459,7 @@ async def test_a_cancelled_run_is_ended(mode: str, folders: str) -> None:
     assert running(os.getpid(), folders) == []
 
 
-def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed(mode: str, folders: str) -> None:
+def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed(mode, folders):
     code = (
         "import asyncio\nfrom strands_env.sandbox import PythonSandbox\n"
         f"box = PythonSandbox(mode={mode!r}, unsafe=True, python={python_for(mode)!r})\n"
@@ -479,7 +478,7 @@ def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed
         assert time.monotonic() < deadline + 10
 
 
-async def test_an_event_loop_runs_on_while_programs_run(mode: str) -> None:
+async def test_an_event_loop_runs_on_while_programs_run(mode):
     sandbox = sandbox_in(mode)
     runs = asyncio.gather(*(sandbox.run(f"print({n})") for n in range(12)))
     ticks = 0
@@ -490,11 +489,11 @@ async def test_an_event_loop_runs_on_while_programs_run(mode: str) -> None:
     assert ticks > 5
 
 
-def test_a_sandbox_serves_event_loops_in_several_threads(mode: str) -> None:
+def test_a_sandbox_serves_event_loops_in_several_threads(mode):
     sandbox = sandbox_in(mode)
-    outputs: list[str] = []
+    outputs = []
 
-    def work(n: int) -> None:
+    def work(n):
         outputs.append(asyncio.run(sandbox.run(f"print({n})")).output)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
@@ -508,7 +507,7 @@ def test_a_sandbox_serves_event_loops_in_several_threads(mode: str) -> None:
 # --- what a program may not do ---
 
 
-async def test_a_program_cannot_signal_the_process_that_runs_it(safe_mode: str) -> None:
+async def test_a_program_cannot_signal_the_process_that_runs_it(safe_mode):
     sandbox = sandbox_in(safe_mode)
     other = asyncio.ensure_future(sandbox.run("import time; time.sleep(1.5); print('alive')"))
     ran = await sandbox.run(
@@ -527,7 +526,7 @@ async def test_a_program_cannot_signal_the_process_that_runs_it(safe_mode: str) 
     assert (await other).output == "alive\n"
 
 
-async def test_killing_all_processes_reaches_only_its_own(safe_mode: str) -> None:
+async def test_killing_all_processes_reaches_only_its_own(safe_mode):
     sandbox = sandbox_in(safe_mode)
     other = asyncio.ensure_future(sandbox.run("import time; time.sleep(1); print('alive')"))
     ran = await sandbox.run("import os, signal\ntry: os.kill(-1, signal.SIGKILL)\nexcept OSError: pass\nprint('x')")
@@ -535,13 +534,13 @@ async def test_killing_all_processes_reaches_only_its_own(safe_mode: str) -> Non
     assert (await other).output == "alive\n"
 
 
-async def test_nothing_of_the_environment_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_the_environment_is_seen(mode, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "open sesame")
     ran = await sandbox_in(mode).run("import os; print(dict(os.environ))")
     assert "sesame" not in ran.output
 
 
-async def test_no_other_process_can_be_looked_into(safe_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_other_process_can_be_looked_into(safe_mode, monkeypatch):
     with subprocess.Popen(["sleep", "100"], env={"SECRET_TOKEN": "open sesame"}) as owner:
         ran = await sandbox_in(safe_mode).run(
             program("""
@@ -561,7 +560,7 @@ async def test_no_other_process_can_be_looked_into(safe_mode: str, monkeypatch: 
     assert ran.output == "looked\n"
 
 
-async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode: str, tmp_path: Path) -> None:
+async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     secret.chmod(0o600)
@@ -581,7 +580,7 @@ async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode: str, tmp_
     assert ran.output == ""
 
 
-async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders: str) -> None:
+async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders):
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
     folder = Path(folders) / "data"
@@ -601,7 +600,7 @@ async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders:
 # --- what an interpreter shows of its owner (B1) ---
 
 
-def secret_in(folder: Path) -> Path:
+def secret_in(folder):
     folder.mkdir(exist_ok=True)
     for path in (folder, *folder.parents):
         if path == Path("/tmp"):
@@ -612,17 +611,17 @@ def secret_in(folder: Path) -> Path:
     return secret
 
 
-def seen(secret: Path, more: str = "") -> str:
+def seen(secret, more=""):
     return f"try: print(open({str(secret)!r}).read())\nexcept OSError: print('hidden')\n{more}"
 
 
-def virtual_environment(folder: Path, base: str) -> str:
+def virtual_environment(folder, base):
     subprocess.run([base, "-m", "venv", "--without-pip", "--symlinks", folder], check=True)
     return str(folder / "bin" / "python")
 
 
 @pytest.fixture
-def project(folders: str) -> Iterator[Path]:
+def project(folders):
     """A folder of the owner that everybody on the machine may read."""
     folder = Path(folders) / "proj\u00e9ct"
     folder.mkdir()
@@ -630,9 +629,7 @@ def project(folders: str) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-async def test_a_virtual_environment_shows_its_packages_but_not_the_project_around_it(
-    safe_mode: str, project: Path
-) -> None:
+async def test_a_virtual_environment_shows_its_packages_but_not_the_project_around_it(safe_mode, project):
     python = virtual_environment(project, python_for(safe_mode) or "")
     packages = next(project.glob("lib/python3*/site-packages"))
     (packages / "installed.py").write_text("print('imported')")
@@ -644,9 +641,7 @@ async def test_a_virtual_environment_shows_its_packages_but_not_the_project_arou
         assert (await sandbox.run(seen(hidden, "import installed"))).output == "hidden\nimported\n"
 
 
-async def test_another_interpreter_does_not_show_the_current_folder(
-    safe_mode: str, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_interpreter_does_not_show_the_current_folder(safe_mode, project, monkeypatch):
     secret = secret_in(project)
     base = python_for(safe_mode) or ""
     link, script = project / "linked", project / "wrapped"
@@ -661,7 +656,7 @@ async def test_another_interpreter_does_not_show_the_current_folder(
             assert (await sandbox.run(seen(secret))).output == "hidden\n", python
 
 
-async def test_programs_under_usr_that_are_no_part_of_the_system_are_not_visible(safe_mode: str) -> None:
+async def test_programs_under_usr_that_are_no_part_of_the_system_are_not_visible(safe_mode):
     if not os.access("/usr/src", os.W_OK):
         pytest.skip("needs root")
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/usr/src"))
@@ -731,9 +726,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(
-    mode: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(mode, name, monkeypatch):
     # In `unsafe` it reaches those that watch, and ends or stops them; the one that runs it is out of bounds.
     monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 2.0 if mode == "unsafe" else 15.0)
     code = "import os; ours = [os.getppid()]\n"
@@ -747,7 +740,7 @@ async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(
     assert ran.mode == mode  # a result, and no error
 
 
-async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeypatch):
     monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
     parents = "import os, time\nhere = os.getppid()\nabove = int(open(f'/proc/{here}/stat').read().split()[3])\n"
     for target in ("here", "above"):
@@ -757,7 +750,7 @@ async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeyp
             assert ran.ended in ("exited", "timeout") and ran.exit_code != 0, (target, number, ran)
 
 
-def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_hold() -> None:
+def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_hold():
     programs = [program(text).format(targets="(1, os.getppid())") for text in ATTACKS.values()]
     programs = [f"import os\n{text}" for text in programs]
     count = (
@@ -800,7 +793,7 @@ def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_ho
 # --- what is shared with the machine (B7) ---
 
 
-async def test_nothing_is_left_in_folders_that_everybody_may_write_to(safe_mode: str) -> None:
+async def test_nothing_is_left_in_folders_that_everybody_may_write_to(safe_mode):
     outer = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/var/tmp"))
     outer.chmod(0o755)
     public = outer / "public"
@@ -823,7 +816,7 @@ async def test_nothing_is_left_in_folders_that_everybody_may_write_to(safe_mode:
         shutil.rmtree(outer)
 
 
-async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode: str, project: Path) -> None:
+async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project):
     import socket
 
     paths = ["\0test-sandbox-stream", "\0test-sandbox-datagram", str(project / "s"), str(project / "d")]
@@ -855,13 +848,13 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode: str, pro
 
 
 @pytest.mark.parametrize("victim", [0, -1])
-async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode: str, victim: int, folders: str) -> None:
+async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode, victim, folders):
     code = (
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
     )
     ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=60)).run(code))
-    watching: list[int] = []
-    left: list[int] = []
+    watching = []
+    left = []
     while len(watching) < 2 or not left:
         await asyncio.sleep(0.01)
         assert not ran.done(), ran
@@ -878,7 +871,7 @@ async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode: str,
     assert all(map(has_ended, left))
 
 
-async def test_any_path_will_do(mode: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_path_will_do(mode, project, monkeypatch):
     python = virtual_environment(project / "a b\\\u00e9", python_for(mode) or "")
     shown = project / "\u00fc\udcfe \t"
     shown.mkdir()
@@ -896,7 +889,7 @@ async def test_any_path_will_do(mode: str, project: Path, monkeypatch: pytest.Mo
 # --- which mode (7) ---
 
 
-def test_the_mode_is_logged_in_one_line(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_mode_is_logged_in_one_line(mode, caplog):
     caplog.set_level(logging.INFO, "strands_env")
     sandbox_in(mode)
     (line,) = caplog.records
@@ -904,7 +897,7 @@ def test_the_mode_is_logged_in_one_line(mode: str, caplog: pytest.LogCaptureFixt
     assert line.levelno == (logging.INFO if mode == "namespaces" else logging.WARNING)
 
 
-def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -921,7 +914,7 @@ def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path: Path
         PythonSandbox(visible_paths=["/does/not/exist"])
 
 
-def test_a_mode_that_this_machine_cannot_give_is_an_error_that_says_why(mode: str) -> None:
+def test_a_mode_that_this_machine_cannot_give_is_an_error_that_says_why(mode):
     for least in MODES:
         if python_for(least) is None:
             with pytest.raises(SandboxUnavailableError, match=f"{least}: "):
@@ -930,7 +923,7 @@ def test_a_mode_that_this_machine_cannot_give_is_an_error_that_says_why(mode: st
             assert PythonSandbox(min_mode=least, python=python_for(least) or "").mode in SAFE
 
 
-async def test_there_is_no_network(safe_mode: str) -> None:
+async def test_there_is_no_network(safe_mode):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -949,7 +942,7 @@ async def test_there_is_no_network(safe_mode: str) -> None:
     assert ran.output == ""
 
 
-async def test_privileges_cannot_be_had(safe_mode: str) -> None:
+async def test_privileges_cannot_be_had(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import ctypes, os
@@ -966,7 +959,7 @@ async def test_privileges_cannot_be_had(safe_mode: str) -> None:
     assert ran.output == "True [-1, -1, -1]\n-1 -1\n" + "0" * 16 + " " + "0" * 16 + " 1 2\n"
 
 
-async def test_descriptors_of_the_caller_are_closed(mode: str, tmp_path: Path) -> None:
+async def test_descriptors_of_the_caller_are_closed(mode, tmp_path):
     descriptor = os.open(tmp_path / "open", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(descriptor, True)
     try:
@@ -979,7 +972,7 @@ async def test_descriptors_of_the_caller_are_closed(mode: str, tmp_path: Path) -
 # --- when there is no sandbox ---
 
 
-def test_without_protection_it_refuses_and_says_why(tmp_path: Path) -> None:
+def test_without_protection_it_refuses_and_says_why(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -987,14 +980,12 @@ def test_without_protection_it_refuses_and_says_why(tmp_path: Path) -> None:
         PythonSandbox(python=str(broken), mode="namespaces")
 
 
-def test_the_unsafe_mode_has_to_be_asked_for_twice() -> None:
+def test_the_unsafe_mode_has_to_be_asked_for_twice():
     with pytest.raises(ValueError, match="unsafe=True"):
         PythonSandbox(mode="unsafe")
 
 
-async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(mode, monkeypatch):
     sandbox = sandbox_in(mode)
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(SandboxError, match="no process could be started"):

@@ -324,7 +324,7 @@ def test_the_chat_template_of_a_conversation_is_a_prefix_of_that_of_a_longer_one
     assert render(messages[:1], add_generation_prompt=True) == rendered[0] + "<|im_start|>assistant\n"
 
 
-process_pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups are watched through /proc")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched through /proc")
 
 # Prints its own id and that of a child that ignores polite signals, then stays.
 FAMILY = """
@@ -360,6 +360,7 @@ def read_pids(pipe):
     return [int(word) for word in read_line(pipe).split()]
 
 
+@on_linux
 def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
@@ -372,6 +373,7 @@ def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(t
     process.stop()  # a second time does no harm
 
 
+@on_linux
 def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
@@ -383,6 +385,7 @@ def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
     process.stop()
 
 
+@on_linux
 def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
@@ -394,6 +397,7 @@ def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe)
     assert all(has_ended(pid) for pid in pids)
 
 
+@on_linux
 def test_nothing_outlives_a_starter_that_is_killed_without_warning(tmp_path, pids_pipe):
     starter = f"""
 import sys
@@ -410,6 +414,7 @@ sys.stdin.read()
         assert all(has_ended(pid) for pid in pids)
 
 
+@on_linux
 def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
     program = "import sys, tempfile; open(sys.argv[1], 'w').write(tempfile.mkstemp()[1])"
     process = GuardedProcess(
@@ -422,6 +427,7 @@ def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
     process.stop()
 
 
+@on_linux
 def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -432,6 +438,7 @@ def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp
     assert not list((tmp_path / "temporary").iterdir())
 
 
+@on_linux
 def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
     lines = []
     run_quietly([sys.executable, "-c", "print('chatter')"], "working", progress=lines.append)
@@ -445,6 +452,7 @@ def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
     assert "line 0\n" not in str(caught.value)
 
 
+@on_linux
 def test_a_quiet_command_that_cannot_be_started_is_an_error_that_names_it(tmp_path):
     with pytest.raises(LocalServerError, match="absent"):
         run_quietly([tmp_path / "absent"], "working", progress=lambda line: None)
@@ -458,9 +466,6 @@ def test_another_python_does_not_inherit_where_this_one_finds_its_packages(monke
     assert "PYTHONPATH" not in environment
     assert "VIRTUAL_ENV" not in environment
     assert (environment["KEPT"], environment["ADDED"]) == ("yes", "too")
-
-
-server_pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
 
 
 @pytest.fixture
@@ -478,6 +483,7 @@ def pids(tmp_path):
     return [int(word) for word in (tmp_path / "pids").read_text().split()]
 
 
+@on_linux
 def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children(python, model, tmp_path):
     lines = []
     with local.start_server(python, model, progress=lines.append) as server:
@@ -490,12 +496,14 @@ def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children
     assert not server.log_path.exists()
 
 
+@on_linux
 def test_a_named_log_stays(python, model, tmp_path):
     with local.start_server(python, model, log_path=tmp_path / "server.log", progress=lambda line: None):
         pass
     assert "loading weights" in (tmp_path / "server.log").read_text()
 
 
+@on_linux
 def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(python, model, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SGLANG_MODE", "dies")
     server = local.launch_server(python, model)
@@ -506,6 +514,7 @@ def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(pyth
     server.log_path.unlink()
 
 
+@on_linux
 def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(python, model, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SGLANG_MODE", "never")
     with pytest.raises(local.LocalServerError, match="within 1 s"):
@@ -515,6 +524,7 @@ def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(p
         assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
+@on_linux
 def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -523,11 +533,13 @@ def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path
     assert not (tmp_path / "pids").exists()
 
 
+@on_linux
 def test_a_folder_without_a_model_is_refused(python, tmp_path):
     with pytest.raises(local.LocalServerError, match="no config.json"):
         local.start_server(python, tmp_path)
 
 
+@on_linux
 def test_further_arguments_end_the_command_line(python, model):
     settings = local.ServerSettings(extra_arguments=("--enable-return-routed-experts",))
     command = sglang_command(python, model, host="127.0.0.1", port=1, settings=settings)

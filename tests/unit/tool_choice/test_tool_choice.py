@@ -1,5 +1,4 @@
 import json
-from typing import Any
 
 import jsonschema
 import pytest
@@ -7,30 +6,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
-from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, HermesToolParser, ToolParser, get_tool_parser
+from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, HermesToolParser, get_tool_parser
 from support.forced_calls import ARGUMENTS, TOOLS, texts_of, wrong_with
 
 FORMATS = sorted(TOOL_PARSER_REGISTRY)
 ANY = {"any": {}}
 
 
-def element(parser: ToolParser | str, tools: list[dict[str, Any]], choice: Any = ANY, **flags: Any) -> dict[str, Any]:
+def element(parser, tools, choice=ANY, **flags):
     """The grammar of a forced call."""
     params = forced_call(get_tool_parser(parser) if isinstance(parser, str) else parser, tools, choice, **flags)
     assert params is not None and list(params) == ["structural_tag"]
     return json.loads(params["structural_tag"])["format"]
 
 
-def tool(schema: Any, name: str = "f") -> dict[str, Any]:
+def tool(schema, name="f"):
     return {"name": name, "description": "d", "inputSchema": {"json": schema}}
 
 
-def parameter(schema: Any, required: bool = True, **others: Any) -> dict[str, Any]:
+def parameter(schema, required=True, **others):
     """A tool with one parameter."""
     return tool({"type": "object", "properties": {"a": schema}, "required": ["a"] if required else [], **others})
 
 
-def drawn_call(data: st.DataObject, format_name: str, tools: list[dict[str, Any]], choice: Any = ANY) -> Any:
+def drawn_call(data, format_name, tools, choice=ANY):
     """The one call of a text that the grammar lets through."""
     text = data.draw(texts_of(element(format_name, tools, choice)))
     turn = get_tool_parser(format_name).parse_turn(text, tools=tools)
@@ -41,14 +40,14 @@ def drawn_call(data: st.DataObject, format_name: str, tools: list[dict[str, Any]
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_the_grammar_lets_through_is_one_call_that_fits_the_schema(format_name, data) -> None:
+def test_what_the_grammar_lets_through_is_one_call_that_fits_the_schema(format_name, data):
     drawn_call(data, format_name, TOOLS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data) -> None:
+def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data):
     parser = get_tool_parser(format_name)
     grammar = element(parser, TOOLS, {"tool": {"name": "now"}})
     assert "look_up" not in json.dumps(grammar)
@@ -58,7 +57,7 @@ def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data) -> N
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data) -> None:
+def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data):
     parser = get_tool_parser(format_name)
     text = data.draw(texts_of(element(parser, TOOLS, reasoning_open=True)))
     assert parser.think_end_token in text
@@ -68,7 +67,7 @@ def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, data) -> None:
+def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, data):
     parser = get_tool_parser(format_name)
     text = data.draw(texts_of(element(parser, TOOLS, may_reason=True)))
     assert not wrong_with(parser.parse_turn(text, tools=TOOLS), ("look_up", "now"))
@@ -93,7 +92,7 @@ def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, d
 )
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schema, data) -> None:
+def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schema, data):
     call = drawn_call(data, format_name, [parameter(schema)])
     jsonschema.validate(call.input["a"], schema)
 
@@ -101,7 +100,7 @@ def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schem
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_parameters_that_are_not_required_may_be_left_out(format_name, data) -> None:
+def test_parameters_that_are_not_required_may_be_left_out(format_name, data):
     names = ("a", "b", "c")
     properties = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in names}
     for required in ([], ["b"], ["a", "c"]):
@@ -109,8 +108,8 @@ def test_parameters_that_are_not_required_may_be_left_out(format_name, data) -> 
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_nothing_of_a_schema_is_left_to_the_server_but_the_bounds_of_numbers(format_name) -> None:
-    def handed_over(found: Any) -> Any:
+def test_nothing_of_a_schema_is_left_to_the_server_but_the_bounds_of_numbers(format_name):
+    def handed_over(found):
         if isinstance(found, dict):
             yield from [found["json_schema"]] if found.get("type") == "json_schema" else []
         inside = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
@@ -122,7 +121,7 @@ def test_nothing_of_a_schema_is_left_to_the_server_but_the_bounds_of_numbers(for
         assert schema.keys() == {"type", "minimum", "maximum"}
 
 
-def words(pattern: str, **others: Any) -> dict[str, Any]:
+def words(pattern, **others):
     return {"type": "string", "pattern": pattern, **others}
 
 
@@ -161,7 +160,7 @@ def words(pattern: str, **others: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_no_grammar_can_hold_exactly_is_given_up_before_the_request(format_name, schema) -> None:
+def test_what_no_grammar_can_hold_exactly_is_given_up_before_the_request(format_name, schema):
     """D1, D2, D3: patterns were dropped, read in part or matched what needs an escape, or the server refused them."""
     tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}}}
     with pytest.raises(NotImplementedError, match="cannot be forced with .* the schema of the tool 'f'/properties/a"):
@@ -172,7 +171,7 @@ def test_what_no_grammar_can_hold_exactly_is_given_up_before_the_request(format_
 @pytest.mark.parametrize("pattern", [r"^\d{4}-\d{2}$", "^[a-f0-9_]{2,3}$", r"^\w+@[a-z.-]+\.de$", "^a?b*$"])
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_plain_pattern_is_kept_exactly(format_name, pattern, data) -> None:
+def test_a_plain_pattern_is_kept_exactly(format_name, pattern, data):
     schema = words(pattern)
     jsonschema.validate(drawn_call(data, format_name, [parameter(schema)]).input["a"], schema)
 
@@ -188,7 +187,7 @@ def test_a_plain_pattern_is_kept_exactly(format_name, pattern, data) -> None:
     ],
     ids=str,
 )
-def test_values_that_plain_text_does_not_tell_apart_are_given_up(format_name, schema) -> None:
+def test_values_that_plain_text_does_not_tell_apart_are_given_up(format_name, schema):
     """D5: a forced constant came out with another type."""
     with pytest.raises(NotImplementedError, match="the format (cannot|does not) tell|cannot hold a list"):
         forced_call(get_tool_parser(format_name), [parameter(schema)], ANY)
@@ -196,12 +195,12 @@ def test_values_that_plain_text_does_not_tell_apart_are_given_up(format_name, sc
 
 
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"type": ["object", "null"]}], ids=str)
-def test_arguments_that_are_no_object_are_given_up(schema) -> None:
+def test_arguments_that_are_no_object_are_given_up(schema):
     with pytest.raises(NotImplementedError, match="the arguments of a tool are an object"):
         forced_call(HermesToolParser(), [tool(schema)], ANY)
 
 
-def test_a_grammar_that_is_too_large_for_a_request_is_given_up() -> None:
+def test_a_grammar_that_is_too_large_for_a_request_is_given_up():
     inner = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(40)}}
     schema = {"type": "object", "properties": {f"q{number}": inner for number in range(20)}}
     with pytest.raises(NotImplementedError, match="too large for a grammar|characters, and the server gets"):
@@ -209,47 +208,47 @@ def test_a_grammar_that_is_too_large_for_a_request_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_the_same_choice_gives_the_same_grammar_so_that_the_server_compiles_it_once(format_name) -> None:
+def test_the_same_choice_gives_the_same_grammar_so_that_the_server_compiles_it_once(format_name):
     parser = get_tool_parser(format_name)
     assert forced_call(parser, TOOLS, ANY) == forced_call(get_tool_parser(format_name), TOOLS, ANY)
 
 
 @pytest.mark.parametrize("choice", [None, {"auto": {}}])
-def test_without_a_choice_nothing_is_forced(choice) -> None:
+def test_without_a_choice_nothing_is_forced(choice):
     assert forced_call(HermesToolParser(), TOOLS, choice) is None
     assert forced_call(HermesToolParser(), None, choice, sampling_params={"regex": "a"}) is None
 
 
-def test_marks_that_a_parser_was_given_are_those_of_the_call() -> None:
+def test_marks_that_a_parser_was_given_are_those_of_the_call():
     grammar = json.dumps(element(HermesToolParser("<call>", "</call>"), TOOLS))
     assert "<call>" in grammar and "</call>" in grammar and "tool_call" not in grammar
 
 
-def test_a_tool_that_is_not_there_is_an_error_that_lists_the_tools() -> None:
+def test_a_tool_that_is_not_there_is_an_error_that_lists_the_tools():
     with pytest.raises(ValueError, match="asks for 'rm', and the tools are: look_up, now"):
         forced_call(HermesToolParser(), TOOLS, {"tool": {"name": "rm"}})
 
 
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", [ANY, {"tool": {"name": "now"}}])
-def test_a_choice_without_tools_is_an_error(tools, choice) -> None:
+def test_a_choice_without_tools_is_an_error(tools, choice):
     with pytest.raises(ValueError, match="needs tools, and there are none"):
         forced_call(HermesToolParser(), tools, choice)
 
 
-def test_what_is_no_choice_is_an_error() -> None:
+def test_what_is_no_choice_is_an_error():
     with pytest.raises(ValueError, match="one of 'auto', 'any' and 'tool', not {'none': {}}"):
         forced_call(HermesToolParser(), TOOLS, {"none": {}})
 
 
 @pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag"])
-def test_a_grammar_of_the_users_own_is_an_error_beside_a_choice(name) -> None:
+def test_a_grammar_of_the_users_own_is_an_error_beside_a_choice(name):
     with pytest.raises(ValueError, match=f"has one already, '{name}'"):
         forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: "x", "temperature": 1.0})
     assert forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: None, "temperature": 1.0})
 
 
-def test_a_format_without_a_known_grammar_is_an_error_and_never_guessed() -> None:
+def test_a_format_without_a_known_grammar_is_an_error_and_never_guessed():
     class Custom(HermesToolParser):
         pass
 
@@ -258,18 +257,18 @@ def test_a_format_without_a_known_grammar_is_an_error_and_never_guessed() -> Non
     assert Custom not in CALL_FORMATS
 
 
-def test_a_name_that_no_call_can_have_is_an_error() -> None:
+def test_a_name_that_no_call_can_have_is_an_error():
     with pytest.raises(ValueError, match=r"'f\.g' is not a name that a call can have"):
         forced_call(HermesToolParser(), [tool({"type": "object"}, "f.g")], ANY)
 
 
-def test_a_parser_without_a_mark_that_ends_reasoning_cannot_have_it_open() -> None:
+def test_a_parser_without_a_mark_that_ends_reasoning_cannot_have_it_open():
     with pytest.raises(ValueError, match="no mark that ends reasoning"):
         forced_call(HermesToolParser(think_end_token=""), TOOLS, ANY, reasoning_open=True)
 
 
 @pytest.mark.parametrize("keyword", ["uniqueItems", "multipleOf", "not", "if", "contains", "dependentRequired"])
-def test_what_the_server_would_ignore_of_a_schema_is_an_error_that_says_where(keyword) -> None:
+def test_what_the_server_would_ignore_of_a_schema_is_an_error_that_says_where(keyword):
     schema = {"type": "array", "items": {keyword: True}}
     with pytest.raises(NotImplementedError, match=f"'f'/properties/a/items: .* keyword '{keyword}'"):
         forced_call(HermesToolParser(), [parameter(schema)], ANY)
@@ -287,22 +286,22 @@ def test_what_the_server_would_ignore_of_a_schema_is_an_error_that_says_where(ke
         ("hermes", {"type": "string", "pattern": "^a+$", "maxLength": 3}, "to a pattern and to a length"),
     ],
 )
-def test_a_schema_that_a_format_has_no_grammar_for_is_an_error_that_names_both(format_name, schema, said) -> None:
+def test_a_schema_that_a_format_has_no_grammar_for_is_an_error_that_names_both(format_name, schema, said):
     tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}, "s": {"type": "string"}}}}
     with pytest.raises(NotImplementedError, match=f"{type(get_tool_parser(format_name)).__name__}.*{said}"):
         forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
 
 
 @pytest.mark.parametrize("format_name", ["qwen_xml", "seed_oss", "minimax_m3", "gemma4"])
-def test_a_parameter_whose_name_the_format_cannot_write_is_an_error(format_name) -> None:
+def test_a_parameter_whose_name_the_format_cannot_write_is_an_error(format_name):
     with pytest.raises(NotImplementedError, match="cannot write the"):
         forced_call(get_tool_parser(format_name), [tool({"type": "object", "properties": {"a>b": {}}})], ANY)
 
 
-def test_a_line_break_in_the_name_of_a_parameter_is_written_as_it_is() -> None:
+def test_a_line_break_in_the_name_of_a_parameter_is_written_as_it_is():
     grammar = json.dumps(element("kimi_k3", [tool({"type": "object", "properties": {"a\nb": {"type": "null"}}})]))
     assert json.dumps('key="a\nb"')[1:-1] in grammar
 
 
-def test_arguments_as_templates_write_them_fit_the_schemas_that_these_tests_use() -> None:
+def test_arguments_as_templates_write_them_fit_the_schemas_that_these_tests_use():
     jsonschema.validate(ARGUMENTS, TOOLS[0]["inputSchema"]["json"])

@@ -1,14 +1,65 @@
+"""What a trajectory records, for whom, and how it is stored."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import gc
+import importlib
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import re
+import shutil
+import threading
+import weakref
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
+import cloudpickle
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from strands import tool
+from transformers import AutoTokenizer
 
-from strands_sglang import Trajectory, TurnStatus
+import strands_env
+import strands_sglang
+from strands_env.cli import main
+from strands_env.core import Action, Environment, TaskContext
+from strands_env.eval import Evaluator, read_results
+from strands_sglang import (
+    Rollout,
+    Segment,
+    SGLangContextLengthError,
+    SGLangHTTPError,
+    SGLangModel,
+    SGLangThrottledError,
+    Token,
+    TokenManager,
+    Trajectory,
+    TurnStatus,
+)
 from strands_sglang.messages import fingerprint
-from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.messages.content import Picture
+from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan
+from strands_sglang.templates.images import ImageInputs
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.trajectory import Caller
+from strands_sglang.trajectory.storage import TrajectoryFileError
+from support.agents import call, make_agent, make_tools
+from support.environments import StubEnvironment, lines, tasks
+
+# === trajectory ===
 
 
 def user(text):
@@ -592,3 +643,859 @@ def test_under_any_rewriting_of_the_history_each_sampled_token_is_trained_once(c
     ]
     sampled = [token_id for turn in recorder.trajectory.turns for token_id in turn.output_ids]
     assert sorted(trained) == sorted(sampled)
+
+
+# === episodes on one model object: each has a trajectory of its own, whoever runs it ===
+
+
+async def test_concurrent_episodes_are_recorded_apart(rollout):
+    def outputs(server):
+        return sum(len(response.body["output_ids"]) for response in server.responses)
+
+    server, model = rollout(lambda request: call(expression="2 * 3") if "<tool_response>" not in request.text else "ok")
+
+    async def episode():
+        with model.episode() as trajectory:
+            await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
+            assert model.trajectory is trajectory
+            assert model.token_manager.token_ids == trajectory.sequences()[0].token_ids
+            return trajectory
+
+    trajectories = await asyncio.gather(*(episode() for _ in range(8)))
+    assert [len(trajectory) for trajectory in trajectories] == [2] * 8
+    assert len(model.trajectory) == 0
+    assert sum(sum(t.sequences()[0].loss_mask) for t in trajectories) == outputs(server)
+
+
+def test_episodes_in_threads_are_recorded_apart(rollout):
+    _, model = rollout(lambda request: "ok")
+    lengths = []
+
+    def run():
+        with model.episode() as trajectory:
+            make_agent(model)("hi")
+            make_agent(model)("hi")
+        lengths.append((len(trajectory), len(trajectory.sequences())))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == [(2, 2)] * 4
+
+
+async def test_a_task_that_outlives_its_episode_works_for_the_one_that_runs(rollout, caplog):
+    """A3: a worker that a tool starts in the first episode serves later ones."""
+
+    def answer(request):
+        return (
+            call("ask_expert", q="x")
+            if "question" in request.text and "An answer." not in request.text
+            else "An answer."
+        )
+
+    _, model = rollout(answer)
+    queue = asyncio.Queue()
+    workers = []
+
+    async def work():
+        while True:
+            question, answered = await queue.get()
+            expert = make_agent(model, system_prompt="You know.")
+            answered.set_result(str(await expert.invoke_async(question)))
+
+    @tool
+    async def ask_expert(q: str) -> str:
+        """Ask.
+
+        Args:
+            q: What.
+        """
+        if not workers:
+            workers.append(asyncio.create_task(work()))
+        answered = asyncio.get_running_loop().create_future()
+        await queue.put((q, answered))
+        return await answered
+
+    trajectories = []
+    for number in range(3):
+        with model.episode() as trajectory:
+            await make_agent(model, [ask_expert]).invoke_async(f"question {number}")
+        trajectories.append(trajectory)
+    workers[0].cancel()
+    assert [len(trajectory) for trajectory in trajectories] == [3, 3, 3]
+    assert len(model.trajectory) == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("running", [0, 2])
+async def test_a_task_that_outlives_its_episode_is_recorded_outside_where_nothing_tells_whom_it_works_for(
+    rollout, caplog, running
+):
+    """A3: said once."""
+    _, model = rollout(lambda request: "ok")
+    may_ask = asyncio.Event()
+
+    async def late():
+        await may_ask.wait()
+        for _ in range(2):
+            await make_agent(model).invoke_async("late")
+
+    with model.episode() as ended:
+        task = asyncio.create_task(late())
+        await make_agent(model).invoke_async("in time")
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(model.episode()) for _ in range(running)]
+        may_ask.set()
+        await task
+    assert [len(trajectory) for trajectory in (ended, *others, model.trajectory)] == [1, *[0] * running, 2]
+    (record,) = caplog.records
+    assert "after its own had ended" in record.getMessage()
+
+
+async def test_a_task_that_outlives_an_inner_episode_belongs_to_the_outer_one(rollout, caplog):
+    """A3."""
+    _, model = rollout(lambda request: "ok")
+    may_ask = asyncio.Event()
+
+    async def late():
+        await may_ask.wait()
+        assert model.trajectory is outer
+        await make_agent(model).invoke_async("late")
+
+    with model.episode() as outer:
+        with model.episode() as inner:
+            task = asyncio.create_task(late())
+            await asyncio.sleep(0)
+        with model.episode() as third:
+            may_ask.set()
+            await task
+    assert [len(trajectory) for trajectory in (outer, inner, third)] == [1, 0, 0]
+    assert not caplog.records
+
+
+async def test_copies_of_one_agent_in_threads_without_the_context_are_recorded_in_the_episodes_that_they_began_in(
+    rollout,
+):
+    """A3: agents that are restored from one snapshot have one state."""
+    _, model = rollout(lambda request: "ok")
+    saved = make_agent(model)
+    await saved.invoke_async("hello")
+    snapshot = saved.take_snapshot(preset="session")
+    outside = len(model.trajectory)
+
+    async def episode(number, begun, others):
+        with model.episode() as trajectory:
+            copy = make_agent(model)
+            copy.load_snapshot(snapshot)
+            await copy.invoke_async(f"first of {number}")
+            begun.set()
+            await asyncio.gather(*(other.wait() for other in others))
+            await asyncio.get_running_loop().run_in_executor(None, copy, f"second of {number}")
+        return trajectory
+
+    begun = [asyncio.Event() for _ in range(3)]
+    trajectories = await asyncio.gather(*(episode(i, event, begun) for i, event in enumerate(begun)))
+    assert [[turn.parent is None for turn in trajectory.turns] for trajectory in trajectories] == [[True, False]] * 3
+    assert len({turn.agent for trajectory in trajectories for turn in trajectory.turns}) == 3
+    assert len(model.trajectory) == outside
+
+
+async def test_nothing_keeps_an_episode_alive_that_has_ended(rollout):
+    """A3: the contexts of tasks that were started inside it do not."""
+    _, model = rollout(lambda request: "ok")
+    with model.episode() as trajectory:
+        await make_agent(model).invoke_async("hi")
+        alive = asyncio.create_task(asyncio.Event().wait())
+        await asyncio.sleep(0)
+    ended = weakref.ref(trajectory)
+    del trajectory
+    gc.collect()
+    assert ended() is None
+    alive.cancel()
+
+
+async def test_an_episode_may_be_left_in_another_task_than_it_was_entered_in(rollout):
+    """A3: as asynchronous fixtures and generators are."""
+    _, model = rollout(lambda request: "ok")
+
+    async def fixture():
+        with model.episode() as trajectory:
+            await make_agent(model).invoke_async("hi")
+            yield trajectory
+
+    begun = fixture()
+    trajectory = await asyncio.create_task(anext(begun))
+    await asyncio.create_task(begun.aclose())
+    with model.episode() as other:
+        await make_agent(model).invoke_async("hi")
+    assert (len(trajectory), len(other), len(model.trajectory)) == (1, 1, 0)
+
+
+def test_episodes_may_end_in_another_order_than_they_began(rollout):
+    """A3."""
+    _, model = rollout(lambda request: "ok")
+    first, second = model.episode(), model.episode()
+    one, two = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    make_agent(model)("hi")
+    second.__exit__(None, None, None)
+    make_agent(model)("hi")
+    assert (len(one), len(two), len(model.trajectory)) == (0, 1, 1)
+
+
+async def test_a_call_without_an_agent_from_a_thread_without_the_context_is_recorded_outside_and_that_is_said(
+    rollout, caplog
+):
+    """A3: whose history it begins with would be a guess."""
+    _, model = rollout(lambda request: f"answer {request.index}")
+
+    async def summary(messages):
+        async for _ in model.stream([*messages, {"role": "user", "content": [{"text": "Summarise."}]}]):
+            pass
+
+    with model.episode() as trajectory:
+        agent = make_agent(model)
+        await agent.invoke_async("the same question")
+        thread = threading.Thread(target=lambda: asyncio.run(summary(agent.messages)))
+        thread.start()
+        thread.join()
+    assert (len(trajectory), len(model.trajectory)) == (1, 1)
+    assert len(caplog.records) == 1
+
+
+async def test_an_agent_in_a_thread_without_the_context_is_recorded_outside_and_that_is_said_once(rollout, caplog):
+    _, model = rollout(lambda request: "ok")
+    with model.episode() as trajectory:
+        await asyncio.to_thread(make_agent(model), "with the context")
+        assert not caplog.records
+        for _ in range(2):
+            await asyncio.get_running_loop().run_in_executor(None, make_agent(model), "without it")
+    assert (len(trajectory), len(model.trajectory)) == (1, 2)
+    (record,) = caplog.records
+    assert "asyncio.to_thread" in record.getMessage()
+
+
+async def test_a_reset_inside_an_episode_is_refused(rollout):
+    _, model = rollout(["ok"])
+    with model.episode() as trajectory:
+        with pytest.raises(RuntimeError, match="inside `with model.episode"):
+            model.reset()
+        await make_agent(model).invoke_async("hi")
+    assert len(trajectory) == 1
+
+
+async def test_what_an_episode_recorded_stays_readable_after_it(rollout):
+    server, model = rollout(["ok", "fine"])
+    with model.episode() as trajectory:
+        await make_agent(model).invoke_async("hi")
+    await make_agent(model).invoke_async("outside")
+    assert (len(trajectory), len(model.trajectory)) == (1, 1)
+    (sequence,) = trajectory.sequences()
+    assert sequence.token_ids == server.requests[0].input_ids + server.responses[0].body["output_ids"]
+
+
+# === tokens ===
+
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8)
+logprobs = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)
+
+
+def test_prompt_tokens_have_mask_zero_and_responses_mask_one():
+    tm = TokenManager()
+    tm.add_prompt([1, 2, 3])
+    tm.add_response([4, 5], [-0.1, -0.2])
+    tm.add_prompt([6], [0.0])
+
+    assert tm.token_ids == [1, 2, 3, 4, 5, 6]
+    assert tm.loss_mask == [0, 0, 0, 1, 1, 0]
+    assert tm.logprobs == [None, None, None, -0.1, -0.2, 0.0]
+    assert len(tm) == 6
+
+
+def test_segments_are_sequences_of_tokens():
+    tm = TokenManager()
+    tm.add_prompt([1, 2])
+    tm.add_response([3], [-0.5])
+
+    assert len(tm.segments[0]) == 2
+    assert list(tm.segments[1]) == [Token(3, -0.5, True)]
+    assert tm.segments[1] == [Token(3, -0.5, True)]
+    assert tm.segments[0][1] == Token(2, None, False)
+    assert tm.segments[0][0:2] == [Token(1, None, False), Token(2, None, False)]
+    assert tm.segment_info == [(False, 2), (True, 1)]
+    assert tm.tokens == [Token(1, None, False), Token(2, None, False), Token(3, -0.5, True)]
+
+
+def test_the_opening_prompt_is_the_first_segment():
+    tm = TokenManager()
+    assert (tm.initial_prompt, tm.initial_prompt_length, tm.segments) == ([], 0, [])
+    tm.add_prompt([7, 8])
+    assert tm.initial_prompt_length == 2
+    assert [token.token_id for token in tm.initial_prompt] == [7, 8]
+
+
+def test_a_sequence_cannot_begin_with_a_response():
+    with pytest.raises(RuntimeError, match="first segment"):
+        TokenManager().add_response([1], [-0.1])
+
+
+def test_logprobs_of_another_length_are_refused_and_nothing_is_added():
+    tm = TokenManager()
+    tm.add_prompt([1])
+    with pytest.raises(ValueError, match="2 token ids came with 1 logprobs"):
+        tm.add_response([2, 3], [-0.1])
+    assert len(tm) == 1
+
+
+def test_a_prompt_cannot_be_trained_on():
+    with pytest.raises(ValueError, match="did not sample"):
+        Segment([1], is_response=False, loss_mask=1)
+
+
+def test_empty_segments_are_left_out():
+    tm = TokenManager()
+    tm.add_prompt([])
+    assert tm.segments == []
+    tm.add_prompt([1])
+    tm.add_response([], [])
+    assert tm.segment_info == [(False, 1)]
+
+
+def test_reset_forgets_everything():
+    tm = TokenManager()
+    tm.add_prompt([1])
+    tm.reset()
+    assert (len(tm), tm.token_ids, tm.segments) == (0, [], [])
+
+
+def test_tokens_are_frozen():
+    token = Token(1, -0.5, True)
+    with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
+        token.logprob = 0.0
+    assert (token.token_id, token.logprob, token.loss_mask) == (1, -0.5, True)
+
+
+def test_what_is_handed_out_is_a_copy():
+    tm = TokenManager()
+    tm.add_prompt([1, 2])
+    tm.token_ids.append(9)
+    tm.segments.clear()
+    tm.segments[0].token_ids.append(9)
+    assert tm.token_ids == [1, 2]
+
+
+def test_rollout_is_a_second_name():
+    assert Rollout is TokenManager
+
+
+@pytest.mark.parametrize("bad", [["1"], [1.5], [None]])
+def test_ids_that_are_no_ints_are_refused(bad):
+    with pytest.raises(TypeError):
+        TokenManager().add_prompt(bad)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.tuples(st.integers(0, 2**31 - 1), logprobs), min_size=1, max_size=6)))
+)
+def test_everything_added_is_read_back_exactly(parts):
+    tm = TokenManager()
+    tm.add_prompt([0])
+    expected = [(0, None, 0)]
+    for is_response, tokens in parts:
+        ids, values = [token for token, _ in tokens], [value for _, value in tokens]
+        if is_response:
+            tm.add_response(ids, values)
+            expected += [(token, value, 1) for token, value in tokens]
+        else:
+            tm.add_prompt(ids)
+            expected += [(token, None, 0) for token in ids]
+
+    assert list(zip(tm.token_ids, tm.logprobs, tm.loss_mask, strict=True)) == expected
+    assert [tuple(token) for token in tm.tokens] == [(i, lp, bool(mask)) for i, lp, mask in expected]
+    assert sum(length for _, length in tm.segment_info) == len(tm)
+
+
+# === on disk and in other processes: bit-equal, readable by others, never half written; and so are errors ===
+
+
+# --- Trajectories on disk: bit-equal, readable by others, never half written ---
+
+
+@pytest.fixture
+async def episode(rollout):
+    """A model after an episode with a tool call, a call that did not parse, a fork, a failure, and prompt logprobs."""
+    _, model = rollout(
+        [call(expression="2 * 3"), "<tool_call>oops</tool_call>", "Six.", "Edited."], return_prompt_logprobs=True
+    )
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("2 times 3?")
+    agent.messages[0]["content"][0]["text"] = "edited"
+    await agent.invoke_async("again")
+    with pytest.raises(Exception, match="501"):
+        await agent.invoke_async("the script has run out")
+    return model
+
+
+@pytest.fixture
+def recorded(episode):
+    return episode.trajectory
+
+
+async def test_what_is_loaded_is_what_was_saved(recorded, tmp_path):
+    def same(one, other):
+        """NaN is equal to itself here."""
+        return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
+
+    recorded.save(tmp_path / "episode.safetensors")
+    loaded = Trajectory.load(tmp_path / "episode.safetensors")
+    assert loaded.explain() == recorded.explain()
+    assert loaded.tool_parse_errors == recorded.tool_parse_errors == {"unknown_tool": 1}
+    assert len(loaded.sequences()) == 2
+    for ours, theirs in zip(loaded.sequences(), recorded.sequences(), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.segment_info == theirs.segment_info
+        assert [s.weight_versions for s in ours.segments] == [s.weight_versions for s in theirs.segments]
+        assert ours.policy_versions == theirs.policy_versions
+    for ours, theirs in zip(loaded.turns, recorded.turns, strict=True):
+        assert (ours.status, ours.reason, ours.key) == (theirs.status, theirs.reason, theirs.key)
+        assert (ours.tool_calls, ours.sampling_params) == (theirs.tool_calls, theirs.sampling_params)
+        if theirs.generation is not None:
+            assert ours.generation.meta_info == theirs.generation.meta_info
+            assert same(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
+async def test_what_is_loaded_and_saved_again_is_the_same(recorded, tmp_path):
+    recorded.save(tmp_path / "one")
+    Trajectory.load(tmp_path / "one").save(tmp_path / "two")
+    files = [safe_open(tmp_path / name, framework="numpy") for name in ("one", "two")]
+    first, second = ((file.metadata(), {n: file.get_tensor(n).tobytes() for n in file.keys()}) for file in files)
+    assert first == second
+
+
+async def test_a_loaded_trajectory_knows_which_answers_were_discarded_and_judges_the_others(rollout, tmp_path):
+    _, model = rollout(lambda request: f"answer {request.index}")
+    agent = make_agent(model)
+    for question in "ab":
+        await agent.invoke_async(question)
+        agent.messages[-1]["content"] = [{"text": f"REPLACED-{question}"}]
+    model.trajectory.save(tmp_path / "t")
+    model.trajectory = loaded = Trajectory.load(tmp_path / "t")
+    loaded.settle(agent.messages)
+    assert [turn.status.value for turn in loaded.turns] == ["discarded", "discarded"]
+    assert [turn.note for turn in loaded.turns] == [
+        f"message {i} (assistant) stands in its place, with other text" for i in (1, 3)
+    ]
+
+
+async def test_a_loaded_trajectory_is_extended_like_the_one_that_was_saved(rollout, tmp_path):
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    model.trajectory.save(tmp_path / "t")
+    model.trajectory = Trajectory.load(tmp_path / "t")
+    await agent.invoke_async("b")
+    (sequence,) = model.trajectory.sequences()
+    assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
+    assert sum(sequence.loss_mask) == sum(len(response.body["output_ids"]) for response in server.responses)
+
+
+async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
+    recorded.save(tmp_path / "t.safetensors")
+    tensors = load_file(tmp_path / "t.safetensors")
+    turns = json.loads(tensors["trajectory"].tobytes())["turns"]
+    assert {name: str(tensor.dtype) for name, tensor in tensors.items()} == {
+        "prompt_ids": "int32",
+        "output_ids": "int32",
+        "logprobs": "float64",
+        "prompt_logprobs": "float64",
+        "trajectory": "uint8",
+    }
+    sampled = [turn["answer"]["sampled_tokens"] for turn in turns if turn["answer"]]
+    assert tensors["output_ids"].tolist() == [i for turn in recorded.turns for i in turn.output_ids]
+    assert sum(sampled) == len(tensors["output_ids"]) == len(tensors["logprobs"])
+    assert [turn["parent"] for turn in turns][:3] == [None, 0, 1]
+
+
+async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
+    generation = recorded.turns[0].generation
+    experts = np.arange(generation.routed_rows * 6, dtype="<i4")
+    import base64
+
+    object.__setattr__(generation, "routed_experts", base64.b64encode(experts.tobytes()).decode())
+    recorded.save(tmp_path / "t")
+    assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
+
+
+async def test_what_a_server_tells_may_have_any_size(recorded):
+    """A15 (p14): what is not tokens was in the header, which safetensors limits to 100 MB."""
+    generation = recorded.turns[0].generation
+    large = {**generation.meta_info, "told": "x" * 101_000_000}
+    recorded.turns[0].generation = replace(generation, meta_info=large)
+    loaded = Trajectory.from_bytes(recorded.to_bytes())
+    assert len(loaded.turns[0].generation.meta_info["told"]) == 101_000_000
+
+
+async def test_sampling_masks_come_back_token_by_token(recorded, tmp_path):
+    first, _, third, *_ = recorded.turns
+    for turn in (first, third):
+        rows = [[token_id, *range(token_id % 4)] for token_id in turn.output_ids]
+        mask = SamplingMask(array("i", sum(rows, [])), array("i", map(len, rows)))
+        logprobs = array("d", [-0.5] * len(rows))
+        turn.generation = replace(turn.generation, sampling_mask=mask, sampling_logprobs=logprobs)
+    recorded.save(tmp_path / "t")
+    loaded = Trajectory.load(tmp_path / "t")
+    for ours, theirs in zip(loaded.turns, recorded.turns, strict=True):
+        if theirs.generation is not None:
+            assert ours.generation.sampling_mask == theirs.generation.sampling_mask
+            assert ours.generation.sampling_logprobs == theirs.generation.sampling_logprobs
+    tensors = load_file(tmp_path / "t")
+    assert len(tensors["sampling_mask.lengths"]) == len(first.output_ids) + len(third.output_ids)
+    assert str(tensors["sampling_mask.ids"].dtype) == "int32"
+
+
+def test_images_come_back_bit_by_bit(tmp_path):
+    torch = pytest.importorskip("torch")
+    pixels = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()  # not contiguous
+    pictures = (Picture(b"\x00first", "png", "messages[0]"), Picture(b"second", "jpeg", "messages[2]"))
+    halves = torch.tensor([[0.5, -1.25]], dtype=torch.bfloat16)  # a type that numpy lacks
+    tensors = {"pixel_values": pixels, "grid": torch.tensor([[1, 2, 3]]), "halves": halves}
+    images = ImageInputs(pictures, array("i", [5, 6]), tensors)
+    messages = [{"role": "user", "content": [{"text": "What is that?"}]}]
+    recorded = Trajectory()
+    asked = fingerprint({}, messages)
+    turn = recorded.ask(recorded.attach(asked, messages), asked, [5, 5, 5, 6], images=images)
+    generation = Generation(array("i", [7]), array("d", [-1.0]), "stop")
+    recorded.answer(turn, generation, {"role": "assistant", "content": [{"text": "a"}]})
+    recorded.save(tmp_path / "t")
+    loaded = Trajectory.load(tmp_path / "t")
+    assert loaded.turns[0].images.pictures == pictures
+    assert loaded.turns[0].sent_ids() == turn.sent_ids() == [5, 6, 7]
+    ours, theirs = (trajectory.sequences()[0].multimodal_train_inputs for trajectory in (loaded, recorded))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+
+
+async def test_an_error_while_writing_leaves_the_old_file(recorded, tmp_path, monkeypatch):
+    path = tmp_path / "t"
+    path.write_bytes(b"old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorded.save(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_other_files_are_refused_by_name(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(TrajectoryFileError, match="text: not a safetensors file"):
+        Trajectory.load(tmp_path / "text")
+    save_file({"x": np.zeros(1)}, tmp_path / "weights")
+    with pytest.raises(TrajectoryFileError, match="weights: holds None"):
+        Trajectory.load(tmp_path / "weights")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Trajectory.load(tmp_path / "nowhere")
+
+
+def test_an_empty_trajectory_is_saved_and_loaded(tmp_path):
+    Trajectory().save(tmp_path / "t")
+    assert Trajectory.load(tmp_path / "t").sequences() == []
+
+
+async def test_bytes_are_what_a_file_holds(recorded, tmp_path):
+    recorded.save(tmp_path / "t")
+    content = recorded.to_bytes()
+    assert Trajectory.from_bytes(content).sequences()[0].tokens == recorded.sequences()[0].tokens
+    assert len(content) == (tmp_path / "t").stat().st_size
+    with pytest.raises(TrajectoryFileError, match="a sample: not a safetensors file"):
+        Trajectory.from_bytes(content[:-1], name="a sample")
+
+
+# --- Results and errors cross process boundaries: pickle, cloudpickle, `copy.deepcopy`, a real worker process ---
+
+
+@pytest.fixture(
+    params=[
+        lambda value: pickle.loads(pickle.dumps(value)),
+        lambda value: pickle.loads(cloudpickle.dumps(value)),
+        copy.deepcopy,
+    ],
+    ids=["pickle", "cloudpickle", "deepcopy"],
+)
+def cross(request):
+    return request.param
+
+
+def test_every_error_crosses_with_all_that_it_says(cross):
+    """A4."""
+
+    def made(kind):
+        """An error of a kind, with a made-up value for every argument that has to be given."""
+        values = {"int": 418, "str": "told", "bool": True, "dict[str, Any]": {"a": 1}}
+        if not inspect.isfunction(kind.__init__):  # it takes what any exception takes
+            return kind("told")
+        parameters = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+        keywords = {p.name: values.get(str(p.annotation), "told") for p in parameters if p.kind is p.KEYWORD_ONLY}
+        positional = [
+            values.get(str(p.annotation), "told")
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        return kind(*positional or ["told"], **keywords)
+
+    # Every public error of both packages: those whose names and modules have no leading underscore.
+    found = set()
+    for package in (strands_sglang, strands_env):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if (
+                any(part.startswith("_") for part in info.name.split("."))
+                or ".scripts" in info.name
+                or ".shim" in info.name
+            ):
+                continue
+            try:
+                module = importlib.import_module(info.name)
+            except ModuleNotFoundError:  # an extra that is not installed
+                continue
+            found |= {
+                kind
+                for name, kind in vars(module).items()
+                if inspect.isclass(kind) and issubclass(kind, BaseException) and not name.startswith("_")
+                if kind.__module__.startswith(("strands_sglang", "strands_env"))
+            }
+    assert len(found) > 20
+    for kind in found:
+        error = made(kind)
+        there = cross(error)
+        assert type(there) is kind
+        assert (str(there), there.args, vars(there)) == (str(error), error.args, vars(error))
+
+
+def raise_http_error(kind):
+    raise kind("POST http://x/generate: HTTP 418", status=418, body="tea")
+
+
+@pytest.mark.parametrize("kind", [SGLangHTTPError, SGLangContextLengthError, SGLangThrottledError])
+def test_an_error_in_a_worker_reaches_its_parent_and_breaks_no_pool(kind):
+    """A4: such an error broke a process pool, and `multiprocessing.Pool` waited for ever."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with pytest.raises(kind) as caught:
+            pool.submit(raise_http_error, kind).result(timeout=120)
+        assert (caught.value.status, caught.value.body) == (418, "tea")
+        assert pool.submit(int, "1").result(timeout=120) == 1
+
+
+def told(trajectory):
+    return [
+        (
+            turn.index,
+            turn.status,
+            turn.reason,
+            list(turn.prompt_ids),
+            list(turn.output_ids),
+            turn.failure,
+            turn.tool_calls,
+        )
+        for turn in trajectory.turns
+    ]
+
+
+async def test_a_trajectory_crosses_whole(episode, cross):
+    """A4."""
+    trajectory = episode.trajectory
+    there = cross(trajectory)
+    assert isinstance(there, Trajectory) and there is not trajectory
+    assert told(there) == told(trajectory)
+    assert [s.tokens for s in there.sequences()] == [s.tokens for s in trajectory.sequences()]
+    assert there.explain() == trajectory.explain()
+
+
+async def test_turns_stay_parts_of_one_trajectory(episode, cross):
+    """A4."""
+    turns = cross(episode.trajectory.turns)
+    assert told(turns[0].trajectory) == told(episode.trajectory)
+    assert all(turn.trajectory is turns[0].trajectory for turn in turns)
+    parents = [None if turn.parent is None else turns.index(turn.parent) for turn in turns]
+    originals = episode.trajectory.turns
+    assert parents == [None if turn.parent is None else originals.index(turn.parent) for turn in originals]
+
+
+async def test_sequences_cross_with_every_token(episode, cross):
+    """A4."""
+    for sequence in [*episode.trajectory.sequences(), episode.token_manager]:
+        there = cross(sequence)
+        assert there.tokens == sequence.tokens and there.segment_info == sequence.segment_info
+        assert there.policy_versions == sequence.policy_versions
+
+
+async def test_a_copy_is_extended_and_leaves_the_original_alone(rollout, cross):
+    """A4."""
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    original, model.trajectory = model.trajectory, cross(model.trajectory)
+    await agent.invoke_async("b")
+    assert (len(original), len(model.trajectory)) == (1, 2)
+    assert len(model.trajectory.sequences()) == 1
+
+
+async def test_the_result_of_a_step_crosses(rollout, cross):
+    """A4."""
+    _, model = rollout(["hello"])
+    result = await Environment(model_factory=lambda: model).step(
+        Action(message="hi", task_context=TaskContext(id="1", extra={"a": 1}))
+    )
+    there = cross(result)
+    assert there.model_dump() == result.model_dump()
+    assert told(there.observation.trajectory) == told(result.observation.trajectory)
+
+
+async def test_results_of_an_evaluation_cross(tmp_path, cross):
+    """A4."""
+    results = await Evaluator(StubEnvironment().factory, show_progress=False).run(tasks(2))
+    there = cross(results)
+    assert {key: [s.model_dump() for s in row] for key, row in there.items()} == {
+        key: [s.model_dump() for s in row] for key, row in results.items()
+    }
+
+
+async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cross):
+    """A4: a chain of 400 turns was a RecursionError."""
+    _, model = rollout(lambda request: ScriptedAnswer("ok"), server={"context_length": 10**6})
+    messages, sizes = [], {}
+    for number in range(1, 401):
+        messages += [{"role": "user", "content": [{"text": "q"}]}]
+        async for _ in model.stream(messages):
+            pass
+        messages += [{"role": "assistant", "content": [{"text": "ok"}]}]
+        if number in (200, 400):
+            sizes[number] = len(pickle.dumps(model.trajectory.turns))
+    there = cross(model.trajectory.turns)
+    assert len(there) == 400 and there[-1].token_ids() == model.trajectory.turns[-1].token_ids()
+    assert cross(model.trajectory.turns[-1]).token_ids() == there[-1].token_ids()
+    assert sizes[400] < 2.2 * sizes[200]
+
+
+def test_a_turn_without_a_trajectory_says_that_it_cannot_cross(rollout, cross):
+    """A4."""
+    turn = strands_sglang.Turn(0, None, "alone", b"", {}, (), (), [])
+    with pytest.raises(TypeError, match="part of no trajectory"):
+        cross(turn)
+
+
+# --- files that earlier releases wrote (tests/fixtures, by `support.write_fixtures`) still load, extend and resume ---
+
+
+RELEASES = sorted(path for path in (Path(__file__).parents[2] / "fixtures").iterdir() if path.is_dir())
+of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+
+
+def old_told(path):
+    return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for release in RELEASES for path in sorted(release.glob("trajectories/*.safetensors"))],
+    ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
+)
+def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
+    def facts(trajectory):
+        """What the code at hand reads from a trajectory."""
+        return {
+            "statuses": [turn.status.value for turn in trajectory.turns],
+            "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
+            "sent_ids": [turn.sent_ids() for turn in trajectory.turns],
+            "policy_versions": [list(sequence.policy_versions) for sequence in trajectory.sequences()],
+            "sequences": [
+                {"token_ids": s.token_ids, "loss_mask": s.loss_mask, "logprobs": s.logprobs}
+                for s in trajectory.sequences(discarded=True, auxiliary=True)
+            ],
+            "trained": [sum(sequence.loss_mask) for sequence in trajectory.sequences()],
+            "main": trajectory.latest_main_sequence().token_ids,
+            "tool_parse_errors": trajectory.tool_parse_errors,
+        }
+
+    def same(one, other):
+        """NaN equals itself here."""
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, list):
+            return len(one) == len(other) and all(map(same, one, other))
+        return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+
+    def as_json(value):
+        return json.loads(json.dumps(value))
+
+    expected = old_told(path)
+    del expected["messages"]
+    loaded = Trajectory.load(path)
+    assert same(as_json(facts(loaded)), expected)
+    loaded.save(tmp_path / "again")
+    assert same(as_json(facts(Trajectory.load(tmp_path / "again"))), expected)
+
+
+@pytest.mark.parametrize("name", ["tool_loop", "aborts", "helpers"])
+@of_each_release
+async def test_an_old_trajectory_is_extended(release, name):
+    path = release / "trajectories" / f"{name}.safetensors"
+    tokenizer = AutoTokenizer.from_pretrained(release / "tokenizer")
+    server = ScriptedSGLang(tokenizer, ["More."])
+    model = SGLangModel(tokenizer=tokenizer, client=server.client())
+    model.trajectory = Trajectory.load(path)
+    tools = make_tools()[0] if name == "tool_loop" else None
+    await make_agent(model, tools, messages=old_told(path)["messages"]).invoke_async("And more?")
+    turn = model.trajectory.turns[-1]
+    assert turn.parent is not None
+    assert server.requests[0].input_ids[: len(turn.parent.token_ids())] == turn.parent.token_ids()
+
+
+@of_each_release
+async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
+    path = shutil.copytree(release / "library", tmp_path / "out") / "results.jsonl"
+    before = {sample["key"]: sample for sample in map(json.loads, path.read_text("utf-8").splitlines()[:-1])}
+    stub = StubEnvironment()
+    evaluator = Evaluator(stub.factory, show_progress=False, n_samples_per_prompt=2, output_path=path)
+    results = await evaluator.run(tasks(4))
+    assert {action.task_context.id for action in stub.episodes} <= {"t3"}  # its reward had failed
+    for n in range(3):
+        assert [sample.step_result.reward.reward for sample in results[f"t{n}"]] == [n % 2] * 2
+    assert {key: sample for sample in lines(path) if (key := sample["key"]) in before} == before
+
+
+@of_each_release
+def test_an_old_evaluation_by_the_command_is_resumed(release, tmp_path, monkeypatch):
+    # The evaluation in `command/`, run in a folder with `sums.jsonl` and `tokenizer`; `--base-url` comes on top.
+    questions = [{"id": f"s{n}", "question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
+    command = [
+        *("eval", "--dataset", "sums.jsonl", "--env", "calculator", "--backend", "sglang", "--tokenizer", "tokenizer"),
+        *("--n-samples", "2", "--concurrency", "1", "--keep-tokens", "--output", "out"),
+    ]
+
+    def solve(request):
+        """A policy that asks the calculator and is right about every sum but those divisible by three."""
+        left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
+        if "<tool_response>" not in request.text:
+            return ScriptedAnswer(call("calculator", expression=f"{left} + {right}"))
+        return ScriptedAnswer(rf"\boxed{{{left + right if (left + right) % 3 else 0}}}")
+
+    folder = shutil.copytree(release / "command", tmp_path / "run")
+    os.symlink(release / "tokenizer", folder / "tokenizer")
+    monkeypatch.chdir(folder)
+    before = lines(folder / "out" / "results.jsonl")
+    server = ScriptedSGLang(AutoTokenizer.from_pretrained(release / "tokenizer"), solve)
+    with server.serve() as base_url:
+        assert main([*command, "--base-url", base_url]) == 0
+    asked = {row["id"] for row in questions for request in server.requests if row["question"] in request.text}
+    assert asked == {"s2", "s3"}
+    records = lines(folder / "out" / "results.jsonl")
+    assert records[: len(before)] == before and len(records) == 2 * len(questions)
+    _, results = read_results(folder / "out" / "results.jsonl")
+    assert {prompt: len(samples) for prompt, samples in results.items()} == {row["id"]: 2 for row in questions}

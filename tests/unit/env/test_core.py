@@ -1,18 +1,22 @@
-"""A step is one whole episode: its observation, its reward, its own trajectory."""
+"""An environment: its steps, its identity, and the models that factories make for it."""
 
 import ast
 import asyncio
 import base64
+import functools
 import inspect
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -34,18 +38,44 @@ from strands_env.core import (
     RewardError,
     RewardFunction,
     RewardResult,
-    StepResult,
     TerminationReason,
 )
 from strands_env.core.environment import read_conversation
+from strands_env.core.identity import describe
+from strands_env.core.models import (
+    bedrock_model_factory,
+    build_model_factory,
+    openai_model_factory,
+    sglang_model_factory,
+)
 from strands_env.core.supervision import called
+from strands_env.environments import CalculatorEnvironment
+from strands_env.eval import CheckpointError, Evaluator
+from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
+from strands_env.sandbox import PythonSandbox
+from strands_env.utils import clear_clients, get_cached_client, get_cached_client_from_slime_args
 from strands_sglang import OUTCOMES, RewardRule, SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.agents import ScriptedModel, advance, call, tool_use
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains, Gives, scripted_env
+from support.environments import (
+    ANSWER,
+    ASK,
+    CALL,
+    CalculatorEnv,
+    Contains,
+    Gives,
+    StubEnvironment,
+    lines,
+    scripted_env,
+    step_result,
+    tasks,
+)
+from support.slime import slime_args
+
+# === a step is one whole episode: its observation, its reward, its own trajectory ===
 
 
-async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tokenizer: Any) -> None:
+async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, [CALL, ANSWER])
     result = await env.step(ASK)
     observation = result.observation
@@ -65,7 +95,7 @@ async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tok
     assert [turn.status.value for turn in observation.trajectory.turns] == ["committed", "final"]
 
 
-async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer: Any) -> None:
+async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
     turns = [CALL + call("broken", reason="no") + "<tool_call>\n{not json\n</tool_call>", CALL, ANSWER]
     env, server = scripted_env(chatml_tokenizer, turns)
     metrics = (await env.step(ASK)).observation.metrics
@@ -88,15 +118,15 @@ async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer:
     assert sum(one["parse_errors"] for one in metrics["tools"].values()) == 1
 
 
-async def test_limits_count_on_over_the_invocations_of_a_long_episode(chatml_tokenizer: Any) -> None:
+async def test_limits_count_on_over_the_invocations_of_a_long_episode(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [CALL] * 99, max_tool_iterations=40)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.MAX_TOOL_ITERATIONS_REACHED
     assert (result.observation.metrics["tool_iterations"], len(env.ran)) == (40, 40)
 
 
-async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(chatml_tokenizer: Any) -> None:
-    seen: list[int] = []
+async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(chatml_tokenizer):
+    seen = []
 
     @tool(context=True)
     def count(tool_context: Any) -> str:
@@ -113,15 +143,15 @@ async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(c
     assert seen == list(range(1, 41))
 
 
-async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokenizer: Any) -> None:
+async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokenizer):
     class Invocations(HookProvider):
-        def __init__(self) -> None:
+        def __init__(self):
             self.count = 0
 
-        def register_hooks(self, registry: Any, **kwargs: Any) -> None:
+        def register_hooks(self, registry, **kwargs):
             registry.add_callback(AfterInvocationEvent, self._add)
 
-        def _add(self, event: AfterInvocationEvent) -> None:
+        def _add(self, event):
             self.count += 1
 
     hook = Invocations()
@@ -130,7 +160,7 @@ async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokeniz
     assert hook.count == 1
 
 
-async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_tokenizer: Any) -> None:
+async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, lambda request: ANSWER if "tool_response" in request.text else CALL)
     results = await asyncio.gather(*(env.step(ASK) for _ in range(20)))
     assert len({id(result.observation.trajectory) for result in results}) == 20
@@ -140,10 +170,10 @@ async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_to
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_model_factory_may_be_async_and_make_any_model(is_async: bool) -> None:
+async def test_a_model_factory_may_be_async_and_make_any_model(is_async):
     model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], "It is 425."])
 
-    async def later() -> ScriptedModel:
+    async def later():
         return model
 
     env = CalculatorEnv(later if is_async else lambda: model)
@@ -156,7 +186,7 @@ async def test_a_model_factory_may_be_async_and_make_any_model(is_async: bool) -
     assert result.observation.metrics["tools"]["calculator"]["calls"] == 1
 
 
-async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tokenizer: Any, tmp_path: Path) -> None:
+async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tokenizer, tmp_path):
     class Prompted(CalculatorEnv):
         pass
 
@@ -174,7 +204,7 @@ async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tok
     assert told[2].startswith("<|im_start|>system\nGiven.\n\nFrom the task.")
 
 
-async def test_the_history_stands_before_the_question_and_is_no_part_of_the_observation(chatml_tokenizer: Any) -> None:
+async def test_the_history_stands_before_the_question_and_is_no_part_of_the_observation(chatml_tokenizer):
     history = [{"role": "user", "content": "My name is Ann."}, {"role": "assistant", "content": "Hello Ann."}]
     env, server = scripted_env(chatml_tokenizer, ["Ann."])
     action = Action(message="Who am I?", task_context={"conversation_history": history})
@@ -185,7 +215,7 @@ async def test_the_history_stands_before_the_question_and_is_no_part_of_the_obse
     assert action.model_dump() == before
 
 
-async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_tokenizer: Any) -> None:
+async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_tokenizer):
     used = {"toolUse": {"toolUseId": "a", "name": "calculator", "input": {"expression": "1 * 1"}}}
     answered = {"toolResult": {"toolUseId": "a", "status": "success", "content": [{"text": "1"}]}}
     chat = [
@@ -202,9 +232,9 @@ async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_t
     assert len(result.observation.messages) == 8
 
 
-async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer: Any) -> None:
+async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer):
     class Counting(CalculatorEnv):
-        async def compute_metrics(self, observation: Observation) -> dict[str, Any]:
+        async def compute_metrics(self, observation):
             return {"ran": len(self.ran), "calls": observation.metrics["tool_calls"]}
 
     env, _ = scripted_env(chatml_tokenizer, [CALL, ANSWER])
@@ -212,9 +242,9 @@ async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer: Any
     assert (metrics["ran"], metrics["calls"]) == (1, 1)
 
 
-async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer: Any) -> None:
+async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer):
     class Raising(CalculatorEnv):
-        def compute_metrics(self, observation: Observation) -> dict[str, Any]:
+        def compute_metrics(self, observation):
             raise KeyError("nothing")
 
     env, _ = scripted_env(chatml_tokenizer, [ANSWER])
@@ -223,14 +253,14 @@ async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer: Any) -
     assert result.error == "compute_metrics: KeyError: 'nothing'"
 
 
-async def test_verbose_prints_what_the_agent_does(chatml_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_verbose_prints_what_the_agent_does(chatml_tokenizer, capsys):
     for verbose in (False, True):
         env, _ = scripted_env(chatml_tokenizer, [ANSWER], verbose=verbose)
         await env.step(ASK)
         assert (ANSWER in capsys.readouterr().out) is verbose
 
 
-async def test_an_environment_without_anything_is_a_single_answer(chatml_tokenizer: Any) -> None:
+async def test_an_environment_without_anything_is_a_single_answer(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
     env = Environment(lambda: SGLangModel(tokenizer=chatml_tokenizer, client=server.client()))
     result = await env.step(Action(message="Hi."))
@@ -238,7 +268,7 @@ async def test_an_environment_without_anything_is_a_single_answer(chatml_tokeniz
     assert env.last_result is result
 
 
-async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer: Any) -> None:
+async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER] * 3)
     results = [await asyncio.to_thread(asyncio.run, env.step(ASK)) for _ in range(3)]
     assert [result.reward.reward for result in results] == [1.0] * 3
@@ -259,13 +289,13 @@ async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer: 
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_work_is_refused(setting: dict[str, Any]) -> None:
+def test_a_setting_that_cannot_work_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         Environment(lambda: None, **setting)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1.0", RewardResult(reward=float("inf"))], ids=repr)
-async def test_a_reward_that_is_no_finite_number_is_none_at_all(value: Any, chatml_tokenizer: Any) -> None:
+async def test_a_reward_that_is_no_finite_number_is_none_at_all(value, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     result = await env.step(ASK)
     assert result.reward is None
@@ -273,14 +303,14 @@ async def test_a_reward_that_is_no_finite_number_is_none_at_all(value: Any, chat
     assert result.error is not None and result.error.startswith("reward function: ")
 
 
-async def test_a_plain_number_is_a_reward(chatml_tokenizer: Any) -> None:
+async def test_a_plain_number_is_a_reward(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(0.5))
     result = await env.step(ASK)
     assert result.reward == RewardResult(reward=0.5)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.array(0.5)], ids=repr)
-async def test_numbers_of_other_libraries_are_rewards(value: Any, chatml_tokenizer: Any) -> None:
+async def test_numbers_of_other_libraries_are_rewards(value, chatml_tokenizer):
     """B15."""
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
@@ -295,9 +325,7 @@ async def test_numbers_of_other_libraries_are_rewards(value: Any, chatml_tokeniz
         (MemoryError(), False),
     ],
 )
-async def test_a_reward_that_fails_says_whether_the_infrastructure_did(
-    error: Exception, is_infrastructure: bool, chatml_tokenizer: Any
-) -> None:
+async def test_a_reward_that_fails_says_whether_the_infrastructure_did(error, is_infrastructure, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(error))
     result = await env.step(ASK)
     assert result.reward is None
@@ -305,16 +333,16 @@ async def test_a_reward_that_fails_says_whether_the_infrastructure_did(
     assert result.reward_error_is_infrastructure is is_infrastructure
 
 
-async def test_a_reward_that_takes_too_long_fails_and_not_the_infrastructure(chatml_tokenizer: Any) -> None:
+async def test_a_reward_that_takes_too_long_fails_and_not_the_infrastructure(chatml_tokenizer):
     hangs = Gives(asyncio.Event().wait)
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=hangs, reward_timeout=0.05)
     result = await env.step(ASK)
     assert result.reward_error is not None and not result.reward_error_is_infrastructure
 
 
-async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokenizer: Any) -> None:
+async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokenizer):
     class Judge(RewardFunction):
-        async def compute(self, **kwargs: Any) -> RewardResult:
+        async def compute(self, **kwargs):
             verdict = await Agent(model=model, callback_handler=None).invoke_async(ASK.message)
             return RewardResult(reward=1.0, info={"verdict": str(verdict)})
 
@@ -329,14 +357,14 @@ async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokeniz
 # --- what the user's code raises ---
 
 
-async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> None:
+async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting():
     """B9."""
 
     class Speechless(BaseException):
-        def __str__(self) -> str:
+        def __str__(self):
             raise ValueError("no text")
 
-    def fails() -> None:
+    def fails():
         raise Speechless
 
     with pytest.raises(RuntimeError, match="Speechless"):
@@ -344,14 +372,14 @@ async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting() -> Non
 
 
 @pytest.mark.parametrize("place", ["reset", "compute_metrics"])
-async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place: str) -> None:
+async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place):
     """B9."""
 
     class MuteError(Exception):
-        def __str__(self) -> str:
+        def __str__(self):
             raise ValueError("no text")
 
-    def fails(*args: object) -> None:
+    def fails(*args):
         raise MuteError
 
     env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), Contains())
@@ -362,7 +390,7 @@ async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own
 # --- the answer without thoughts ---
 
 
-def answer(text: str) -> str | None:
+def answer(text):
     return Observation(messages=[{"role": "assistant", "content": [{"text": text}]}]).final_response
 
 
@@ -387,13 +415,13 @@ def answer(text: str) -> str | None:
         ("I think> that <b>x</b>", "I think> that <b>x</b>"),
     ],
 )
-def test_the_answer_is_what_is_not_thought(text: str, expected: str | None) -> None:
+def test_the_answer_is_what_is_not_thought(text, expected):
     """B5."""
     assert answer(text) == expected
 
 
 @pytest.mark.parametrize("part", ["<think>", "</think>", "<think>a</think>", "<", "a"])
-def test_it_takes_linear_time(part: str) -> None:
+def test_it_takes_linear_time(part):
     began = time.process_time()
     answer(part * (1_000_000 // len(part)))
     assert time.process_time() - began < 5
@@ -419,7 +447,7 @@ FAULT = ScriptedFault(status=500)
 LIMIT = 60.0  # seconds that nothing here takes, and that `late` lets pass
 
 
-def late(request: Any) -> ScriptedAnswer:
+def late(request):
     """Answer when it is too late."""
     advance(LIMIT)
     return ScriptedAnswer("Too late.", latency_s=LIMIT)
@@ -428,10 +456,10 @@ def late(request: Any) -> ScriptedAnswer:
 class Hook(HookProvider):
     """Calls a function at an event."""
 
-    def __init__(self, kind: type[Any], function: Callable[[Any], Any]) -> None:
+    def __init__(self, kind, function):
         self.kind, self.function = kind, function
 
-    def register_hooks(self, registry: Any, **kwargs: Any) -> None:
+    def register_hooks(self, registry, **kwargs):
         registry.add_callback(self.kind, self.function)
 
 
@@ -439,13 +467,13 @@ CANCELS = Hook(AfterToolCallEvent, lambda event: event.agent.cancel())
 FAILS = Hook(BeforeModelCallEvent, lambda event: 1 / 0)
 
 
-def cancelled_from_within(event: Any) -> None:
+def cancelled_from_within(event):
     raise asyncio.CancelledError
 
 
 LONG = Action(message="a question that is longer than the context of the model " * 5, task_context=ASK.task_context)
 
-ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
+ENDS = {
     "an answer": (TerminationReason.TASK_COMPLETE, [CALL, ANSWER], {}),
     "max_new_tokens": (
         TerminationReason.MAX_TOKENS_REACHED,
@@ -514,7 +542,7 @@ ENDS: dict[str, tuple[TerminationReason, list[Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-async def test_an_episode_ends_as_the_table_has_it(name: str, chatml_tokenizer: Any) -> None:
+async def test_an_episode_ends_as_the_table_has_it(name, chatml_tokenizer):
     reason, answers, settings = ENDS[name]
     settings = dict(settings)
     action = settings.pop("action", ASK)
@@ -543,13 +571,13 @@ async def test_an_episode_ends_as_the_table_has_it(name: str, chatml_tokenizer: 
     assert result.observation.messages[0]["role"] == "user"
 
 
-def test_every_reason_that_an_environment_knows_is_tried() -> None:
+def test_every_reason_that_an_environment_knows_is_tried():
     tried = {reason for reason, _, _ in ENDS.values()}
     assert set(TerminationReason) - tried == {TerminationReason.MAX_MESSAGES_REACHED}  # no such budget here
 
 
-async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer: Any) -> None:
-    async def slow(request: Any) -> Any:
+async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer):
+    async def slow(request):
         advance(LIMIT)
         try:
             await asyncio.Event().wait()
@@ -565,10 +593,10 @@ async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer: An
     assert result.reward is None
 
 
-async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer: Any) -> None:
+async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
     class Lingering(CalculatorEnv):
-        def get_hooks(self) -> list[Any]:
-            async def linger(event: MessageAddedEvent) -> None:
+        def get_hooks(self):
+            async def linger(event):
                 if event.message["role"] == "assistant":
                     advance(LIMIT)
                     await asyncio.Event().wait()
@@ -584,22 +612,20 @@ async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer: Any) -> No
 # --- the environment's own code ---
 
 
-async def test_a_factory_that_makes_nothing_gets_no_model_of_strands() -> None:
+async def test_a_factory_that_makes_nothing_gets_no_model_of_strands():
     result = await CalculatorEnv(lambda: None).step(ASK)  # type: ignore[arg-type, return-value]
     assert result.termination_reason is TerminationReason.AGENT_ERROR
     assert result.error is not None and "the model factory made no model" in result.error
 
 
 @pytest.mark.parametrize("where", ["reset", "get_tools", "get_hooks", "model_factory", "cleanup"])
-async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documented_way(
-    where: str, chatml_tokenizer: Any
-) -> None:
+async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documented_way(where, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER])
 
-    def fail() -> Any:
+    def fail():
         raise OSError("no room")
 
-    async def fail_later() -> Any:
+    async def fail_later():
         fail()
 
     setattr(env, where, fail_later if where in ("reset", "cleanup") else fail)
@@ -613,16 +639,16 @@ async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documen
     assert env.steps[-1] == "cleanup"
 
 
-async def test_an_error_of_another_provider_is_one_of_the_infrastructure(chatml_tokenizer: Any) -> None:
+async def test_an_error_of_another_provider_is_one_of_the_infrastructure(chatml_tokenizer):
     model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], ConnectionResetError("gone")])
     result = await CalculatorEnv(lambda: model).step(ASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
     assert result.error == "ConnectionResetError: gone"
 
 
-async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer: Any) -> None:
+async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer):
     class Hanging(CalculatorEnv):
-        async def cleanup(self) -> None:
+        async def cleanup(self):
             await super().cleanup()
             await asyncio.Event().wait()
 
@@ -642,9 +668,7 @@ async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer: Any) -> None:
         ),
     ],
 )
-async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(
-    function: RewardFunction, error: str, chatml_tokenizer: Any
-) -> None:
+async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(function, error, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=function, reward_timeout=0.2)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -656,7 +680,7 @@ async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind: str, chatml_tokenizer: Any) -> None:
+async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind, chatml_tokenizer):
     import threading
 
     release = threading.Event()
@@ -689,13 +713,13 @@ async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind
 
 
 @pytest.mark.parametrize("outcome", ["result", "own timeout"])
-async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome: str, chatml_tokenizer: Any) -> None:
+async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome, chatml_tokenizer):
     import threading
     import time
 
     loop, held = asyncio.get_running_loop(), threading.Event()
 
-    def hold_the_loop_beyond_the_limit() -> None:
+    def hold_the_loop_beyond_the_limit():
         held.set()
         time.sleep(0.3)  # the tool is done by then
         advance(LIMIT)
@@ -715,9 +739,7 @@ async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome: str,
     assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
 
 
-async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
-    chatml_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(chatml_tokenizer, monkeypatch):
     monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
 
     @tool
@@ -740,7 +762,7 @@ async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(
 
 
 @pytest.mark.parametrize("ended_by", ["time", "caller"])
-async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by: str, chatml_tokenizer: Any) -> None:
+async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by, chatml_tokenizer):
     started = asyncio.Event()
 
     @tool
@@ -771,9 +793,7 @@ async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by: str, chat
     assert env.steps == ["reset", "let go", "cleanup"]
 
 
-async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(
-    chatml_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(chatml_tokenizer, monkeypatch):
     monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
     started, told = asyncio.Event(), []
 
@@ -797,7 +817,7 @@ async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(
     assert env.steps == ["reset", "cleanup"]
 
 
-async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_tokenizer: Any) -> None:
+async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_tokenizer):
     @tool(context=True)
     def ask_a_person(tool_context: Any) -> str:
         """Ask."""
@@ -812,7 +832,7 @@ async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_
 # --- retries ---
 
 
-async def test_a_failed_episode_is_begun_anew_where_that_is_asked_for(chatml_tokenizer: Any) -> None:
+async def test_a_failed_episode_is_begun_anew_where_that_is_asked_for(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [CALL, FAULT, FAULT, CALL, ANSWER], retries=3, retry_delay=0.0)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -822,14 +842,14 @@ async def test_a_failed_episode_is_begun_anew_where_that_is_asked_for(chatml_tok
     assert result.observation.trajectory is not None and len(result.observation.trajectory) == 2
 
 
-async def test_retries_end(chatml_tokenizer: Any) -> None:
+async def test_retries_end(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, [FAULT] * 3, retries=2, retry_delay=0.0)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
     assert (result.observation.metrics["attempts"], len(server.requests)) == (3, 3)
 
 
-async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer: Any) -> None:
+async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer):
     answers = [ScriptedAnswer("Well", finish_reason="abort"), ANSWER]
     env, _ = scripted_env(chatml_tokenizer, answers, retries=1)
     assert (await env.step(ASK)).termination_reason is TerminationReason.ABORTED
@@ -844,10 +864,10 @@ async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer: Any)
 class Gate:
     """An answer that waits, and tells when it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked = asyncio.Event()
 
-    async def __call__(self, request: Any) -> Any:
+    async def __call__(self, request):
         self.asked.set()
         try:
             await asyncio.Event().wait()
@@ -855,7 +875,7 @@ class Gate:
             return ScriptedAnswer("25 times", finish_reason="abort")
 
 
-async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatml_tokenizer: Any) -> None:
+async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatml_tokenizer):
     gate = Gate()
     env, server = scripted_env(chatml_tokenizer, [CALL, gate], retries=5)
     step = asyncio.ensure_future(env.step(ASK))
@@ -872,12 +892,12 @@ async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatm
     assert server.running == []
 
 
-async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokenizer: Any) -> None:
+async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokenizer):
     """A11: a cancel scope cancels again in every round of the event loop, which must neither spin nor interrupt."""
     gate, finished = Gate(), []
 
     class SlowToClean(CalculatorEnv):
-        async def cleanup(self) -> None:
+        async def cleanup(self):
             await asyncio.sleep(0.4)
             finished.append(True)
 
@@ -896,32 +916,30 @@ async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokeniz
 
 
 @pytest.mark.parametrize("phase", ["reset", "metrics", "reward", "cleanup", "delay"])
-async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
-    phase: str, chatml_tokenizer: Any
-) -> None:
+async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(phase, chatml_tokenizer):
     reached, finished = asyncio.Event(), []
 
-    async def wait(name: str) -> None:
+    async def wait(name):
         if name == phase:
             reached.set()
             await asyncio.sleep(0.2 if name == "cleanup" else 60)
 
     class Phases(CalculatorEnv):
-        async def reset(self) -> None:
+        async def reset(self):
             await super().reset()
             await wait("reset")
 
-        async def compute_metrics(self, observation: Any) -> dict[str, Any]:
+        async def compute_metrics(self, observation):
             await wait("metrics")
             return {}
 
-        async def cleanup(self) -> None:
+        async def cleanup(self):
             await wait("cleanup")
             await super().cleanup()
             finished.append(True)
 
     class Waits(RewardFunction):
-        async def compute(self, **kwargs: Any) -> Any:
+        async def compute(self, **kwargs):
             await wait("reward")
             return 1.0
 
@@ -947,14 +965,14 @@ async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(
         assert phases.last_result.reward is None
 
 
-async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer: Any) -> None:
-    tasks: list[Any] = []
+async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer):
+    tasks = []
 
     class Tasks(CalculatorEnv):
-        async def reset(self) -> None:
+        async def reset(self):
             tasks.append(asyncio.current_task())
 
-        async def cleanup(self) -> None:
+        async def cleanup(self):
             tasks.append(asyncio.current_task())
 
     env, _ = scripted_env(chatml_tokenizer, [ScriptedAnswer(ANSWER, latency_s=60)])
@@ -962,7 +980,7 @@ async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer: Any) -> Non
     assert tasks[0] is tasks[1]
 
 
-async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer: Any) -> None:
+async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, [])
     with pytest.raises(ValueError, match="last message"):
         await env.step(Action(message=[{"role": "assistant", "content": "Hello."}]))
@@ -981,19 +999,19 @@ RAISED = [
 
 @pytest.mark.parametrize("seconds", [None, LIMIT])
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async: bool, seconds: float | None) -> None:
+async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async, seconds):
     # B9; a tool that evaluates what a model wrote raises SystemExit when that says `exit()`
-    def raise_it(number: int) -> str:
+    def raise_it(number):
         """Raise."""
         raise RAISED[number]
 
-    async def raise_it_later(number: int) -> str:
+    async def raise_it_later(number):
         """Raise."""
         await asyncio.sleep(0)
         raise RAISED[number]
 
-    function: Any = raise_it_later if is_async else raise_it
-    answers: list[Any] = [[tool_use(str(n), "raise", number=n)] for n in range(len(RAISED))]
+    function = raise_it_later if is_async else raise_it
+    answers = [[tool_use(str(n), "raise", number=n)] for n in range(len(RAISED))]
     env = CalculatorEnv(
         lambda: ScriptedModel([*answers, ANSWER]),
         Contains(),
@@ -1010,14 +1028,12 @@ async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async: 
 @pytest.mark.parametrize("place", ["reset", "get_tools", "get_hooks", "cleanup", "compute_metrics", "model", "reward"])
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("error", [error for error in RAISED if not isinstance(error, KeyboardInterrupt)], ids=repr)
-async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(
-    place: str, is_async: bool, error: BaseException
-) -> None:
+async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(place, is_async, error):
     # B9; the caller is not cancelled, no event loop and no process ends
-    def raises_it(*args: Any, **kwargs: Any) -> Any:
+    def raises_it(*args, **kwargs):
         raise error
 
-    async def raises_it_later(*args: Any, **kwargs: Any) -> Any:
+    async def raises_it_later(*args, **kwargs):
         raise error
 
     function = raises_it_later if is_async else raises_it
@@ -1038,7 +1054,7 @@ async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(
 # --- functions that hang ---
 
 
-async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer: Any) -> None:
+async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer):
     # B8; more of them than the event loop has threads
     hang, hung = threading.Event(), threading.Semaphore(0)
 
@@ -1050,7 +1066,7 @@ async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer: Any)
             hang.wait(LIMIT)
         return "fetched"
 
-    async def step(url: str) -> StepResult:
+    async def step(url):
         model = ScriptedModel([[tool_use("1", "fetch", url=url)], ANSWER])
         return await CalculatorEnv(lambda: model, tools=[fetch], tool_timeout=LIMIT).step(ASK)
 
@@ -1080,18 +1096,16 @@ async def test_a_tools_parameter_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
-async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(place, monkeypatch):
     monkeypatch.setattr("strands_env.core.environment.INSIST_AFTER", 0.1)
     hang, hung = threading.Event(), threading.Event()
 
-    def hangs(*args: Any, **kwargs: Any) -> Any:
+    def hangs(*args, **kwargs):
         hung.set()
         hang.wait(LIMIT)
 
     reward = Contains()
-    limits: Any = dict.fromkeys(("episode_timeout", "reward_timeout", "cleanup_timeout"), LIMIT)
+    limits = dict.fromkeys(("episode_timeout", "reward_timeout", "cleanup_timeout"), LIMIT)
     env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), reward, **limits)
     if place == "reward":
         reward.compute = hangs  # type: ignore[assignment]
@@ -1110,7 +1124,7 @@ async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_
     )
 
 
-def test_a_process_does_not_wait_for_tools_that_hang() -> None:
+def test_a_process_does_not_wait_for_tools_that_hang():
     code = """
         import asyncio, threading
         from strands import tool
@@ -1138,13 +1152,13 @@ def test_a_process_does_not_wait_for_tools_that_hang() -> None:
     assert ran.stdout == "task_complete\n", ran
 
 
-async def test_a_cleanup_that_swallows_its_cancellation_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cleanup_that_swallows_its_cancellation_is_left_to_itself(monkeypatch):
     # B15
     monkeypatch.setattr("strands_env.core.supervision.ABANDON_AFTER", 0.05)
     over, ended = asyncio.Event(), asyncio.Event()
 
     class Stubborn(CalculatorEnv):
-        async def cleanup(self) -> None:
+        async def cleanup(self):
             while not over.is_set():
                 try:
                     await over.wait()
@@ -1189,7 +1203,7 @@ async def test_code_of_the_environment_that_wants_the_process_to_exit_ends_its_e
 HELLO = {"role": "user", "content": [{"text": "Hello."}]}
 
 
-def read(message: Any, history: Any = ()) -> Any:
+def read(message, history=()):
     return read_conversation(Action(message=message, task_context={"conversation_history": list(history)}))
 
 
@@ -1205,26 +1219,26 @@ def read(message: Any, history: Any = ()) -> Any:
     ],
     ids=str,
 )
-def test_text_message_and_chat_are_the_same_question(message: Any) -> None:
+def test_text_message_and_chat_are_the_same_question(message):
     found = read(message)
     assert (found.system, found.before, found.asked) == ([], [], HELLO)
 
 
-def test_system_messages_come_first_and_apart() -> None:
+def test_system_messages_come_first_and_apart():
     chat = [{"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}]
     assert read([*chat, HELLO]).system == ["A", "B"]
     with pytest.raises(ValueError, match=r"message\[1\]: a system message must stand before"):
         read([HELLO, chat[0], HELLO])
 
 
-def test_what_stands_before_the_question_is_told_from_the_history() -> None:
+def test_what_stands_before_the_question_is_told_from_the_history():
     answer = {"role": "assistant", "content": "Yes?"}
     found = read([HELLO, answer, HELLO], [HELLO, answer])
     assert [message["role"] for message in found.before] == ["user", "assistant"] * 2
     assert found.history_length == 2
 
 
-def test_openais_tool_calls_and_answers_become_those_of_strands() -> None:
+def test_openais_tool_calls_and_answers_become_those_of_strands():
     calls = [
         {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
         {"id": "b", "type": "function", "function": {"name": "add", "arguments": {"x": 2}}},
@@ -1244,7 +1258,7 @@ def test_openais_tool_calls_and_answers_become_those_of_strands() -> None:
     assert [block["toolResult"]["toolUseId"] for block in answered["content"]] == ["a", "b"]
 
 
-def test_an_image_is_taken_from_its_data_url() -> None:
+def test_an_image_is_taken_from_its_data_url():
     pixel = b"\x89PNG-not-really"
     url = "data:image/png;base64," + base64.b64encode(pixel).decode()
     found = read({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
@@ -1271,14 +1285,422 @@ def test_an_image_is_taken_from_its_data_url() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_understood_is_refused(message: Any) -> None:
+def test_what_is_not_understood_is_refused(message):
     with pytest.raises(ValueError):
         read(message)
 
 
-def test_nothing_of_the_action_is_shared() -> None:
+def test_nothing_of_the_action_is_shared():
     action = Action(message=HELLO, task_context={"conversation_history": [HELLO]})
     found = read_conversation(action)
     found.asked["content"][0]["text"] = found.before[0]["content"][0]["text"] = "changed"
     assert action.message["content"][0]["text"] == "Hello."
     assert action.task_context.conversation_history[0]["content"][0]["text"] == "Hello."
+
+
+# === results of one environment, reward or server are never taken for another's (row B13) ===
+
+
+class Scripted(Environment):
+    """Plays no model at all."""
+
+    steps = 0
+
+    def __init__(self, model_factory=None, *args, level=1, hints=(), **kwargs):
+        super().__init__(model_factory, *args, **kwargs)
+        self.seen = []
+
+    async def step(self, action):
+        Scripted.steps += 1
+        self.seen.append(action)
+        return step_result()
+
+
+class Other(Scripted):
+    pass
+
+
+class Strict(RewardFunction):
+    def __init__(self, least=0.5):
+        self.graded = 0
+
+    async def compute(self, *, action, step_result):
+        return RewardResult(reward=1.0)
+
+
+def run(factory, path, count=2):
+    return Evaluator(lambda action: factory(), output_path=path, show_progress=False).run(tasks(count))
+
+
+CHANGES = {
+    "class": (Other, "class was "),
+    "argument": (lambda: Scripted(level=2), "arguments.level was None and is 2"),
+    "container": (lambda: Scripted(hints=["a"]), "arguments.hints was None and is ['a']"),
+    "budget": (lambda: Scripted(max_turns=3), "arguments.max_turns was None and is 3"),
+    "prompt": (lambda: Scripted(system_prompt="Think."), "system_prompt was None and is 'Think.'"),
+    "reward": (lambda: Scripted(reward_fn=ExactMatchReward()), "reward_fn"),
+    "model": (lambda: Scripted(print), "arguments.model_factory was None and is "),
+    "partial": (functools.partial(Scripted, max_tool_calls=7), "arguments.max_tool_calls was None and is 7"),
+}
+
+
+@pytest.mark.parametrize(("changed", "told"), CHANGES.values(), ids=list(CHANGES))
+async def test_results_of_another_environment_are_refused_with_what_differs(tmp_path, changed, told):
+    await run(Scripted, tmp_path)
+    before, steps = lines(tmp_path / "results.jsonl"), Scripted.steps
+    for count in (2, 3):  # whether or not anything is left to do
+        with pytest.raises(CheckpointError, match="has results of another environment: .*name another file") as caught:
+            await run(changed, tmp_path, count)
+        assert told in str(caught.value)
+    assert lines(tmp_path / "results.jsonl") == before and Scripted.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Strict(), Strict(0.25)),
+        (ExactMatchReward(), ExactMatchReward(boxed=True)),
+        (RegexReward("a"), RegexReward("b")),
+        (WeightedSum({"a": (Strict(), 1.0)}), WeightedSum({"a": (Strict(), 2.0)})),
+        (AllOf({"a": Strict()}), AllOf({"a": ExactMatchReward()})),
+    ],
+)
+async def test_results_by_another_reward_are_refused(tmp_path, first, second):
+    await run(lambda: Scripted(reward_fn=first), tmp_path)
+    with pytest.raises(CheckpointError, match="another environment: reward_fn"):
+        await run(lambda: Scripted(reward_fn=second), tmp_path)
+
+
+async def test_the_same_environment_is_gone_on_with_whatever_its_objects_have_seen_meanwhile(tmp_path):
+    shared = Scripted(reward_fn=Strict(), level=3)
+    await run(lambda: shared, tmp_path)
+    shared.reward_fn.graded = 7
+    # Defaults that are spelled out, and what makes no difference to a result.
+    steps = Scripted.steps
+    await run(lambda: Scripted(None, Strict(0.5), level=3, verbose=False, retries=2, hints=()), tmp_path, 3)
+    assert Scripted.steps == steps + 1
+
+
+async def test_environments_of_ones_own_are_told_apart_by_class_reward_and_functions(tmp_path):
+    async def run_stub(play, **more):
+        stub = StubEnvironment(play, **more)
+        await Evaluator(stub.factory, output_path=tmp_path, show_progress=False).run(tasks(2))
+        return len(stub.episodes)
+
+    def play(reward):
+        return lambda action: step_result(reward)
+
+    assert await run_stub(lambda action: step_result(1.0)) == 2
+    assert await run_stub(lambda action: step_result(1.0)) == 0
+    for other in (lambda action: step_result(0.0), play(1.0)):
+        with pytest.raises(CheckpointError, match="another environment: play"):
+            await run_stub(other)
+    with pytest.raises(CheckpointError, match="another environment: reward_fn was True and is"):
+        await run_stub(lambda action: step_result(1.0), reward_fn=Strict())
+
+
+async def test_environments_may_differ_by_task(tmp_path):
+    def factory(action):
+        return (Scripted if action.task_context.id == "t0" else Other)()
+
+    for count in (2, 3):
+        await Evaluator(factory, output_path=tmp_path, show_progress=False).run(tasks(count))
+    with pytest.raises(CheckpointError, match="another environment: class"):
+        await Evaluator(lambda action: Scripted(), output_path=tmp_path, show_progress=False).run(tasks(2))
+
+
+async def test_results_of_another_openai_server_are_refused(tmp_path, monkeypatch):
+    module = ModuleType("strands.models.openai")
+    module.OpenAIModel = lambda **arguments: None
+    monkeypatch.setitem(sys.modules, "strands.models.openai", module)
+
+    def served_at(url):
+        factory = openai_model_factory(model_id="m", base_url=url, api_key="secret")
+        return lambda: Scripted(factory)
+
+    await run(served_at("http://one/v1"), tmp_path)
+    await run(served_at("http://one/v1"), tmp_path)
+    assert "secret" not in (tmp_path / "results.jsonl").read_text()
+    with pytest.raises(CheckpointError, match="model_factory.base_url was 'http://one/v1' and is 'http://two/v1'"):
+        await run(served_at("http://two/v1"), tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["model_path", "weight_version"])
+async def test_results_of_other_weights_are_refused_and_another_address_is_not(tmp_path, chatml_tokenizer, changed):
+    def factory(server):
+        made = sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client())
+        return lambda: CalculatorEnvironment(made, Strict())
+
+    await run(factory(ScriptedSGLang(chatml_tokenizer, lambda request: "4")), tmp_path)
+    other = ScriptedSGLang(chatml_tokenizer, lambda request: "4")
+    await run(factory(other), tmp_path, 3)
+    assert len(other.requests) == 1
+    setattr(other, changed, "another")
+    with pytest.raises(CheckpointError, match=f"served.{changed} was .* and is 'another'"):
+        await run(factory(other), tmp_path, 3)
+
+
+def test_the_parameters_of_a_model_are_part_of_what_it_is(chatml_tokenizer):
+    def made(**more):
+        return describe(sglang_model_factory(tokenizer=chatml_tokenizer, base_url="http://localhost:1", **more))
+
+    assert made() == made()
+    assert made(sampling_params={"temperature": 0.5}) != made() != made(enable_thinking=False)
+
+
+def _pairs_of_values():
+    def limited(limit, seen):
+        return lambda answer, limit=limit, seen=seen: len(answer) > limit
+
+    return {
+        "number of numpy": (np.float32(1), np.float32(2)),
+        "array": (np.zeros(3), np.ones(3)),
+        "decimal": (Decimal("0.1"), Decimal("0.2")),
+        "fraction": (Fraction(1, 2), Fraction(1, 3)),
+        "date": (date(2024, 1, 1), date(2024, 1, 2)),
+        "range": (range(3), range(4)),
+        "bytes": (bytearray(b"a"), bytearray(b"b")),
+        "built-in function": (max, min),
+        "function of numpy": (np.sin, np.cos),
+        "default of an argument": (limited(1, []), limited(2, [])),
+    }
+
+
+@pytest.mark.parametrize(("one", "other"), _pairs_of_values().values(), ids=list(_pairs_of_values()))
+def test_arguments_of_any_plain_kind_are_told_apart_by_value(one, other):
+    """Row B13: what is described by its class alone lets results of another environment in."""
+    assert describe(one) == json.loads(json.dumps(describe(one))) != describe(other)
+
+
+def test_what_no_episode_changes_is_described_alike_before_and_after():
+    """Row B13, the other way: no refusal of what is the same."""
+    seen = []
+    collecting = lambda answer, seen=seen: seen.append(answer)  # noqa: E731
+    before = describe(collecting)
+    collecting("x")
+    assert describe(collecting) == before
+    assert describe(float("nan")) == json.loads(json.dumps(describe(float("nan"))))
+
+
+def test_a_description_is_the_same_in_another_process_and_has_no_addresses(tmp_path):
+    program = (
+        "import functools, json, re\n"
+        "from strands_env.core import Environment\n"
+        "from strands_env.core.identity import describe\n"
+        "from strands_env.rewards import RegexReward\n"
+        "env = Environment(functools.partial(print, {'b', 'a', 'c'}), RegexReward('x'), max_turns=2)\n"
+        "plain = lambda text: text in {'one', 'two', 'three'}\n"
+        "print(json.dumps([env.identity(), describe(plain), describe({re.compile('a'), b'b', object})]))\n"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1 and " at 0x" not in told.pop()
+
+
+def test_what_remembers_its_arguments_still_refuses_wrong_ones_and_shows_its_signature():
+    assert "level" in inspect.signature(Scripted).parameters
+    with pytest.raises(TypeError):
+        Strict(least=1, most=2)
+
+
+def test_classes_that_results_name_have_the_paths_that_results_name():
+    """A class that moves makes another environment of its own: folders of earlier releases would be refused."""
+    paths = {
+        "strands_env.core.environment.Environment",
+        "strands_env.environments.agentcore.AgentCoreCodeEnvironment",
+        "strands_env.environments.calculator.CalculatorEnvironment",
+        "strands_env.environments.mcp.MCPEnvironment",
+        "strands_env.environments.mcp_servers.MCPServersEnvironment",
+        "strands_env.environments.python.PythonEnvironment",
+        "strands_env.core.types.RewardFunction",
+        "strands_env.rewards.combining.AllOf",
+        "strands_env.rewards.combining.WeightedSum",
+        "strands_env.rewards.judging.JudgeReward",
+        "strands_env.rewards.matching.ExactMatchReward",
+        "strands_env.rewards.matching.RegexReward",
+        "strands_env.rewards.mathematics.MathReward",
+    }
+    found = [Environment, RewardFunction]
+    for cls in found:
+        found += cls.__subclasses__()
+    ours = {describe(cls) for cls in found if cls.__module__.startswith("strands_env.")}
+    assert ours == paths
+    arguments = [WorkerLimits(), PythonSandbox(unsafe=True)]
+    assert [describe(one)["class"] for one in arguments] == [
+        "strands_env.rewards.workers.WorkerLimits",
+        "strands_env.sandbox.python_sandbox.PythonSandbox",
+    ]
+
+
+# === model factories: what they make, what they share, what they refuse ===
+
+
+URL = "http://localhost:30000"
+
+
+@pytest.fixture
+def folder(chatml_tokenizer, tmp_path):
+    chatml_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _own_clients():
+    clear_clients()
+    yield
+    clear_clients()
+
+
+async def test_a_factory_makes_models_that_share_the_client_and_nothing_that_can_change(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
+    client = server.client()
+    params = {"temperature": 0.5}
+    factory = sglang_model_factory(
+        model_id="a-model", tokenizer=chatml_tokenizer, client=client, sampling_params=params
+    )
+    first, second = factory(), factory()
+    assert first is not second and first.client is second.client is client
+    assert first.chat_template is second.chat_template
+    first.update_config(sampling_params={"temperature": 0.1})
+    assert second.get_config()["sampling_params"] == params
+    assert (await CalculatorEnv(factory).step(ASK)).observation.tokens is not None
+    assert server.requests[0].sampling_params["temperature"] == 0.5
+
+
+def test_what_is_known_of_a_chat_template_outlives_the_episodes(chatml_tokenizer):
+    import gc
+
+    factory = sglang_model_factory(tokenizer=chatml_tokenizer, base_url=URL, chat_template="{{ messages[0].content }}")
+    number = id(factory().chat_template)
+    gc.collect()
+    assert id(factory().chat_template) == number
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_the_tokenizer_may_be_a_folder(form, folder):
+    factory = sglang_model_factory(tokenizer=form(folder), base_url=URL)
+    assert factory().tokenizer is factory().tokenizer
+    assert sglang_model_factory(model_id=str(folder), base_url=URL)().get_config()["model_id"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "exactly one of client= and base_url="),
+        ({"base_url": URL, "temperature": 1.0}, "unknown configuration: temperature"),
+        ({"base_url": URL, "tool_parser": "no-such"}, "no tool parser named"),
+        ({"base_url": URL, "on_abort": "ignore"}, "on_abort"),
+        ({"base_url": URL, "tokenizer": None}, "tokenizer="),
+    ],
+)
+def test_what_cannot_work_is_an_error_when_the_factory_is_made(arguments, told, chatml_tokenizer):
+    with pytest.raises(ValueError, match=told):
+        sglang_model_factory(**{"tokenizer": chatml_tokenizer, **arguments})
+
+
+@pytest.fixture
+def openai(monkeypatch):
+    module = SimpleNamespace(OpenAIModel=lambda **arguments: SimpleNamespace(arguments=arguments))
+    monkeypatch.setitem(sys.modules, "strands.models.openai", module)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("openai")
+def test_openais_factory_speaks_openais_words():
+    model = openai_model_factory(
+        model_id="gpt", sampling_params={"max_new_tokens": 7, "temperature": 0.2}, base_url=f"{URL}/v1", api_key="k"
+    )()
+    assert model.arguments == {
+        "model_id": "gpt",
+        "params": {"max_tokens": 7, "temperature": 0.2},
+        "client_args": {"base_url": f"{URL}/v1", "api_key": "k"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "factory", "extra"),
+    [
+        ("strands.models.openai", openai_model_factory, "openai"),
+        ("strands.models.bedrock", bedrock_model_factory, "bedrock"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(module, factory, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"strands-sglang\[{extra}\]"):
+        factory(model_id="m")
+
+
+def test_bedrocks_factory_shares_one_model_with_its_costly_client():
+    factory = bedrock_model_factory(
+        model_id="m", region_name="eu-west-1", sampling_params={"max_new_tokens": 7, "top_p": 0.5}
+    )
+    config = factory().get_config()
+    assert factory() is factory()
+    assert (config["model_id"], config["max_tokens"], config["top_p"]) == ("m", 7, 0.5)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"max_tokens": 1, "max_new_tokens": 2}], ids=str)
+def test_bedrock_refuses_what_it_does_not_have(params):
+    with pytest.raises(ValueError, match="top_k|which are the same"):
+        bedrock_model_factory(model_id="m", region_name="eu-west-1", sampling_params=params)
+
+
+def test_a_factory_from_plain_data(folder):
+    factory = build_model_factory(
+        {
+            "backend": "sglang",
+            "base_url": URL,
+            "tokenizer": str(folder),
+            "tool_parser": "hermes",
+            "sampling_params": {"temperature": 0.7},
+            "client": {"max_retries": 3},
+            "config": {"enable_thinking": False},
+        }
+    )
+    model = factory()
+    assert isinstance(model, SGLangModel)
+    assert model.client is get_cached_client(URL, max_retries=3)
+    assert model.get_config()["sampling_params"] == {"temperature": 0.7}
+
+
+@pytest.mark.usefixtures("openai")
+def test_openai_and_bedrock_from_plain_data():
+    made = build_model_factory({"backend": "openai", "model_id": "gpt", "client": {"timeout": 5}})()
+    assert made.arguments["client_args"] == {"timeout": 5}
+    bedrock = build_model_factory({"backend": "bedrock", "model_id": "m", "region_name": "eu-west-1"})()
+    assert bedrock.get_config()["model_id"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, "backend"),
+        ({"backend": "vllm"}, "vllm"),
+        ({"backend": "openai"}, "model_id: Field required"),
+        ({"backend": "sglang", "temperature": 1.0}, "temperature: Extra inputs are not permitted"),
+        ({"backend": "sglang", "base_url": 7}, "base_url"),
+        ({"backend": "sglang", "client": {"no_such": 1}}, "no_such"),
+        ({"backend": "sglang", "config": {"no_such": 1}}, "no_such"),
+        ({"backend": "sglang", "base_url": f"{URL}/v1"}, "ends in /v1"),
+    ],
+    ids=str,
+)
+def test_plain_data_that_cannot_be_used_is_refused(config, told, folder):
+    given = {"tokenizer": str(folder), **config} if config.get("backend") == "sglang" else config
+    with pytest.raises(ValueError, match=told):
+        build_model_factory(given)
+
+
+def test_clients_are_shared_until_they_are_cleared():
+    client = get_cached_client_from_slime_args(slime_args(URL))
+    assert get_cached_client_from_slime_args(slime_args(URL)) is client
+    assert clear_clients() == [client]
+    assert get_cached_client_from_slime_args(slime_args(URL)) is not client
+    assert clear_clients() and clear_clients() == []

@@ -1,0 +1,1946 @@
+"""The client: calls, how they end, and the servers that they go to."""
+
+import asyncio
+import gc
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from argparse import Namespace
+from collections import Counter
+from email.utils import formatdate
+
+import anyio
+import httpx
+import pytest
+import respx
+import transformers
+from anyio.from_thread import start_blocking_portal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strands_sglang.client import balancer as servers_module
+from strands_sglang.client.aborts import worker_urls
+from strands_sglang.client.balancer import Servers
+from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
+from strands_sglang.client.cancellation import Cancellation
+from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
+from strands_sglang.client.retries import MAX_DELAY_S, FailureKind, RetryPolicy, retry_after_seconds
+from strands_sglang.exceptions import (
+    SGLangCancelledError,
+    SGLangConnectionError,
+    SGLangContextLengthError,
+    SGLangDeadlineError,
+    SGLangDecodingError,
+    SGLangHTTPError,
+    SGLangThrottledError,
+)
+from strands_sglang.local.server import free_port
+from support.fake_server import (
+    BASE_URL,
+    OK,
+    AbortableServer,
+    FakeServer,
+    Network,
+    RawServer,
+    generation,
+    http_bytes,
+    never,
+)
+
+# === a call of the client: what is sent, what is read, what is tried again, and when it ends ===
+
+
+async def test_the_servers_object_comes_back_as_it_was_sent():
+    body = {**generation(), "a_key_of_tomorrow": [1]}
+    assert await FakeServer(httpx.Response(200, json=body)).client().generate([1, 2]) == body
+
+
+async def test_an_aborted_generation_comes_back_like_any_other():
+    aborted = generation([], finish="abort")
+    assert await FakeServer(httpx.Response(200, json=aborted)).client().generate([1]) == aborted
+
+
+async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_streams():
+    server = FakeServer()
+    await server.client().generate(
+        [1, 2], {"temperature": 0.5, "logit_bias": {5: 1.0}}, return_logprob=True, stream=False, some_field={"a": 1}
+    )
+    [body] = server.bodies()
+    assert len(body.pop("rid")) == 32
+    assert body == {
+        "input_ids": [1, 2],
+        "sampling_params": {"temperature": 0.5, "logit_bias": {"5": 1.0}},
+        "return_logprob": True,
+        "some_field": {"a": 1},
+        "stream": False,
+    }
+
+
+async def test_prompt_logprobs_are_not_asked_for_unless_the_caller_does():
+    server = FakeServer()
+    await server.client().generate([1], return_logprob=True)
+    await server.client().generate([1], return_logprob=True, logprob_start_len=0)
+    assert [body.get("logprob_start_len") for body in server.bodies()] == [None, 0]
+
+
+async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_prefix():
+    server = FakeServer(httpx.Response(500), httpx.Response(500), OK)
+    await server.client().generate([1], rid="episode-7")
+    rids = [body["rid"] for body in server.bodies()]
+    assert len(set(rids)) == 3
+    assert all(rid.startswith("episode-7-") for rid in rids)
+
+
+async def test_what_the_caller_changes_while_it_waits_is_not_sent():
+    params, ids = {"temperature": 1.0}, [1, 2]
+
+    async def change(_):
+        params["temperature"] = 0.0
+        ids.append(3)
+        return httpx.Response(500)
+
+    server = FakeServer(change, OK)
+    await server.client().generate(ids, params)
+    assert [(body["input_ids"], body["sampling_params"]) for body in server.bodies()] == [
+        ([1, 2], {"temperature": 1.0})
+    ] * 2
+
+
+@pytest.mark.parametrize("bad", [[], [1, True], [1.0], ["1"], [None], [-1], [1, 100], "12", None, [[1]], [2**70]])
+async def test_a_bad_prompt_is_refused_before_anything_is_sent(bad):
+    server = FakeServer()
+    with pytest.raises(ValueError, match="input_ids"):
+        await server.client(vocab_size=100).generate(bad)
+    assert server.asked == []
+
+
+async def test_the_vocabulary_of_a_call_wins_over_the_clients():
+    client = FakeServer().client(vocab_size=10)
+    await client.generate([50], vocab_size=100)
+    with pytest.raises(ValueError, match=r"input_ids\[0\] is 50 .*below 10"):
+        await client.generate([50])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sampling_params": {"n": 2}}, "one request"),
+        ({"sampling_params": [{}]}, "mapping"),
+        ({"stream": True}, "never streams"),
+        ({"extra": object()}, "JSON"),
+    ],
+)
+async def test_requests_that_cannot_have_one_answer_are_refused(arguments, said):
+    server = FakeServer()
+    with pytest.raises(ValueError, match=said):
+        await server.client().generate([1], **arguments)
+    assert server.asked == []
+
+
+async def test_respx_can_stand_in_for_the_server():
+    with respx.mock(using="httpx") as router:
+        route = router.post(f"{BASE_URL}/generate").respond(json=generation())
+        async with SGLangClient(BASE_URL) as client:
+            assert (await client.generate([1]))["output_ids"] == [7, 2]
+    assert route.call_count == 1
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (404, False), (500, False)])
+async def test_health_is_the_status_of_the_health_endpoint(status, healthy):
+    assert await FakeServer(paths={"/health": httpx.Response(status)}).client().health() is healthy
+
+
+async def test_health_of_a_server_that_cannot_be_reached_is_false():
+    async def refuse(_):
+        raise httpx.ConnectError("refused")
+
+    assert await SGLangClient(BASE_URL, transport=httpx.MockTransport(refuse)).health() is False
+
+
+async def test_model_info_falls_back_to_its_older_name():
+    info = {"model_path": "m"}
+    new = FakeServer(paths={"/model_info": httpx.Response(200, json=info)})
+    old = FakeServer(paths={"/get_model_info": httpx.Response(200, json=info)})
+    assert await new.client().model_info() == await old.client().get_model_info() == info
+    with pytest.raises(SGLangHTTPError, match="get_model_info"):
+        await FakeServer().client().model_info()
+
+
+def models(length):
+    return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "max_model_len": length}]})
+
+
+async def test_the_context_length_is_asked_for_once():
+    server = FakeServer(paths={"/v1/models": models(512)})
+    client = server.client()
+    assert await asyncio.gather(*(client.context_length() for _ in range(20))) == [512] * 20
+    assert await client.context_length() == 512
+    assert len(server.bodies("/v1/models")) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(404), httpx.Response(200, json={"data": []}), models(None), models("512"), models(0)]
+)
+async def test_an_unknown_context_length_is_none_and_asked_for_again(answer):
+    server = FakeServer(paths={"/v1/models": answer})
+    client = server.client()
+    assert await client.context_length() is None
+    server.paths["/v1/models"] = models(512)
+    assert await client.context_length() == 512
+
+
+async def test_a_failure_to_ask_for_the_context_length_is_not_remembered():
+    server = FakeServer(paths={"/v1/models": httpx.Response(500)})
+    client = server.client(max_retries=1)
+    with pytest.raises(SGLangHTTPError):
+        await client.context_length()
+    server.paths["/v1/models"] = models(512)
+    assert await client.context_length() == 512
+
+
+async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_it_from_the_others():
+    async def respond(_):
+        arrived.set()
+        await go_on.wait()
+        return models(512)
+
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    first, second = (asyncio.create_task(client.context_length()) for _ in range(2))
+    await arrived.wait()
+    first.cancel()
+    go_on.set()
+    assert await second == 512
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_a_server_that_cannot_tokenize_is_asked_once_and_the_answer_is_none(status):
+    server = FakeServer(paths={"/tokenize": httpx.Response(status, json={"message": "no tokenizer"})})
+    assert await server.client(max_retries=5).tokenize("hello") is None
+    assert len(server.bodies("/tokenize")) == 1
+
+
+async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no_such_endpoint():
+    server = FakeServer(paths={"/tokenize": httpx.Response(200, json={"tokens": [1, 2], "count": 2})})
+    assert await server.client().tokenize("hello") == [1, 2]
+    assert server.bodies("/tokenize") == [{"prompt": "hello", "add_special_tokens": False}]
+    assert await FakeServer().client().tokenize("hello") is None
+    with pytest.raises(SGLangDecodingError, match="tokens"):
+        await FakeServer(paths={"/tokenize": httpx.Response(200, json={})}).client().tokenize("hello")
+
+
+def test_settings_can_be_read_back_and_the_address_is_in_the_repr():
+    client = SGLangClient(
+        " http://h:1/ ", max_connections=3, timeout=4.0, connect_timeout=5, max_retries=6, retry_delay=7
+    )
+    assert (client.base_url, client.max_connections, client.timeout) == ("http://h:1", 3, 4.0)
+    assert (client.connect_timeout, client.max_retries, client.retry_delay) == (5, 6, 7)
+    assert repr(client) == "SGLangClient(base_url='http://h:1')"
+
+
+def test_the_defaults_are_those_of_a_rollout():
+    client = SGLangClient("http://h:1")
+    assert (client.max_connections, client.timeout, client.max_retries, client.retry_delay) == (1000, None, 60, 1.0)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_connections": 0},
+        {"timeout": 0},
+        {"timeout": float("nan")},
+        {"max_retries": -1},
+        {"retry_delay": "1"},
+        {"connect_timeout": True},
+        {"vocab_size": 0},
+        {"transport": "http"},
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        SGLangClient("http://h:1", **setting)
+
+
+def test_a_client_of_slimes_router_has_its_address_and_its_concurrency():
+    args = Namespace(
+        sglang_router_ip="10.0.0.1",
+        sglang_router_port=3000,
+        sglang_server_concurrency=64,
+        rollout_num_gpus=16,
+        rollout_num_gpus_per_engine=2,
+    )
+    client = SGLangClient.from_slime_args(args)
+    assert (client.base_url, client.max_connections) == ("http://10.0.0.1:3000", 512)
+    assert (client.timeout, client.max_retries, client.retry_delay) == (None, 60, 1.0)
+    other = SGLangClient.from_miles_args(args, timeout=300.0, max_connections=8, base_url="http://h:1")
+    assert (other.base_url, other.timeout, other.max_connections) == ("http://h:1", 300.0, 8)
+
+
+async def test_a_transport_factory_is_called_once_per_event_loop():
+    made = []
+
+    def make():
+        made.append(httpx.MockTransport(FakeServer()))
+        return made[-1]
+
+    client = SGLangClient(BASE_URL, transport=make)
+    await client.generate([1])
+    await client.generate([1])
+    assert len(made) == 1
+    await asyncio.to_thread(lambda: asyncio.run(client.generate([1])))
+    assert len(made) == 2
+
+
+def test_importing_the_client_loads_neither_aiohttp_nor_transformers():
+    code = (
+        "import strands_sglang.client, sys; print([m for m in ('httpx_aiohttp', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+async def test_headers_go_with_every_request():
+    seen = []
+
+    async def answer(request):
+        seen.append(f"{request.url.path} {request.headers.get('authorization')}")
+        return httpx.Response(200, json={"tokens": [1], "count": 1})
+
+    headers = {"Authorization": "Bearer secret"}
+    client = SGLangClient("http://x", transport=httpx.MockTransport(answer), headers=headers)
+    await client.tokenize("hi")
+    await client.abort("some-id")
+    assert seen == ["/tokenize Bearer secret", "/abort_request Bearer secret"]
+    assert "secret" not in repr(client)
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504, 599])
+async def test_statuses_that_may_pass_are_tried_again(status):
+    server = FakeServer(httpx.Response(status), OK)
+    assert await server.client().generate([1]) == generation()
+    assert len(server.bodies()) == 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
+async def test_statuses_that_stay_are_not_tried_again(status):
+    server = FakeServer(httpx.Response(status, json={"error": {"message": "no"}}))
+    with pytest.raises(SGLangHTTPError) as caught:
+        await server.client(max_retries=60).generate([1])
+    assert caught.value.status == status
+    assert len(server.bodies()) == 1
+
+
+async def test_retries_end_and_the_error_says_how_many_there_were():
+    server = FakeServer(httpx.Response(500, text="boom"))
+    with pytest.raises(SGLangHTTPError, match=r"POST http://sglang.test:30000/generate: HTTP 500: boom .*4 attempts"):
+        await server.client(max_retries=3).generate([1])
+    assert len(server.bodies()) == 4
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_server_is_told_apart_once_retries_are_over(status):
+    server = FakeServer(httpx.Response(status, json={"object": "error", "message": "The request queue is full."}))
+    with pytest.raises(SGLangThrottledError, match="queue is full") as caught:
+        await server.client(max_retries=0).generate([1])
+    assert caught.value.status == status
+    assert len(server.bodies()) == 1
+
+
+async def test_a_retry_waits_as_long_as_the_server_asks():
+    server = FakeServer(httpx.Response(503, headers={"retry-after": "0.2"}), OK)
+    started = asyncio.get_running_loop().time()
+    await server.client().generate([1])
+    assert asyncio.get_running_loop().time() - started >= 0.2
+
+
+UNDECODABLE = {
+    "not JSON": (b"<html>hello</html>", "not JSON"),
+    "nothing": (b"", "empty body"),
+    "not an object": (b"[1]", "list instead of an object"),
+    "no ids": (b'{"meta_info": {"finish_reason": {"type": "stop"}}}', "`output_ids`"),
+    "no meta_info": (b'{"output_ids": []}', "`meta_info`"),
+    "no finish reason": (b'{"output_ids": [], "meta_info": {"finish_reason": null}}', "`meta_info.finish_reason`"),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
+async def test_an_answer_that_is_no_generation_is_tried_again(body, said):
+    server = FakeServer(httpx.Response(200, content=body), OK)
+    assert await server.client().generate([1]) == generation()
+
+
+@pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
+async def test_a_server_that_never_gives_a_generation_is_given_up_soon_and_its_answer_shown(body, said):
+    server = FakeServer(httpx.Response(200, content=body))
+    with pytest.raises(SGLangDecodingError, match="is this an SGLang server") as caught:
+        await server.client(max_retries=60).generate([1])
+    assert said in str(caught.value)
+    assert "http://sglang.test:30000/generate" in str(caught.value)
+    assert len(server.bodies()) == 4
+
+
+async def test_a_server_that_did_give_generations_gets_all_retries():
+    server = FakeServer(OK, httpx.Response(200, content=b"?"))
+    client = server.client(max_retries=9)
+    await client.generate([1])
+    with pytest.raises(SGLangDecodingError):
+        await client.generate([1])
+    assert len(server.bodies()) == 1 + 10
+
+
+@pytest.mark.parametrize("body", [body for body, _ in list(UNDECODABLE.values())[2:]])
+async def test_whole_answers_that_are_no_generations_are_given_up_soon_by_whatever_server(body):
+    """A15 (p9): each of them costs a generation, and the next one is the same."""
+    server = FakeServer(OK, httpx.Response(200, content=body))
+    client = server.client(max_retries=60)
+    await client.generate([1])
+    with pytest.raises(SGLangDecodingError, match="given up after 4 attempts"):
+        await client.generate([1])
+    assert len(server.bodies()) == 1 + 4
+
+
+async def test_a_broken_connection_is_aborted_on_the_server_before_the_next_attempt():
+    server = FakeServer(httpx.ReadError("reset"), OK)
+    await server.client().generate([1])
+    first, second = server.bodies()
+    assert [path for path, _ in server.asked] == ["/generate", "/abort_request", "/generate"]
+    assert server.bodies("/abort_request") == [{"rid": first["rid"]}]
+    assert second["rid"] != first["rid"]
+
+
+async def test_a_request_that_never_reached_the_server_is_not_aborted():
+    server = FakeServer(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), OK)
+    await server.client().generate([1])
+    assert [path for path, _ in server.asked] == ["/generate"] * 3
+
+
+async def test_a_server_that_was_never_there_is_given_up_after_a_while_whatever_the_retries():
+    server = FakeServer(httpx.ConnectError("refused"))
+    with pytest.raises(SGLangConnectionError, match="could not connect.*no server has ever answered there"):
+        await server.client(max_retries=10**9, unreachable_after=0.05).generate([1])
+
+
+async def test_a_server_that_was_there_before_gets_all_retries():
+    server = FakeServer(OK, httpx.ConnectError("refused"))
+    client = server.client(max_retries=7, unreachable_after=0.0)
+    await client.generate([1])
+    with pytest.raises(SGLangConnectionError, match="8 attempts") as caught:
+        await client.generate([1])
+    assert "ever answered" not in str(caught.value)
+
+
+async def test_an_error_of_the_transport_itself_is_not_disguised():
+    server = FakeServer(KeyError("bug"))
+    with pytest.raises(KeyError):
+        await server.client().generate([1])
+    assert len(server.asked) == 1
+
+
+async def test_an_outage_is_a_few_log_lines_however_many_requests_meet_it(caplog):
+    caplog.set_level(logging.INFO, logger="strands_sglang")
+    server = FakeServer(*[httpx.Response(500)] * 200, OK)
+    client = server.client(max_retries=300)
+    await asyncio.gather(*(client.generate([1]) for _ in range(50)))
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("strands_sglang")]
+    assert 2 <= len(messages) <= 4
+    assert "failed_attempts=<1>" in messages[0] and BASE_URL in messages[0] and "HTTP 500" in messages[0]
+    assert "answers again" in messages[-1]
+
+
+CONTEXT_LENGTH = [
+    "The input (600 tokens) is longer than the model's context length (512 tokens).",
+    "Requested token count exceeds the model's maximum context length of 512 tokens. You requested 600 tokens",
+    "Input length (508 tokens) exceeds the maximum allowed length (506 tokens). Use a shorter input.",
+    "Multimodal prompt is too long after expanding multimodal tokens. After expanding 1 => 600 >= 506.",
+    "Request a1 exceeds the maximum number of tokens: 600 > 506",
+]
+
+
+@pytest.mark.parametrize("message", CONTEXT_LENGTH)
+async def test_every_wording_for_a_full_context_is_known(message):
+    with pytest.raises(SGLangContextLengthError, match="HTTP 400") as caught:
+        await FakeServer(httpx.Response(400, json={"error": {"message": message}})).client().generate([1])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (400, "top_p exceeds 1"),
+        (400, "max_new_tokens exceeds the maximum"),
+        (400, "Input exceeds the maximum allowed length of a stop string"),
+        (422, CONTEXT_LENGTH[0]),
+    ],
+)
+async def test_other_errors_that_sound_like_it_are_not_a_full_context(status, message):
+    with pytest.raises(SGLangHTTPError) as caught:
+        await FakeServer(httpx.Response(status, json={"error": {"message": message}})).client().generate([1])
+    assert not isinstance(caught.value, SGLangContextLengthError)
+
+
+ERROR_BODIES = [
+    ({"error": {"message": "top_p must be in (0, 1], got 2."}}, "top_p must be"),
+    ({"error": "unknown field `bogus`, expected one of ..."}, "unknown field `bogus`"),
+    ({"object": "error", "message": "1 validation error", "type": "Bad Request", "code": 400}, "1 validation error"),
+    ({"error": {"type": "x", "code": "no_available_workers", "message": "No workers"}}, "No workers (no_available_"),
+    ({"error": {"type": "x", "code": "unknown_url"}}, "unknown_url"),
+    ({"detail": "Method Not Allowed"}, "Method Not Allowed"),
+    ({"detail": [{"msg": "field required"}]}, "field required"),
+    ("just text", "just text"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), ERROR_BODIES)
+async def test_the_servers_words_are_found_in_every_shape_of_error(body, said):
+    answer = httpx.Response(400, text=body) if isinstance(body, str) else httpx.Response(400, json=body)
+    with pytest.raises(SGLangHTTPError) as caught:
+        await FakeServer(answer).client().generate([1])
+    assert f"POST {BASE_URL}/generate: HTTP 400: " in str(caught.value)
+    assert said in str(caught.value)
+    assert caught.value.body == answer.text
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_a_server_without_generate_is_said_not_to_be_sglang(status):
+    with pytest.raises(SGLangHTTPError, match="not an SGLang server"):
+        await FakeServer(httpx.Response(status, text="<html>nope</html>")).client().generate([1])
+
+
+async def test_a_redirect_names_the_address_to_use():
+    with pytest.raises(SGLangHTTPError, match="redirects to https://elsewhere"):
+        await FakeServer(httpx.Response(307, headers={"location": "https://elsewhere"})).client().generate([1])
+
+
+@given(st.floats(0, 100), st.integers(0, 10**6), st.none() | st.floats(0, 1e6))
+def test_a_delay_is_never_longer_than_eight_seconds(retry_delay, retries, retry_after):
+    delay = RetryPolicy(60, retry_delay, 30.0).delay(retries, retry_after)
+    assert 0 <= delay <= MAX_DELAY_S
+    assert delay >= min(retry_after or 0.0, MAX_DELAY_S)
+
+
+def test_delays_double_with_jitter():
+    policy = RetryPolicy(60, 1.0, 30.0)
+    for retries, longest in enumerate([1.0, 2.0, 4.0, 8.0, 8.0]):
+        delays = {policy.delay(retries) for _ in range(100)}
+        assert len(delays) > 50
+        assert longest / 2 <= min(delays) <= max(delays) <= longest
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(None, None), ("3", 3.0), ("-1", 0.0), ("nan", 0.0), ("soon", None), ("", None)]
+)
+def test_retry_after_is_read_as_seconds(value, seconds):
+    assert retry_after_seconds({} if value is None else {"retry-after": value}) == seconds
+
+
+def test_retry_after_is_read_as_a_date():
+    seconds = retry_after_seconds({"retry-after": formatdate(time.time() + 100, usegmt=True)})
+    assert seconds is not None and 98 <= seconds <= 100
+
+
+async def test_a_cancelled_request_is_aborted_on_the_server_and_not_tried_again():
+    server = FakeServer(never)
+    task = asyncio.create_task(server.client().generate([1]))
+    await server.arrived.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    [sent] = server.bodies()
+    assert server.bodies("/abort_request") == [{"rid": sent["rid"]}]
+
+
+async def test_a_caller_that_anyio_has_cancelled_waits_for_the_partial_answer_idly():
+    """A11: a cancel scope cancels again in every round of the event loop."""
+    server = FakeServer(never)
+    client = server.client(abort_grace=0.5)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.generate, [1])
+            await server.arrived.wait()
+            used = time.thread_time()
+            scope.cancel()
+    assert time.thread_time() - used < 0.1
+    assert len(server.bodies("/abort_request")) >= 1
+
+
+async def test_a_timed_out_attempt_is_aborted_on_the_server_and_tried_again_once():
+    server = FakeServer(never)
+    with pytest.raises(SGLangConnectionError, match="no answer in time.*0.05 s.*2 attempts"):
+        await server.client(timeout=0.05, max_retries=60).generate([1])
+    assert server.bodies("/abort_request") == [{"rid": body["rid"]} for body in server.bodies()]
+    assert len(server.bodies()) == 2
+
+
+async def test_the_answer_after_a_timeout_counts():
+    server = FakeServer(never, OK)
+    assert await server.client(timeout=0.3).generate([1]) == generation()
+
+
+async def test_a_request_cancelled_with_a_time_limit_is_aborted_too():
+    server = FakeServer(never)
+    task = asyncio.create_task(server.client(timeout=60).generate([1]))
+    await server.arrived.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(server.bodies("/abort_request")) == 1
+
+
+async def test_a_request_cancelled_between_attempts_is_not_tried_again():
+    server = FakeServer(httpx.Response(500))
+    task = asyncio.create_task(server.client(retry_delay=8.0).generate([1]))
+    await server.arrived.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(server.bodies()) == 1
+
+
+async def test_requests_beyond_the_limit_wait_and_leave_no_trace_when_cancelled():
+    server = FakeServer(never)
+    client = server.client(max_connections=1)
+    first, second = (asyncio.create_task(client.generate([token])) for token in (1, 2))
+    await server.arrived.wait()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert [path for path, _ in server.asked] == ["/generate"]
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert [path for path, _ in server.asked] == ["/generate", "/abort_request"]  # although all slots were taken
+
+
+def test_an_abort_gets_out_when_the_event_loop_ends():
+    server = FakeServer(never)
+
+    async def leave_behind():
+        client = server.client()
+        leave_behind.task = asyncio.create_task(client.generate([1]))  # type: ignore[attr-defined]
+        await server.arrived.wait()
+
+    asyncio.run(leave_behind())
+    assert len(server.bodies("/abort_request")) == 1
+
+
+def test_an_abort_that_is_already_on_its_way_gets_out_when_the_event_loop_ends():
+    heard = []
+
+    async def respond(request):
+        await asyncio.sleep(0)
+        heard.append(request.url.path)
+        return httpx.Response(200)
+
+    async def leave_behind():
+        client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+        leave_behind.task = asyncio.create_task(client.abort("r"))  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(leave_behind())
+    assert heard == ["/abort_request"]
+
+
+async def cancel_at_a_hung_server(*, grace):
+    """Seconds of wall clock and of CPU that the cancellation of a call takes."""
+
+    async def respond(request):
+        arrived.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    arrived = asyncio.Event()
+    task = asyncio.create_task(
+        SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=grace).generate([1])
+    )
+    await arrived.wait()
+    started, used = asyncio.get_running_loop().time(), time.thread_time()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return asyncio.get_running_loop().time() - started, time.thread_time() - used
+
+
+async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_for_the_grace_at_most():
+    seconds, _ = await cancel_at_a_hung_server(grace=0.3)
+    assert seconds < 1.0
+
+
+async def test_the_wait_for_an_abort_that_gets_no_answer_is_not_a_busy_one():
+    _, cpu_seconds = await cancel_at_a_hung_server(grace=1.0)
+    assert cpu_seconds < 0.2
+
+
+async def test_abort_sends_the_request_id_and_never_raises():
+    server = FakeServer(paths={"/abort_request": httpx.Response(404)})
+    await server.client().abort("r-1")
+    assert server.bodies("/abort_request") == [{"rid": "r-1"}]
+
+    async def refuse(_):
+        raise httpx.ConnectError("refused")
+
+    await SGLangClient(BASE_URL, transport=httpx.MockTransport(refuse)).abort("r-1")
+
+
+async def test_a_caller_can_abort_its_request_by_the_id_it_gave_and_gets_what_there_is():
+    aborted = {}
+
+    async def respond(request):
+        rid = json.loads(request.content)["rid"]
+        if request.url.path == "/abort_request":
+            aborted[rid].set()
+            return httpx.Response(200)
+        aborted[rid] = asyncio.Event()
+        if len(aborted) == 2:
+            arrived.set()
+        await aborted[rid].wait()
+        return httpx.Response(200, json=generation([7], rid=rid, finish="abort"))
+
+    arrived = asyncio.Event()
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    mine, other = (asyncio.create_task(client.generate([1], rid=rid)) for rid in ("turn", "turner"))
+    await arrived.wait()
+    await client.abort("turn")
+    assert (await mine)["meta_info"]["id"].startswith("turn-")
+    assert not other.done()
+    await client.close()
+    await other
+
+
+async def test_closing_aborts_what_is_in_flight_and_returns_what_the_server_gives_for_it():
+    aborted = asyncio.Event()
+
+    async def respond(request):
+        if request.url.path == "/abort_request":
+            aborted.set()
+            return httpx.Response(200)
+        arrived.set()
+        await aborted.wait()
+        return httpx.Response(200, json=generation([7], finish="abort"))
+
+    arrived = asyncio.Event()
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    task = asyncio.create_task(client.generate([1]))
+    await arrived.wait()
+    await client.close()
+    assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_request_that_waits_for_its_next_attempt_ends_when_the_client_is_closed():
+    server = FakeServer(httpx.Response(500))
+    client = server.client(retry_delay=0.1)
+    task = asyncio.create_task(client.generate([1]))
+    await server.arrived.wait()
+    await client.close()
+    with pytest.raises(SGLangConnectionError, match="closed"):
+        await task
+    assert len(server.bodies()) == 1
+
+
+async def test_a_closed_client_opens_again_when_it_is_used():
+    client = FakeServer().client()
+    async with client:
+        await client.generate([1])
+    assert await client.generate([1]) == generation()
+
+
+async def test_the_deadline_of_a_cancellation_counts_from_when_it_was_made_and_alone():
+    server = FakeServer(never)
+    cancellation = Cancellation(0.3)
+    await asyncio.sleep(0.2)
+    started = time.monotonic()
+    with pytest.raises(SGLangDeadlineError, match="0.3 s after the request was made"):
+        await server.client(deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
+    assert 0.05 < time.monotonic() - started < 0.25
+    assert len(server.bodies("/abort_request")) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("http://h:30000", "http://h:30000"),
+        ("http://h:30000/", "http://h:30000"),
+        (" https://h//\n", "https://h"),
+        ("http://h/behind/a/proxy/", "http://h/behind/a/proxy"),
+        ("http://[::1]:30000", "http://[::1]:30000"),
+    ],
+)
+def test_addresses_lose_white_space_and_slashes_at_their_ends(given, normal):
+    assert normalize_base_url(given) == normal
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("h:30000", "write 'http://h:30000'"),
+        ("127.0.0.1:30000", "write 'http://127.0.0.1:30000'"),
+        ("ftp://h", "write 'http://h'"),
+        ("", "http://127.0.0.1:30000"),
+        ("http://h:30000/v1", "write 'http://h:30000'"),
+        ("http://h:30000/v1/", "write 'http://h:30000'"),
+        ("http://h:30000/v1/chat/completions", "write 'http://h:30000'"),
+        ("http://h:30000/generate", "write 'http://h:30000'"),
+        ("http://", "names no host"),
+        ("http://h:port", "not a URL"),
+        ("http://h?a=1", "query"),
+        (None, "must be a string"),
+        (30000, "must be a string"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_with_what_to_write(given, said):
+    with pytest.raises(ValueError, match="base_url") as caught:
+        normalize_base_url(given)
+    assert said in str(caught.value)
+
+
+def slime_args(**changes):
+    return Namespace(**{"sglang_router_ip": "h", "sglang_router_port": 1, "sglang_server_concurrency": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "connections"),
+    [
+        ({"rollout_num_engines": 3, "rollout_num_gpus": 100, "rollout_num_gpus_per_engine": 1}, 24),
+        ({"rollout_num_engines": None, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 4}, 32),
+        ({"rollout_num_gpus": None, "rollout_num_gpus_per_engine": None}, 8),
+        ({"rollout_num_gpus": 0, "rollout_num_gpus_per_engine": 0}, 8),
+        ({"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 8}, 8),
+        ({"sglang_server_concurrency": None}, 512),
+        ({}, 8),
+    ],
+)
+def test_slimes_concurrency_is_that_of_all_engines_with_any_way_to_leave_them_out(changes, connections):
+    assert slime_client_arguments(slime_args(**changes))["max_connections"] == connections
+
+
+@pytest.mark.parametrize(
+    ("ip", "base_url"),
+    [("10.0.0.1", "http://10.0.0.1:1"), ("fe80::1", "http://[fe80::1]:1"), ("[::1]", "http://[::1]:1")],
+)
+def test_slimes_router_address_may_be_of_either_ip_version(ip, base_url):
+    assert slime_client_arguments(slime_args(sglang_router_ip=ip))["base_url"] == base_url
+
+
+def test_a_router_that_has_no_address_yet_is_told_unless_one_is_given():
+    with pytest.raises(ValueError, match="sglang_router_ip is None"):
+        slime_client_arguments(slime_args(sglang_router_ip=None))
+    assert slime_client_arguments(Namespace(), base_url="http://h:1")["base_url"] == "http://h:1"
+
+
+# === calls that end before their answer: what the server is told, and what becomes of the tokens ===
+
+
+class RouterInFront(FakeServer):
+    """Sends everything to one worker, and knows nothing of aborts."""
+
+    def __init__(self, worker, listed, path="/workers"):
+        super().__init__(worker, paths={"/abort_request": httpx.Response(404)})
+        self.listed, self.path = listed, path
+        self._worker = worker
+
+    async def __call__(self, request):
+        if request.url.path == "/generate":
+            return await self._worker(request)
+        if request.url.path == self.path:
+            self.asked.append((self.path, None))
+            return httpx.Response(200, json=self.listed)
+        return await super().__call__(request)
+
+
+def workers(*hosts):
+    return {"workers": [{"id": host, "url": f"http://{host}", "is_healthy": True} for host in hosts]}
+
+
+async def cancelled(network, worker, **settings):
+    """Cancel a call of a new client that the worker has; the partial answers."""
+    worker.arrived.clear()
+    return await cancelled_call(network.client("router", **{"abort_grace": 2.0, **settings}), worker)
+
+
+async def cancelled_call(client, worker):
+    """Cancel a call once the worker has it; the partial answers."""
+    partial = []
+    task = asyncio.create_task(client.generate([1], on_partial=partial.append))
+    await worker.arrived.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return partial
+
+
+@pytest.mark.parametrize(
+    ("path", "listed"),
+    [
+        ("/workers", workers("one", "two")),
+        ("/list_workers", {"urls": ["http://one", "http://two/"]}),
+        ("/workers", {"workers": [{"url": "http://one@0"}, {"url": "http://one@1"}, {"url": "two"}]}),
+    ],
+)
+async def test_the_workers_that_a_router_names_are_told_directly(path, listed):
+    one, two = FakeServer(), AbortableServer([7, 8])
+    network = Network(router=RouterInFront(two, listed, path), one=one, two=two)
+    [partial] = await cancelled(network, two)
+    assert partial["output_ids"] == [7, 8]
+    [rid] = two.bodies("/abort_request")
+    assert one.bodies("/abort_request") == [rid]
+
+
+async def test_the_list_of_workers_is_used_again():
+    worker = AbortableServer()
+    router = RouterInFront(worker, workers("one"))
+    client = Network(router=router, one=worker).client("router")
+    await asyncio.gather(*(client.abort(f"r-{i}") for i in range(20)))
+    await client.abort("r-20")
+    assert [path for path, _ in router.asked].count("/workers") == 1
+    assert {body["rid"] for body in worker.bodies("/abort_request")} == {f"r-{i}" for i in range(21)}
+
+
+async def test_a_list_that_names_a_worker_that_is_gone_is_read_again():
+    worker = AbortableServer()
+    router = RouterInFront(worker, workers("gone"))
+    network = Network(router=router, gone=None, one=worker)
+    client = network.client("router", abort_grace=2.0)
+    await client.abort("before")
+    router.listed = workers("gone", "one")
+    assert len(await cancelled_call(client, worker)) == 1
+
+
+async def test_a_worker_that_joined_since_the_list_was_read_is_found_when_the_first_abort_has_no_effect():
+    old, new = FakeServer(), AbortableServer()
+    router = RouterInFront(new, workers("old"))
+    client = Network(router=router, old=old, new=new).client("router", abort_grace=2.0)
+    await client.abort("before")
+    router.listed = workers("old", "new")
+    assert len(await cancelled_call(client, new)) == 1
+
+
+async def test_a_router_that_names_nobody_does_not_hold_the_caller_back():
+    worker = AbortableServer()
+    network = Network(router=RouterInFront(worker, {"workers": []}))
+    assert await asyncio.wait_for(cancelled(network, worker, abort_grace=60.0), 10) == []
+
+
+async def test_a_routers_own_error_about_a_worker_aborts_the_request_on_the_workers():
+    worker = FakeServer(httpx.Response(500, headers={"x-smg-error-code": "call_upstream_request_error"}))
+    network = Network(router=RouterInFront(worker, workers("one")), one=worker)
+    with pytest.raises(Exception, match="HTTP 500"):
+        await network.client("router", max_retries=0).generate([1])
+    assert worker.bodies("/abort_request") == [{"rid": body["rid"]} for body in worker.bodies()]
+
+
+async def test_many_aborts_at_once_are_not_many_connections_at_once():
+    at_once, most, done = 0, 0, 0
+
+    async def respond(request):
+        nonlocal at_once, most, done
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once, done = at_once - 1, done + 1
+        return httpx.Response(200)
+
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    await asyncio.gather(*(client.abort(f"r-{i}") for i in range(500)))
+    assert done == 500 and most <= 50
+
+
+@pytest.mark.parametrize("listed", [None, {}, [], {"workers": None}, {"workers": [{}, None, {"url": 3}]}, "x"])
+def test_a_list_that_names_nobody_is_empty(listed):
+    assert worker_urls(listed) == ()
+
+
+def test_workers_that_speak_something_else_are_left_out():
+    assert worker_urls({"workers": [{"url": "grpc://a:1"}, {"url": "http://b:2/"}, "c:3"]}) == (
+        "http://b:2",
+        "http://c:3",
+    )
+
+
+NEVER_COMES_BACK = {"max_retries": 0, "abort_grace": 0.1}
+
+
+async def start(server, client, **arguments):
+    task = asyncio.create_task(client.generate([1], **arguments))
+    await server.arrived.wait()
+    return task
+
+
+async def ends(task):
+    with pytest.raises(BaseException) as caught:  # noqa: B017, PT011
+        await task
+    return caught.value
+
+
+async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes():
+    server, partial = AbortableServer([7, 8]), []
+    task = await start(server, server.client(), on_partial=partial.append)
+    task.cancel()
+    assert isinstance(await ends(task), asyncio.CancelledError)
+    assert [answer["output_ids"] for answer in partial] == [[7, 8]]
+    assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
+
+
+async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too():
+    server, partial = AbortableServer([7, 8], paths={}), []
+    heard, go_on = asyncio.Event(), asyncio.Event()
+
+    async def respond(request):
+        if request.url.path == "/abort_request":
+            heard.set()
+            await go_on.wait()
+        return await server(request)
+
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    task = await start(server, client, on_partial=partial.append)
+    task.cancel()
+    await heard.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    go_on.set()
+    assert isinstance(await ends(task), asyncio.CancelledError)
+    assert len(partial) == 1
+
+
+async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_as_it_is():
+    server, partial = AbortableServer(finish="stop"), []
+    task = await start(server, server.client(), on_partial=partial.append)
+    task.cancel()
+    await ends(task)
+    assert partial[0]["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_handed_over():
+    server, partial = AbortableServer(), []
+    short = {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}},
+    }
+
+    async def queued(_):
+        await server.aborted.wait()
+        return httpx.Response(200, json=short)
+
+    server.answers = [queued]
+    task = await start(server, server.client(), on_partial=partial.append)
+    task.cancel()
+    await ends(task)
+    assert partial == [short]
+
+
+async def test_without_an_answer_within_the_grace_there_is_none():
+    server, partial = FakeServer(never), []
+    task = await start(server, server.client(abort_grace=0.05), on_partial=partial.append)
+    task.cancel()
+    assert isinstance(await ends(task), asyncio.CancelledError)
+    assert partial == []
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(500), httpx.Response(200, text="?"), httpx.ReadError("broken")])
+async def test_what_is_no_answer_is_not_handed_over(answer):
+    server, partial = AbortableServer(), []
+
+    async def fail(_):
+        await server.aborted.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    server.answers = [fail]
+    task = await start(server, server.client(), on_partial=partial.append)
+    task.cancel()
+    assert isinstance(await ends(task), asyncio.CancelledError)
+    assert partial == []
+
+
+async def test_an_error_in_on_partial_does_not_take_the_place_of_the_cancellation():
+    def fail(_):
+        raise RuntimeError("mine")
+
+    server = AbortableServer()
+    task = await start(server, server.client(), on_partial=fail)
+    task.cancel()
+    assert isinstance(await ends(task), asyncio.CancelledError)
+
+
+async def test_an_abort_that_overtook_its_request_is_sent_again():
+    heard = []
+    second = asyncio.Event()
+
+    async def respond(request):
+        rid = json.loads(request.content)["rid"]
+        if request.url.path == "/generate":
+            arrived.set()
+            await second.wait()
+            return httpx.Response(200, json=generation([7], rid=rid, finish="abort"))
+        heard.append(rid)
+        if len(heard) == 2:
+            second.set()
+        return httpx.Response(200)
+
+    arrived, partial = asyncio.Event(), []
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
+    task = asyncio.create_task(client.generate([1], on_partial=partial.append))
+    await arrived.wait()
+    task.cancel()
+    await ends(task)
+    assert len(heard) == 2 and len(partial) == 1
+
+
+async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort():
+    async def respond(request):
+        if request.url.path != "/generate":
+            raise httpx.ConnectError("refused")
+        arrived.set()
+        return await never({})
+
+    arrived = asyncio.Event()
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=60.0)
+    task = asyncio.create_task(client.generate([1]))
+    await arrived.wait()
+    task.cancel()
+    await asyncio.wait({task}, timeout=10)
+    assert task.cancelled()
+
+
+# --- the cancel signal ---
+
+
+async def test_a_signal_that_is_set_ends_the_call_with_what_there_is():
+    server, signal, partial = AbortableServer([7, 8]), threading.Event(), []
+    task = await start(server, server.client(), cancel_signal=signal, on_partial=partial.append)
+    threading.Thread(target=signal.set).start()
+    error = await ends(task)
+    assert isinstance(error, SGLangCancelledError)
+    assert error.response == partial[0]
+    assert error.response is not None and error.response["output_ids"] == [7, 8]
+    assert len(server.bodies("/abort_request")) == 1
+
+
+async def test_a_signal_that_was_set_before_sends_nothing():
+    server, signal = FakeServer(), threading.Event()
+    signal.set()
+    with pytest.raises(SGLangCancelledError):
+        await server.client().generate([1], cancel_signal=signal)
+    assert server.asked == []
+
+
+async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection():
+    server, signal = FakeServer(httpx.Response(500)), threading.Event()
+    retrying = await start(server, server.client(retry_delay=8.0), cancel_signal=signal)
+    busy = FakeServer(never)
+    client = busy.client(max_connections=1)
+    first = await start(busy, client)
+    second = asyncio.create_task(client.generate([1], cancel_signal=signal))
+    signal.set()
+    assert isinstance(await ends(retrying), SGLangCancelledError)
+    assert isinstance(await ends(second), SGLangCancelledError)
+    assert len(busy.bodies()) == 1
+    first.cancel()
+    await ends(first)
+
+
+async def test_a_signal_that_is_cleared_once_it_was_seen_ends_the_call_all_the_same():
+    class ClearedWhenSeen(threading.Event):
+        def is_set(self):
+            was_set = super().is_set()
+            self.clear()
+            return was_set
+
+    async def ended(call):
+        signal = ClearedWhenSeen()
+        asyncio.get_running_loop().call_later(0.02, signal.set)
+        return await asyncio.wait_for(ends(asyncio.ensure_future(call(signal))), 5.0)
+
+    sampling, busy = AbortableServer([7, 8]), FakeServer(never)
+    error = await ended(lambda signal: sampling.client().generate([1], cancel_signal=signal))
+    assert isinstance(error, SGLangCancelledError) and error.response["output_ids"] == [7, 8]
+    client = busy.client(max_connections=1)
+    first = await start(busy, client)
+    waits_for_a_connection = await ended(lambda signal: client.generate([1], cancel_signal=signal))
+    assert isinstance(waits_for_a_connection, SGLangCancelledError)
+    sleeps = await ended(lambda signal: Cancellation(signal=signal).finish(asyncio.sleep(60)))
+    assert isinstance(sleeps, SGLangCancelledError)
+    first.cancel()
+    await ends(first)
+
+
+async def test_an_answer_that_is_there_counts_although_the_signal_is_set():
+    signal = threading.Event()
+
+    async def answer(_):
+        signal.set()
+        return OK
+
+    assert await FakeServer(answer).client().generate([1], cancel_signal=signal) == generation()
+
+
+async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def count(delay, callback, *args, **kwargs):
+        timers.append(call_later(delay, callback, *args, **kwargs))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", count)
+    release = asyncio.Event()
+
+    async def wait(_):
+        await release.wait()
+        return OK
+
+    server = FakeServer(wait)
+    client = server.client()
+    calls = [asyncio.create_task(client.generate([1], cancel_signal=threading.Event())) for _ in range(50)]
+    while len(server.bodies()) < 50:
+        await asyncio.sleep(0)
+    assert sum(not timer.cancelled() and timer.when() > loop.time() for timer in timers) == 1
+    release.set()
+    await asyncio.gather(*calls)
+    assert all(timer.cancelled() or timer.when() <= loop.time() for timer in timers)
+
+
+# --- timeouts and deadlines ---
+
+
+async def test_an_answer_that_comes_just_too_late_for_its_attempt_still_counts():
+    server = AbortableServer([7, 2], finish="stop")
+    assert (await server.client(timeout=0.05).generate([1]))["output_ids"] == [7, 2]
+    assert len(server.bodies()) == 1
+
+
+async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once():
+    lengths = [3, 1]
+
+    async def respond(request):
+        if request.url.path == "/abort_request":
+            events[json.loads(request.content)["rid"]].set()
+            return httpx.Response(200)
+        rid = json.loads(request.content)["rid"]
+        events[rid] = asyncio.Event()
+        length = lengths[len(events) - 1]
+        await events[rid].wait()
+        return httpx.Response(200, json=generation([5] * length, rid=rid, finish="abort"))
+
+    events = {}
+    partial = []
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), timeout=0.05, retry_delay=0.0)
+    with pytest.raises(SGLangConnectionError, match="no answer in time"):
+        await client.generate([1], on_partial=partial.append)
+    assert len(events) == 2
+    assert [len(answer["output_ids"]) for answer in partial] == [3]
+
+
+async def test_a_call_that_is_answered_in_the_end_hands_over_nothing():
+    aborted, partial = asyncio.Event(), []
+
+    async def respond(request):
+        if request.url.path == "/abort_request":
+            aborted.set()
+            return httpx.Response(200)
+        if aborted.is_set():
+            return OK
+        await aborted.wait()
+        return httpx.Response(200, json=generation([5], finish="abort"))
+
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), timeout=0.05, retry_delay=0.0)
+    assert await client.generate([1], on_partial=partial.append) == generation()
+    assert partial == []
+
+
+async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_there_is():
+    server, partial = AbortableServer([7, 8]), []
+    with pytest.raises(SGLangDeadlineError, match=r"deadline has passed after 2 tokens, 0\.05 s after") as caught:
+        await server.client(deadline=0.05).generate([1], on_partial=partial.append)
+    assert [caught.value.response] == partial
+    assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
+
+
+async def test_a_complete_answer_just_after_the_deadline_still_counts():
+    server = AbortableServer([7, 2], finish="stop")
+    assert (await server.client(deadline=0.05).generate([1]))["output_ids"] == [7, 2]
+
+
+async def test_the_deadline_covers_retries_and_names_the_last_failure():
+    server = FakeServer(httpx.Response(500, text="out of order"))
+    with pytest.raises(SGLangDeadlineError, match="out of order") as caught:
+        await server.client(deadline=0.3, retry_delay=0.02, max_retries=10**6).generate([1])
+    assert isinstance(caught.value.__cause__, SGLangHTTPError)
+    assert caught.value.response is None
+    assert 2 <= len(server.bodies()) < 30
+
+
+async def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for():
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(SGLangDeadlineError):
+        await FakeServer(httpx.Response(500)).client(deadline=4.0, retry_delay=8.0).generate([1])
+    assert asyncio.get_running_loop().time() - started < 3.0
+
+
+async def test_the_deadline_covers_the_wait_for_a_connection():
+    server = FakeServer(never)
+    client = server.client(max_connections=1, deadline=0.1)
+    first, second = (asyncio.create_task(client.generate([1])) for _ in range(2))
+    for task in (first, second):
+        assert isinstance(await ends(task), SGLangDeadlineError)
+    assert len(server.bodies()) == 1
+
+
+async def test_connections_that_were_given_up_are_there_for_others():
+    server = FakeServer(never)
+    client = server.client(max_connections=1, deadline=0.05)
+    await asyncio.gather(*(client.generate([1]) for _ in range(20)), return_exceptions=True)
+    server.answers = [OK]
+    assert await asyncio.gather(*(client.generate([1]) for _ in range(5))) == [generation()] * 5
+
+
+# --- closing ---
+
+
+async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_attempt():
+    server, broken = AbortableServer(), FakeServer(httpx.Response(500))
+    client = server.client(max_connections=1)
+    first = await start(server, client)
+    second = asyncio.create_task(client.generate([1]))
+    other = broken.client(retry_delay=8.0)
+    third = await start(broken, other)
+    await client.close()
+    await other.close()
+    assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
+    for task in (second, third):
+        error = await ends(task)
+        assert isinstance(error, SGLangConnectionError) and "closed" in str(error)
+    assert len(server.bodies()) == 1
+
+
+# === the servers that a client has: their addresses, connections and turns, and the clients that are shared ===
+
+
+URLS = ("http://one", "http://two", "http://three")
+
+
+@pytest.fixture
+def quick_probes(monkeypatch):
+    """Servers that are out are asked for their health at every request."""
+    monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
+    monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
+
+
+# --- choosing ---
+
+
+def test_the_server_with_the_fewest_requests_in_flight_is_chosen():
+    def busy(*in_flight):
+        servers = Servers(URLS)
+        for server, count in zip(servers.all, in_flight, strict=True):
+            for _ in range(count):
+                servers.count_in_flight(server, 1)
+        return servers
+
+    servers = busy(2, 1, 3)
+    assert servers.choose().base_url == "http://two"
+    servers.count_in_flight(servers["http://two"], 1)
+    servers.count_in_flight(servers["http://two"], 1)
+    assert servers.choose().base_url == "http://one"
+    servers.count_in_flight(servers["http://three"], -1)
+    servers.count_in_flight(servers["http://three"], -1)
+    assert servers.choose().base_url == "http://three"
+
+
+def test_idle_servers_take_turns():
+    servers = Servers(URLS)
+    assert Counter(servers.choose().base_url for _ in range(30)) == dict.fromkeys(URLS, 10)
+
+
+def test_a_key_stays_on_its_server_however_busy_it_is():
+    servers = Servers(URLS)
+    first = servers.choose("a")
+    for _ in range(10):
+        servers.count_in_flight(first, 1)
+    assert all(servers.choose("a") is first for _ in range(5))
+    assert servers.choose("b") is not first
+
+
+def test_keys_are_spread_evenly_although_nothing_is_in_flight():
+    servers = Servers(URLS)
+    assert Counter(servers.choose(str(i)).base_url for i in range(300)) == dict.fromkeys(URLS, 100)
+
+
+def test_only_so_many_keys_are_remembered(monkeypatch):
+    monkeypatch.setattr(servers_module, "MAX_KEYS", 10)
+    servers = Servers(URLS)
+    for i in range(1000):
+        servers.choose(str(i))
+    assert sum(server.keys for server in servers.all) == 10
+
+
+def test_a_retry_goes_elsewhere_and_leaves_the_key_where_it_is():
+    servers = Servers(URLS)
+    first = servers.choose("a")
+    assert servers.choose("a", rather_not=first) is not first
+    assert servers.choose("a") is first
+
+
+def test_a_single_server_is_always_chosen():
+    servers = Servers(URLS[:1])
+    [only] = servers.all
+    servers.note_failure(only, FailureKind.UNREACHABLE)
+    assert servers.choose("a", rather_not=only) is only
+    assert not only.is_out
+
+
+# --- leaving out and taking back ---
+
+
+def test_a_server_that_takes_no_connections_is_out_and_its_keys_move():
+    servers = Servers(URLS)
+    first = servers.choose("a")
+    servers.note_failure(first, FailureKind.UNREACHABLE)
+    second = servers.choose("a")
+    assert second is not first
+    assert first not in servers.up()
+    assert sum(server.keys for server in servers.all) == 1
+    servers.note_answer(first)
+    assert servers.choose("a") is second
+    assert first in servers.up()
+
+
+def test_one_broken_connection_is_no_reason_but_several_in_a_row_are():
+    servers = Servers(URLS)
+    server = servers.all[0]
+    for _ in range(10):
+        servers.note_failure(server, FailureKind.DROPPED)
+        servers.note_answer(server)
+    assert not server.is_out
+    for _ in range(3):
+        servers.note_failure(server, FailureKind.DROPPED)
+    assert server.is_out
+
+
+@pytest.mark.parametrize("kind", [FailureKind.REFUSED, FailureKind.TIMED_OUT, FailureKind.UNDECODABLE])
+def test_a_server_that_answers_or_is_slow_is_not_left_out(kind):
+    servers = Servers(URLS)
+    for _ in range(10):
+        servers.note_failure(servers.all[0], kind)
+    assert servers.up() == servers.all
+
+
+def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
+    servers = Servers(URLS)
+    server = servers.all[0]
+    servers.note_failure(server, FailureKind.UNREACHABLE)
+    probes = []
+    while now < 400:
+        now += 0.5
+        if server in servers.due():
+            probes.append(now)
+            servers.note_failure(server, FailureKind.UNREACHABLE)
+    gaps = [later - earlier for earlier, later in zip([0.0, *probes], probes, strict=False)]
+    assert gaps == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[60.0] * (len(gaps) - 6)]
+
+
+def test_with_all_servers_out_requests_go_on_and_show_who_is_back():
+    servers = Servers(URLS)
+    for server in servers.all:
+        servers.note_failure(server, FailureKind.UNREACHABLE)
+    assert servers.up() == servers.all
+    back = servers.choose("a")
+    servers.note_answer(back)
+    assert servers.up() == (back,)
+    assert servers.choose("a") is back
+
+
+# --- a client with several servers ---
+
+
+async def test_requests_are_spread_and_keys_are_sent_as_header_and_field():
+    network = Network(one=FakeServer(), two=FakeServer())
+    client = network.client()
+    for _ in range(4):
+        await client.generate([1], routing_key="a")
+    await asyncio.gather(*(client.generate([1]) for _ in range(6)))
+    assert len(set(network.hosts()[:4])) == 1
+    assert set(Counter(network.hosts()[4:]).values()) == {3}
+    sent = network.requests[0]
+    assert sent.headers["x-smg-routing-key"] == "a"
+    assert b'"routing_key":"a"' in sent.content
+    assert "x-smg-routing-key" not in network.requests[-1].headers
+    assert b"routing_key" not in network.requests[-1].content
+
+
+@pytest.mark.parametrize("key", ["", " a", "a\nb", "\u00e4", 3, b"a"])
+async def test_a_key_that_is_no_header_value_is_refused(key):
+    server = FakeServer()
+    with pytest.raises(ValueError, match="routing_key"):
+        await server.client().generate([1], routing_key=key)
+    assert server.asked == []
+
+
+async def test_requests_to_a_dead_server_go_to_another_one_at_once():
+    network = Network(one=None, two=FakeServer())
+    client = network.client(retry_delay=8.0)
+    started = asyncio.get_running_loop().time()
+    answers = await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))
+    assert answers == [generation()] * 10
+    assert asyncio.get_running_loop().time() - started < 3.0
+    assert client.available_urls == ("http://two",)
+    before = len(network.hosts())
+    await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))
+    assert network.hosts()[before:] == ["two"] * 10
+
+
+@pytest.mark.usefixtures("quick_probes")
+async def test_a_server_that_is_healthy_again_is_taken_back():
+    network = Network(one=None, two=FakeServer())
+    client = network.client()
+    await asyncio.gather(*(client.generate([1]) for _ in range(4)))
+    network.servers["one"] = FakeServer(paths={"/health": httpx.Response(503)})  # it is starting
+    while "one" not in network.hosts("/health"):
+        await client.generate([1])
+    for _ in range(5):
+        await client.generate([1])
+    assert client.available_urls == ("http://two",)
+    network.servers["one"] = FakeServer(paths={"/health": httpx.Response(200)})
+    while client.available_urls != ("http://one", "http://two"):
+        await client.generate([1])
+    before = len(network.hosts())
+    await asyncio.gather(*(client.generate([1]) for _ in range(4)))
+    assert Counter(network.hosts()[before:]) == {"one": 2, "two": 2}
+
+
+async def test_a_refused_request_is_tried_elsewhere():
+    network = Network(one=FakeServer(httpx.Response(503)), two=FakeServer())
+    client = network.client()
+    for i in range(6):
+        assert await client.generate([1], routing_key=str(i)) == generation()
+    hosts = network.hosts()
+    assert all(after == "two" for before, after in zip(hosts, hosts[1:], strict=False) if before == "one")
+
+
+async def test_an_abort_goes_to_the_server_that_has_the_request():
+    network = Network(one=FakeServer(never), two=FakeServer(never))
+    client = network.client()
+    tasks = [asyncio.create_task(client.generate([1])) for _ in range(2)]
+    while len(network.hosts()) < 2:
+        await asyncio.sleep(0)
+    [rid] = [body["rid"] for body in network.servers["two"].bodies()]  # type: ignore[union-attr]
+    await client.abort(rid)
+    assert network.hosts("/abort_request") == ["two"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for server in network.servers.values():
+        assert server is not None
+        assert {body["rid"] for body in server.bodies()} == {body["rid"] for body in server.bodies("/abort_request")}
+
+
+async def test_with_all_servers_dead_the_error_says_so():
+    client = Network(one=None, two=None).client(max_retries=3, unreachable_after=60.0)
+    with pytest.raises(SGLangConnectionError, match="could not connect.*4 attempts.*no server has ever answered"):
+        await client.generate([1])
+
+
+async def test_a_server_that_never_answered_is_no_reason_to_give_up_while_another_one_does():
+    network = Network(one=None, two=FakeServer(OK))
+    client = network.client(unreachable_after=60.0)
+    assert await asyncio.gather(*(client.generate([1]) for _ in range(4))) == [generation()] * 4
+
+
+async def test_health_counts_the_servers():
+    healthy = {"/health": httpx.Response(200)}
+    network = Network(one=FakeServer(paths=healthy), two=FakeServer(paths={"/health": httpx.Response(503)}), three=None)
+    client = network.client()
+    assert await client.health_by_server() == {"http://one": True, "http://two": False, "http://three": False}
+    assert await client.health() is True
+    assert await network.client("two", "three").health() is False
+
+
+async def test_each_server_can_be_asked_for_its_model():
+    def named(name):
+        return FakeServer(paths={"/model_info": httpx.Response(200, json={"model_path": name})})
+
+    network = Network(one=named("a"), two=named("b"))
+    client = network.client()
+    assert (await client.model_info("http://two"))["model_path"] == "b"
+    assert (await client.model_info())["model_path"] in ("a", "b")
+    with pytest.raises(ValueError, match="none of this client's servers: http://one, http://two"):
+        await client.model_info("http://other")
+
+
+@pytest.mark.parametrize(
+    ("base_url", "said"),
+    [
+        ([], "at least one"),
+        (["http://a", "http://a/"], "more than once"),
+        (["http://a", "b"], "http://b"),
+        ([3], "string"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(base_url, said):
+    with pytest.raises(ValueError, match=said):
+        SGLangClient(base_url)
+
+
+async def test_a_thousand_requests_to_a_server_that_is_down_give_a_few_lines(caplog):
+    caplog.set_level(logging.INFO, "strands_sglang")
+    network = Network(one=None, two=None)
+    client = network.client(retry_delay=0.01, max_retries=10**6, unreachable_after=60.0)
+    calls = [asyncio.create_task(client.generate([1])) for _ in range(1000)]
+    while len(network.requests) < 3000:
+        await asyncio.sleep(0)
+    network.servers.update(one=FakeServer(), two=FakeServer())
+    await asyncio.gather(*calls)
+    said = [record.getMessage() for record in caplog.records]
+    down = Counter(line.partition(",")[0] for line in said if "server does not answer" in line)
+    assert set(down) == {"base_url=<http://one>", "base_url=<http://two>"}
+    assert max(down.values()) <= 6
+    assert 1 <= sum("server answers again" in line for line in said) <= 2
+
+
+def client_of(server, **settings):
+    return SGLangClient(server.base_url, retry_delay=0.0, **{"max_retries": 5, **settings})  # type: ignore[arg-type]
+
+
+async def answer(request):
+    request.writer.write(http_bytes(generation() if request.path == "/generate" else {}))
+
+
+async def hang_up(request):
+    request.writer.close()
+
+
+async def half_an_answer(request):
+    request.writer.write(http_bytes(generation(), missing=20))
+    request.writer.close()
+
+
+async def reset(request):
+    request.writer.transport.abort()
+
+
+@pytest.mark.parametrize("fault", [hang_up, half_an_answer, reset])
+async def test_a_connection_that_breaks_is_aborted_and_tried_again(
+    fault,
+):
+    seen = []
+
+    async def first_then_answer(request):
+        """Break the first `/generate`, and treat everything else well."""
+        if request.path == "/generate" and not seen:
+            seen.append(request)
+            await fault(request)
+        else:
+            await answer(request)
+
+    async with RawServer(first_then_answer) as server, client_of(server) as client:
+        assert await client.generate([1]) == generation()
+    first, second = server.bodies("/generate")
+    assert [request.path for request in server.requests] == ["/generate", "/abort_request", "/generate"]
+    assert server.bodies("/abort_request") == [{"rid": first["rid"]}]
+    assert first["rid"] != second["rid"]
+
+
+async def test_an_answer_that_is_not_http_is_named_as_such():
+    async def banner(request):
+        request.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+        request.writer.close()
+
+    async with RawServer(banner) as server, client_of(server) as client:
+        with pytest.raises(SGLangDecodingError, match="not HTTP.*is this an SGLang server"):
+            await client.generate([1])
+
+
+async def test_a_port_where_nobody_listens_is_told_as_such():
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    async with SGLangClient(url, retry_delay=0.0, unreachable_after=0.0) as client:
+        with pytest.raises(SGLangConnectionError, match="could not connect.*start one .*, or correct") as caught:
+            await client.generate([1])
+        assert url in str(caught.value)
+        assert await client.health() is False
+        await client.abort("r")
+
+
+async def test_https_to_a_plain_http_port_fails_at_once():
+    async def refuse(_, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with SGLangClient(url, max_retries=10**6, unreachable_after=60) as client:
+        with pytest.raises(SGLangConnectionError, match="SSL"):
+            await client.generate([1])
+    server.close()
+
+
+async def test_a_server_that_comes_up_late_is_waited_for():
+    port = free_port("127.0.0.1")
+    tries = asyncio.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record):
+            tries.set()
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"}")
+        writer.write(http_bytes(generation()))
+
+    watch = Watch()
+    logging.getLogger("strands_sglang").addHandler(watch)
+    try:
+        async with SGLangClient(f"http://127.0.0.1:{port}", retry_delay=0.01, max_retries=10**6) as client:
+            task = asyncio.create_task(client.generate([1]))
+            await tries.wait()
+            server = await asyncio.start_server(serve, "127.0.0.1", port)
+            assert await task == generation()
+            server.close()
+    finally:
+        logging.getLogger("strands_sglang").removeHandler(watch)
+
+
+async def test_more_requests_than_connections_are_all_answered():
+    async with RawServer(answer) as server, client_of(server, max_connections=2) as client:
+        answers = await asyncio.gather(*(client.generate([1]) for _ in range(20)))
+    assert len(answers) == 20
+    assert len({request.writer for request in server.requests}) == 2
+
+
+async def test_an_abort_gets_out_while_every_connection_is_taken():
+    arrived, aborted = asyncio.Event(), asyncio.Event()
+
+    async def respond(request):
+        if request.path == "/generate":
+            arrived.set()
+            await aborted.wait()
+        else:
+            aborted.set()
+        await answer(request)
+
+    async with RawServer(respond) as server, client_of(server, max_connections=1) as client:
+        task = asyncio.create_task(client.generate([1]))
+        await arrived.wait()
+        await client.abort("some-rid")
+        assert await task == generation()
+
+
+async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_timeout_is_needed():
+    seen = []
+
+    async def look(request):
+        client = request.writer.get_extra_info("peername")
+        sockets = [one for one in gc.get_objects() if issubclass(type(one), socket.socket) and one.fileno() >= 0]
+        seen.extend(one for one in sockets if one.type == socket.SOCK_STREAM and one.getsockname() == client)
+        await answer(request)
+
+    async with RawServer(look) as server, client_of(server) as client:
+        await client.generate([1])
+        [ours] = {one.fileno(): one for one in seen}.values()
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            idle, interval, count = (
+                ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            )
+            assert idle + count * interval == 120
+
+
+@pytest.fixture
+def threaded_server():
+    """A server in a thread of its own, for tests that run event loops of theirs."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(RawServer(answer)) as server:
+        yield server.base_url
+
+
+def test_one_client_works_in_one_event_loop_after_the_other(threaded_server):
+    client = SGLangClient(threaded_server, max_retries=0)
+    for _ in range(3):
+        assert asyncio.run(client.generate([1])) == generation()
+
+
+def test_one_client_works_in_several_threads_at_a_time(threaded_server):
+    client = SGLangClient(threaded_server, max_retries=0)
+    answers = []
+
+    async def several():
+        answers.extend(await asyncio.gather(*(client.generate([1]) for _ in range(10))))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(several())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [generation()] * 40
+
+
+def test_connections_of_loops_that_ended_leave_no_warnings(threaded_server, caplog):
+    client = SGLangClient(threaded_server, max_retries=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(client.generate([1]))
+        asyncio.run(client.generate([1]))
+        del client
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+    assert caplog.records == []
+
+
+def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server, caplog):
+    async def use_and_lose():
+        await SGLangClient(threaded_server, max_retries=0).generate([1])
+        cycle = [SGLangClient(threaded_server, max_retries=0)]
+        await cycle[0].generate([1])
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle
+        gc.collect()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(use_and_lose())
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+    assert caplog.records == []
+
+
+def test_connections_of_a_loop_that_was_just_closed_are_let_go(threaded_server, caplog):
+    client = SGLangClient(threaded_server, max_retries=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(client.generate([1]))
+        loop.close()
+        assert asyncio.run(client.generate([1])) == generation()
+        gc.collect()
+    assert [str(warning.message) for warning in caught if "nclosed client" in str(warning.message)] == []
+    assert [str(warning.message) for warning in caught if "nclosed connector" in str(warning.message)] == []
+    assert caplog.records == []
+
+
+def test_closing_a_client_closes_the_connections_of_other_threads_too(threaded_server):
+    client = SGLangClient(threaded_server, max_retries=0)
+    used, closed = threading.Event(), threading.Event()
+    answers = []
+
+    async def stay():
+        answers.append(await client.generate([1]))
+        used.set()
+        await asyncio.to_thread(closed.wait)
+        answers.append(await client.generate([1]))
+
+    thread = threading.Thread(target=lambda: asyncio.run(stay()))
+    thread.start()
+    used.wait()
+    asyncio.run(client.close())
+    closed.set()
+    thread.join()
+    assert len(answers) == 2
+
+
+def test_the_same_settings_give_the_same_client():
+    client = get_client("http://shared:1", timeout=5)
+    assert get_client("http://shared:1/", timeout=5, max_retries=60) is client
+    assert get_client("http://shared:1", timeout=6) is not client
+    assert get_client("http://shared:2", timeout=5) is not client
+    assert client.timeout == 5
+
+
+def test_the_same_slime_arguments_give_the_same_client():
+    args = {"sglang_router_ip": "shared", "sglang_router_port": 3, "sglang_server_concurrency": 4}
+    client = get_client_from_slime_args(Namespace(**args))
+    assert get_client_from_slime_args(Namespace(**args)) is client
+    assert get_client_from_slime_args(Namespace(**args), timeout=300.0) is not client
+    assert (client.base_url, client.max_connections) == ("http://shared:3", 4)
+
+
+def test_settings_that_cannot_be_compared_are_refused():
+    with pytest.raises(ValueError, match="hashable"):
+        get_client("http://shared:1", timeout=[])
+    with pytest.raises(TypeError, match="nonsense"):
+        get_client("http://shared:1", nonsense=1)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What transformers was asked to load; "broken" cannot be."""
+    asked = []
+
+    def from_pretrained(path, **kwargs):
+        asked.append((path, kwargs))
+        if path.endswith("broken"):
+            raise ValueError("needs trust_remote_code=True")
+        return object()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    return asked
+
+
+def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path, loads):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(get_tokenizer(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert get_tokenizer(str(tmp_path)) is found[0]
+    assert loads == [(str(tmp_path), {"trust_remote_code": False})]
+    assert get_tokenizer(tmp_path, use_fast=False) is not found[0]
+
+
+def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path, loads):
+    (tmp_path / "broken").mkdir()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            get_tokenizer(tmp_path / "broken")
+    assert len(loads) == 2
+
+
+@pytest.mark.parametrize("path", ["{tmp}/missing", "./missing", "~/no-such-model", "a/b/c", "missing/"])
+def test_a_path_that_does_not_exist_is_called_that(tmp_path, loads, path):
+    """Row D6."""
+    path = path.format(tmp=tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^{path}: no such folder$"):
+        get_tokenizer(path)
+    (tmp_path / "file.json").touch()
+    with pytest.raises(NotADirectoryError, match="no folder of a model but a file"):
+        get_tokenizer(tmp_path / "file.json")
+    assert not loads
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(tmp_path, loads, monkeypatch, is_cached):
+    """Row D6."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    if is_cached:
+        (tmp_path / "models--foo--bar").mkdir()
+        get_tokenizer("foo/bar")
+    else:
+        with pytest.raises(ConnectionError, match="foo/bar: .*http://127.0.0.1:9 cannot be reached"):
+            get_tokenizer("foo/bar")
+    assert bool(loads) is is_cached
+
+
+def test_clients_with_the_same_headers_are_one():
+    with_key = get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
+    assert with_key is get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
+    assert with_key is not get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer b"})
+
+
+def test_the_same_servers_give_the_same_client_in_any_spelling():
+    both = get_client(["http://a:1", "http://b:1/"])
+    assert both is get_client(("http://a:1/", "http://b:1"))
+    assert both.base_urls == ("http://a:1", "http://b:1")
+    assert get_client(["http://a:1"]) is get_client("http://a:1")
+    assert get_client("http://a:1") is not both

@@ -1,0 +1,1304 @@
+"""Evaluations: benchmarks, the run, its file, its metrics."""
+
+import asyncio
+import copy
+import errno
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from types import ModuleType
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from strands_env.core import (
+    Action,
+    Observation,
+    RewardResult,
+    StepResult,
+    TaskContext,
+    TerminationReason,
+    TokenObservation,
+)
+from strands_env.eval import (
+    CheckpointError,
+    DuplicateTaskError,
+    EvaluationStoppedError,
+    Evaluator,
+    answer_of,
+    read_results,
+    standard_metrics,
+)
+from strands_env.eval.benchmarks import BENCHMARKS, TaskError, load_benchmark, load_tasks
+from strands_env.eval.checkpoint import (
+    CheckpointFile,
+    Run,
+    decode,
+    digest,
+    encode,
+    lock_file,
+    read_record,
+    read_records,
+)
+from strands_env.eval.evaluator import Progress
+from strands_env.eval.metrics import (
+    compare,
+    comparison_lines,
+    majority_at_k,
+    mean_bounds,
+    mean_over_prompts,
+    pass_at_k,
+    pass_hat_k,
+    sample_sizes,
+)
+from strands_sglang import SGLangConnectionError
+from support.environments import StubEnvironment, lines, sample, step_result, tasks
+
+# === benchmarks ===
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "1+1?", "answer": "2", "id": "x"},
+        {"Problem": "1+1?", "Answer": "2", "ID": "x"},
+        {"prompt": "1+1?", "label": "2", "task_id": "x"},
+        {"message": "1+1?", "task_context": {"id": "x", "ground_truth": "2"}},
+    ],
+)
+def test_usual_fields_are_found_by_themselves(tmp_path, row):
+    (action,) = load_tasks(write(tmp_path / "t.jsonl", [row]))
+    assert (action.message, action.task_context.ground_truth, action.task_context.id) == ("1+1?", "2", "x")
+
+
+def test_fields_can_be_named_and_further_ones_are_kept(tmp_path):
+    row = {"q": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": 0}, "level": 5}
+    (action,) = load_tasks(
+        write(tmp_path / "t.jsonl", [row]), question_field="q", answer_field="reward_model.ground_truth"
+    )
+    assert action.message == row["q"] and action.task_context.ground_truth == 0
+    assert action.task_context.id is None and action.task_context.level == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"answer": "2"}, "line 2: no question: looked for question, problem"),
+        ({"question": " ", "answer": "2"}, "line 2: its question is empty"),
+        ({"question": "?"}, "line 2: no answer"),
+        ({"question": "?", "answer": None}, "line 2: its answer is empty"),
+        ({"question": 7, "answer": "2"}, "line 2: question is no text"),
+        (["question"], "line 2: not an object"),
+    ],
+)
+def test_a_row_that_is_no_task_is_refused_with_its_number(tmp_path, row, told):
+    path = write(tmp_path / "t.jsonl", [{"question": "?", "answer": 0}, row])
+    with pytest.raises(TaskError, match=told):
+        load_tasks(path)
+
+
+def test_answers_may_be_left_out_where_nobody_needs_them(tmp_path):
+    assert len(load_tasks(write(tmp_path / "t.jsonl", [{"question": "?"}]), needs_answer=False)) == 1
+
+
+def test_a_json_list_is_taken_too(tmp_path):
+    (tmp_path / "t.json").write_text('[{"question": "?", "answer": "1"}]')
+    assert len(load_tasks(tmp_path / "t.json")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("t.jsonl", "{broken\n", "line 1: not JSON"),
+        ("t.jsonl", "", "no tasks in it"),
+        ("t.json", "{}", "holds one list"),
+        ("t.txt", "a,b", "are read from"),
+        ("t.csv", "", "no tasks in it"),
+        ("t.csv", "question,answer\n", "no tasks in it"),
+        ("t.csv", "question,answer\n1,2\n1\n", "line 3: it has not the 2 fields"),
+        ("t.csv", "question,answer\n1,2,3\n", "line 2: it has not the 2 fields"),
+        ("t.csv", 'question,answer\n"1"x,2\n', "line 2: not CSV"),
+        ("t.csv", "question,solution\n1,2\n", "line 2: no answer"),
+        ("t.json", "[", "not JSON"),
+    ],
+)
+def test_a_file_without_tasks_is_refused(tmp_path, name, content, told):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TaskError, match=told):
+        load_tasks(tmp_path / name)
+    with pytest.raises(TaskError, match="No such file"):
+        load_tasks(tmp_path / f"missing-{name}") if name != "t.txt" else load_tasks(tmp_path / "missing.jsonl")
+
+
+def test_tables_are_read_with_their_quotes_and_whatever_a_spreadsheet_puts_before_them(tmp_path):
+    """Row B15."""
+    text = '\ufeffid,Question,answer,level\r\nx,"two\nlines, ""quoted""",007,3\r\n,?,½,\r\n'
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8", newline="")
+    first, second = load_tasks(tmp_path / "t.csv")
+    assert first.message == 'two\nlines, "quoted"'
+    assert (first.task_context.id, first.task_context.ground_truth, first.task_context.level) == ("x", "007", "3")
+    assert (second.task_context.id, second.task_context.ground_truth) == (None, "½")
+    (tmp_path / "t.tsv").write_text("question\tanswer\n" + "x" * 200_000 + "\t1,2\n")
+    (action,) = load_tasks(tmp_path / "t.tsv")
+    assert len(action.message) == 200_000 and action.task_context.ground_truth == "1,2"
+
+
+def test_a_ground_truth_that_the_reward_cannot_read_is_refused_with_its_file_and_line(tmp_path):
+    """Bad input, rows B3 and B15."""
+
+    def check(truth):
+        if truth == "?":
+            raise ValueError("'?' cannot\nbe read")
+
+    rows = [{"question": "1", "answer": "1"}, {"question": "2", "answer": "?"}]
+    path = write(tmp_path / "t.jsonl", rows)
+    path.write_text("\n" + path.read_text())
+    with pytest.raises(TaskError, match=rf"^{path}, line 3: '\?' cannot be read$"):
+        load_tasks(path, check_truth=check)
+    assert len(load_tasks(path, check_truth=check, limit=1)) == 1
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    with pytest.raises(TaskError, match=r"t.json, row 2: '\?' cannot be read"):
+        load_tasks(tmp_path / "t.json", check_truth=check)
+    with pytest.raises(TaskError, match=r"line 3: '\?' cannot be read"):
+        load_benchmark("math-500", path, check_truth=check)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "answer"),
+    [
+        ("aime-2024", {"id": 60, "problem": "?", "solution": "...", "answer": "204", "year": "2024"}, "204"),
+        ("aime-2025", {"problem": "?", "answer": 70, "id": "0"}, "70"),
+        ("gsm8k", {"question": "?", "answer": "3*6=18\n#### 1,018"}, "1018"),
+        ("gsm8k", {"question": "?", "answer": "1018"}, "1018"),
+        ("math-500", {"problem": "?", "answer": r"\frac{1}{2}", "unique_id": "test/a/1.json"}, r"\frac{1}{2}"),
+    ],
+)
+def test_benchmarks_are_read_from_a_local_file(tmp_path, name, row, answer):
+    (action,) = load_benchmark(name, write(tmp_path / "t.jsonl", [row]))
+    assert action.message == "?" and action.task_context.ground_truth == answer
+
+
+def test_benchmarks_are_loaded_with_the_package_datasets(monkeypatch):
+    asked = []
+    module = ModuleType("datasets")
+    rows = {"question": "?", "problem": "?", "answer": "#### 5", "id": 1}
+
+    def load_dataset(path, name, *, split):
+        asked.append((path, name, split))
+        return [rows]
+
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    for name in BENCHMARKS:
+        assert len(load_benchmark(name)) == 1
+    assert ("openai/gsm8k", "main", "test") in asked and len(asked) == 4
+    rows["answer"] = "5"
+    with pytest.raises(TaskError, match="gsm8k, row 1: its answer has no '#### result'"):
+        load_benchmark("gsm8k")
+
+
+def test_what_is_missing_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TaskError, match=r"pip install -e '.\[datasets\]', or name a local file"):
+        load_benchmark("gsm8k")
+    with pytest.raises(TaskError, match="there is no benchmark 'gsm9k': aime-2024"):
+        load_benchmark("gsm9k")
+
+
+# === checkpoint ===
+
+
+def record(number, size=10):
+    return encode({"key": f"k{number}", "text": "x" * size})
+
+
+async def write_records(path, numbers, size=10):
+    file = CheckpointFile(path)
+    await asyncio.gather(*(file.append(lambda n=n: record(n, size)) for n in numbers))
+    await file.close()
+    return file
+
+
+def keys(path):
+    return [one["key"] for _, one in read_records(path)]
+
+
+async def test_records_come_back_in_the_order_of_their_writing(tmp_path):
+    await write_records(tmp_path / "r.jsonl", range(50))
+    assert keys(tmp_path / "r.jsonl") == [f"k{n}" for n in range(50)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data(), count=st.integers(1, 5))
+def test_a_file_cut_at_any_byte_keeps_its_whole_records_and_takes_more(tmp_path, data, count):
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(b"".join(record(n) for n in range(count)))
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    # A record that lacks nothing but its newline is whole.
+    expected = [f"k{n}" for n in range(count) if len(b"".join(record(m) for m in range(n + 1))) - 1 <= cut]
+    asyncio.run(write_records(path, [99]))
+    assert keys(path) == [*expected, "k99"]
+    kept = b"".join(record(n) for n in range(len(expected)))
+    assert path.read_bytes() == kept + record(99)
+
+
+async def test_a_record_is_acknowledged_after_its_fsync_and_those_that_wait_share_one(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    path = tmp_path / "r.jsonl"
+
+    def counted(fd):
+        fsync(fd)
+        synced.append(path.read_bytes().count(b"\n"))
+
+    file = CheckpointFile(path)
+    monkeypatch.setattr(os, "fsync", counted)
+    acknowledged = []
+
+    async def one(number):
+        await file.append(lambda: record(number))
+        acknowledged.append(synced[-1])
+
+    await asyncio.gather(*(one(n) for n in range(100)))
+    await file.close()
+    assert all(on_disk >= position for position, on_disk in enumerate(acknowledged, 1))
+    assert len(synced) <= 3
+
+
+async def test_a_cancelled_caller_has_not_withdrawn_its_record(tmp_path):
+    file = CheckpointFile(tmp_path / "r.jsonl")
+
+    async def one():
+        await file.append(lambda: record(1))
+
+    task = asyncio.ensure_future(one())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await file.close()
+    assert keys(tmp_path / "r.jsonl") == ["k1"]
+
+
+async def test_a_file_is_closed_idly_though_anyio_has_cancelled_the_caller(tmp_path, monkeypatch):
+    """A11: a cancel scope cancels again in every round of the event loop."""
+    path, fsync = tmp_path / "r.jsonl", os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.4) or fsync(fd))
+    file = CheckpointFile(path)
+    written = asyncio.ensure_future(file.append(lambda: record(1)))
+    await asyncio.sleep(0)
+    used = time.thread_time()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await file.close()
+    assert time.thread_time() - used < 0.15
+    await written
+    assert keys(path) == ["k1"]
+
+
+async def test_a_full_disk_is_a_clear_error_and_leaves_whole_records_only(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    file = CheckpointFile(path)
+    await file.append(lambda: record(1))
+    pwrite = os.pwrite
+
+    def full(fd, data, offset):
+        if pwrite(fd, data[:7], offset):  # part of it still fits
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="the disk is full; every result reported as finished is kept"):
+        await file.append(lambda: record(2))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="disk is full"):
+        await file.append(lambda: record(3))
+    await file.close()
+    assert path.read_bytes() == record(1)
+
+
+async def test_of_records_that_wait_together_those_that_fit_are_kept(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    file = CheckpointFile(path)
+    pwrite, room = os.pwrite, 2 * len(record(1)) + 5
+
+    def small_disk(fd, data, offset):
+        if offset + len(data) > room:
+            pwrite(fd, data[: room - offset], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", small_disk)
+    ends = await asyncio.gather(*(file.append(lambda n=n: record(n)) for n in range(4)), return_exceptions=True)
+    await file.close()
+    assert [isinstance(end, CheckpointError) for end in ends] == [False, False, True, True]
+    assert path.read_bytes() == record(0) + record(1)
+
+
+async def test_a_record_that_was_written_for_nobody_and_is_lost_is_logged(tmp_path, monkeypatch, caplog):
+    path, fsync = tmp_path / "r.jsonl", os.fsync
+    file = CheckpointFile(path)
+    waiting = [file.append(lambda n=n: record(n)) for n in range(3)]
+
+    def failing(fd):
+        fsync(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    waiting[1].cancel()
+    await file.close()
+    assert [isinstance(one.exception(), CheckpointError) for one in (waiting[0], waiting[2])] == [True, True]
+    assert len(caplog.messages) == 1 and "Input/output error" in caplog.text and "runs it again" in caplog.text
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+async def test_a_device_that_is_full_is_told_as_such():
+    with pytest.raises(CheckpointError):
+        file = CheckpointFile("/dev/full")
+        await file.append(lambda: record(1))
+
+
+@pytest.mark.parametrize(
+    "content", [b"question,answer\n1,2\n", b"torn text", b'{"question": "?"}\n', b'{"key":"a"}\nnot ours']
+)
+def test_a_file_that_is_someone_elses_is_not_touched(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        CheckpointFile(path)
+    assert path.read_bytes() == content
+
+
+def test_damage_in_the_middle_is_told_with_its_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(record(1) + record(2)[:-9] + b"\n" + record(3))
+    with pytest.raises(CheckpointError, match="line 2: damaged"):
+        list(read_records(path))
+
+
+def test_a_second_writer_is_refused_in_this_process_and_in_another(tmp_path):
+    lock = lock_file(tmp_path / "r.lock")
+    with pytest.raises(CheckpointError, match="another evaluation is writing there"):
+        lock_file(tmp_path / "r.lock")
+    program = (
+        "import sys; from pathlib import Path; from strands_env.eval.checkpoint import lock_file; "
+        "lock_file(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "r.lock")]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert "another evaluation is writing there" in refused.stderr
+    lock.release()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    lock_file(tmp_path / "r.lock").release()
+
+
+async def test_a_record_is_read_again_from_where_it_was_written(tmp_path):
+    file = CheckpointFile(tmp_path / "r.jsonl")
+    places = await asyncio.gather(*(file.append(lambda n=n: record(n, 10 * n)) for n in range(5)))
+    places.append(await file.append(lambda: record(5)))
+    await file.close()
+    assert [read_record(place)["key"] for place in places] == [f"k{n}" for n in range(6)]
+    assert [place for place, _ in read_records(tmp_path / "r.jsonl")] == places
+    (tmp_path / "r.jsonl").write_bytes(record(1))
+    with pytest.raises(CheckpointError, match="has been changed"):
+        read_record(places[3])
+
+
+async def test_the_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkeypatch):
+    """Bytes written per record, for the first of ten records and behind ten thousand: no more than its own."""
+    path = tmp_path / "r.jsonl"
+    await write_records(path, range(10_000), size=200)
+    written = []
+    pwrite = os.pwrite
+    file = CheckpointFile(path)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: written.append(len(data)) or pwrite(fd, data, offset))
+    await file.append(lambda: record(1, 200))
+    await file.close()
+    assert sum(written) == len(record(1, 200))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        max_leaves=8,
+    )
+)
+def test_json_like_values_come_back_as_they_were(value):
+    assert decode(encode(value)) == value
+
+
+@given(st.dictionaries(st.text(), st.integers() | st.text(), max_size=5))
+def test_equal_values_have_equal_digests_whatever_their_order(value):
+    assert digest(value) == digest(dict(reversed(value.items())))
+    assert digest({**value, "": object}) != digest(value)
+
+
+def test_what_json_has_no_form_for_is_written_in_the_nearest_one():
+    import numpy as np
+
+    loop: list = []
+    loop.append(loop)
+    value = {
+        "set": {2, 1},
+        "bytes": b"ab",
+        "number": np.float32(0.5),
+        "array": np.arange(2),
+        "big": 1 << 80,
+        "half": "\ud800",
+        3: "key",
+        "inf": float("inf"),
+        "object": object,
+    }
+    written = decode(encode(value))
+    assert written["set"] == [1, 2] and written["bytes"] == {"base64": "YWI="} and written["number"] == 0.5
+    assert (
+        written["array"] == [0, 1]
+        and written["big"] == 1 << 80
+        and written["half"] == "\ud800"
+        and written["3"] == "key"
+    )
+    assert written["inf"] is None and "object" in written["object"]
+    assert encode(loop).endswith(b"\n")
+
+
+# === evaluator ===
+
+
+def evaluator(stub, **arguments):
+    return Evaluator(stub.factory, **{"show_progress": False, **arguments})
+
+
+def pairs(path):
+    return sorted((record["prompt_id"], record["sample_index"]) for record in lines(path))
+
+
+async def test_the_documented_example_runs():
+    class YourEvaluator(Evaluator):
+        benchmark_name = "YourBenchmark"
+
+        def load_dataset(self):
+            return tasks(4)
+
+    async def env_factory(action):
+        return StubEnvironment(lambda action: step_result(float(action.task_context.id != "t0")))
+
+    evaluator = YourEvaluator(
+        env_factory=env_factory, n_samples_per_prompt=8, max_concurrency=30, keep_tokens=False, metrics_fns=[]
+    )
+    results = await evaluator.run(evaluator.load_dataset())
+    metrics = evaluator.compute_metrics(results)
+    assert metrics["pass@1"] == metrics["pass@8"] == 0.75
+    assert list(results) == ["t0", "t1", "t2", "t3"] and {len(samples) for samples in results.values()} == {8}
+    assert all(type(value) is float for value in metrics.values())
+
+
+async def test_every_sample_gets_its_own_copy_of_the_action_and_of_no_more_at_once_than_asked_for():
+    running = most = 0
+
+    async def play(action):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert not hasattr(action.task_context, "seen")
+        action.task_context.seen = True
+        await asyncio.sleep(0)
+        running -= 1
+        return step_result()
+
+    await evaluator(StubEnvironment(play), n_samples_per_prompt=3, max_concurrency=4).run(tasks(5))
+    assert most == 4
+
+
+async def test_a_second_run_repeats_nothing_and_has_the_same_results(tmp_path):
+    stub = StubEnvironment(lambda action: step_result(random.random()))
+    first = await evaluator(stub, n_samples_per_prompt=2, output_path=tmp_path / "out").run(tasks(3))
+    assert len(stub.episodes) == 6
+    again = await evaluator(stub, n_samples_per_prompt=2, output_path=tmp_path / "out").run(tasks(3))
+    assert len(stub.episodes) == 6
+    assert {p: [s.model_dump() for s in row] for p, row in again.items()} == {
+        p: [s.model_dump() for s in row] for p, row in first.items()
+    }
+    assert len(lines(tmp_path / "out" / "results.jsonl")) == 6
+
+
+async def test_more_samples_or_tasks_later_add_what_is_missing_only(tmp_path):
+    stub, path = StubEnvironment(), tmp_path / "r.jsonl"
+    await evaluator(stub, n_samples_per_prompt=1, output_path=path).run(tasks(2))
+    await evaluator(stub, n_samples_per_prompt=3, output_path=path).run(tasks(3))
+    assert len(stub.episodes) == 9
+    assert pairs(path) == [(f"t{n}", index) for n in range(3) for index in range(3)]
+    fewer = await evaluator(stub, n_samples_per_prompt=1, output_path=path).run(tasks(1))
+    assert {prompt: len(samples) for prompt, samples in fewer.items()} == {"t0": 1}
+
+
+async def test_a_task_whose_content_changed_is_run_anew(tmp_path):
+    stub, path = StubEnvironment(), tmp_path / "r.jsonl"
+    await evaluator(stub, output_path=path).run(tasks(1))
+    changed = Action(message="another question", task_context=TaskContext(id="t0", ground_truth="0"))
+    results = await evaluator(stub, output_path=path).run([changed])
+    assert [action.message for action in stub.episodes] == ["What is 0 + 0?", "another question"]
+    assert results["t0"][0].action.message == "another question"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(data=st.data())
+def test_a_results_file_cut_at_any_byte_is_completed_without_repeating_a_whole_record(tmp_path, data):
+    def offsets(content):
+        start = 0
+        for line in content.splitlines():
+            yield start, line
+            start += len(line) + 1
+
+    path = tmp_path / "r.jsonl"
+    path.unlink(missing_ok=True)
+    order = data.draw(st.permutations(range(4)))
+    asyncio.run(
+        evaluator(StubEnvironment(), n_samples_per_prompt=2, output_path=path).run([tasks(4)[n] for n in order])
+    )
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, 10**6)) * len(whole) // 10**6  # lengths differ by a run's timings
+    path.write_bytes(whole[:cut])
+    kept = sum(len(line) <= cut - start for start, line in offsets(whole))
+    stub = StubEnvironment()
+    again = [tasks(4)[n] for n in data.draw(st.permutations(range(4)))]
+    asyncio.run(evaluator(stub, n_samples_per_prompt=2, output_path=path).run(again))
+    assert len(stub.episodes) == 8 - kept
+    assert pairs(path) == [(f"t{n}", index) for n in range(4) for index in range(2)]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reward_fn", [None, True])
+async def test_a_reward_that_is_no_finite_number_is_the_same_in_a_run_and_its_resumption(tmp_path, reward, reward_fn):
+    """B15."""
+    stub = StubEnvironment(lambda action: step_result(reward), reward_fn=reward_fn)
+    runs = [evaluator(stub, output_path=tmp_path / "r.jsonl") for _ in range(2)]
+    first, second = [await run.run(tasks(2)) for run in runs]
+    assert [s.reward for samples in first.values() for s in samples] == [None, None]
+    assert runs[0].compute_metrics(first) == runs[1].compute_metrics(second)
+
+
+def failing(failed):
+    def play(action):
+        if isinstance(failed, BaseException):
+            raise failed
+        return failed
+
+    return play
+
+
+UNREACHABLE = StepResult(
+    observation=step_result().observation,
+    termination_reason=TerminationReason.TASK_COMPLETE,
+    error="reward function: the judge cannot be reached",
+    reward_error="the judge cannot be reached",
+    reward_error_is_infrastructure=True,
+)
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="SGLangConnectionError: gone"),
+        step_result(None, reason=TerminationReason.ABORTED, error="aborted"),
+        step_result(None, reason=TerminationReason.CANCELLED, error="cancelled"),
+        UNREACHABLE,
+        SGLangConnectionError("gone"),
+    ],
+    ids=["infrastructure", "aborted", "cancelled", "judge's server", "raised"],
+)
+async def test_failures_of_the_infrastructure_go_to_a_file_of_their_own_and_are_tried_again(tmp_path, failed):
+    path = tmp_path / "r.jsonl"
+    results = await evaluator(StubEnvironment(failing(failed)), output_path=path).run(tasks(2))
+    assert [sample.aborted for samples in results.values() for sample in samples] == [True, True]
+    assert lines(path) == []
+    cause = "SGLangConnectionError: gone" if isinstance(failed, Exception) else failed.error
+    assert [record["error"] for record in lines(tmp_path / "r.failures.jsonl")] == [cause] * 2
+    stub = StubEnvironment()
+    run = evaluator(stub, output_path=path)
+    results = await run.run(tasks(2))
+    assert len(stub.episodes) == 2 and run.compute_metrics(results)["dropped_samples"] == 0
+    assert pairs(path) == [("t0", 0), ("t1", 0)]
+
+
+ERRORS = {
+    "the agent's code": step_result(None, reason=TerminationReason.AGENT_ERROR, error="KeyError: 'x'"),
+    "the reward function": step_result(None, error="reward function: ValueError: no"),
+    "no answer in time": StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT),
+    "a reward that is no number": step_result(float("nan")),
+    "raised": RuntimeError("the environment itself"),
+    "raised for its time": asyncio.TimeoutError("too long"),
+    "asked to exit": SystemExit(3),
+    "cancelled by nobody": asyncio.CancelledError(),
+}
+
+
+@pytest.mark.parametrize("failed", ERRORS.values(), ids=list(ERRORS))
+async def test_an_answer_that_makes_its_grader_or_environment_fail_is_a_wrong_answer(tmp_path, failed):
+    """Row B16: two of four answers are right, and the others do not leave the denominator by failing."""
+
+    def play(action):
+        return failing(failed)(action) if action.task_context.id in ("t1", "t2") else step_result()
+
+    path = tmp_path / "r.jsonl"
+    metrics = []
+    for _ in range(2):  # a resumed run says the same, and gives no such answer another try
+        stub = StubEnvironment(play)
+        run = evaluator(stub, output_path=path)
+        results = await run.run(tasks(4))
+        metrics.append(run.compute_metrics(results))
+    assert metrics[0] == metrics[1] == run.compute_metrics(read_results(path)[1])
+    assert (metrics[0]["pass@1"], metrics[0]["avg@1"], metrics[0]["pass@1_prompts"]) == (0.5, 0.5, 4)
+    assert (metrics[0]["errored_samples"], metrics[0]["dropped_samples"]) == (2, 0)
+    assert len(stub.episodes) == 0 and len(lines(path)) == 4
+    assert [results[prompt][0].is_errored for prompt in ("t0", "t1", "t2", "t3")] == [False, True, True, False]
+
+
+async def test_errors_are_run_again_when_that_is_asked_for(tmp_path):
+    """Row B16."""
+    path = tmp_path / "r.jsonl"
+    broken = step_result(None, error="reward function: KeyError: 'typo'")
+    await evaluator(StubEnvironment(failing(broken)), output_path=path).run(tasks(3))
+    down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="down")
+    run = evaluator(StubEnvironment(failing(down)), output_path=path, retry_errors=True)
+    results = await run.run(tasks(3))
+    assert run.compute_metrics(results)["errored_samples"] == 3  # nothing better came of it
+    run = evaluator(StubEnvironment(), output_path=path, retry_errors=True)
+    results = await run.run(tasks(3))
+    assert run.compute_metrics(results)["pass@1"] == 1.0 == run.compute_metrics(read_results(path)[1])["pass@1"]
+
+
+async def test_an_environment_that_cannot_be_made_says_nothing_of_the_policy():
+    """Row B16."""
+
+    async def factory(action):
+        raise RuntimeError("no sandbox")
+
+    run = Evaluator(factory, show_progress=False)
+    metrics = run.compute_metrics(await run.run(tasks(2)))
+    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+
+
+async def test_who_judges_by_itself_and_leaves_a_reward_out_has_not_taken_the_sample_out():
+    """Row B16: an environment of one's own without a reward function, whose step fails to give some rewards."""
+    stub = StubEnvironment(lambda action: step_result(1.0 if action.task_context.id == "t0" else None), reward_fn=None)
+    run = evaluator(stub)
+    metrics = run.compute_metrics(await run.run(tasks(2)))
+    assert (metrics["pass@1"], metrics["errored_samples"], metrics["unscored_samples"]) == (0.5, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("result", "finished"),
+    [
+        (step_result(None), True),
+        (step_result(None, reason=TerminationReason.MAX_TOKENS_REACHED, error="MaxTokensReachedException"), True),
+        (step_result(None, reason=TerminationReason.TIMEOUT), True),
+        (step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR), False),
+    ],
+)
+async def test_without_a_reward_function_the_end_alone_decides_what_is_finished(result, finished):
+    stub = StubEnvironment(lambda action: result, reward_fn=None)
+    run = evaluator(stub)
+    results = await run.run(tasks(1))
+    assert results["t0"][0].is_finished is finished
+    metrics = run.compute_metrics(results)
+    assert (metrics["unscored_samples"], metrics["dropped_samples"]) == (float(finished), float(not finished))
+    assert "pass@1" not in metrics and metrics["pass@1_dropped_prompts"] == 1
+
+
+async def test_a_cancelled_run_keeps_what_is_finished_and_ends_what_is_not(tmp_path):
+    ended = []
+    third = asyncio.Event()
+    is_hanging = [True]
+
+    async def play(action):
+        if is_hanging and action.task_context.id in ("t2", "t3"):
+            third.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(action.task_context.id)
+        return step_result()
+
+    path = tmp_path / "r.jsonl"
+    running = asyncio.ensure_future(evaluator(StubEnvironment(play), max_concurrency=2, output_path=path).run(tasks(9)))
+    await third.wait()
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert "t2" in ended
+    assert {("t0", 0), ("t1", 0)} >= set(pairs(path)) >= {("t0", 0)}
+    assert not (tmp_path / "r.failures.jsonl").read_bytes()
+    is_hanging.clear()
+    stub = StubEnvironment(play)
+    await evaluator(stub, output_path=path).run(tasks(9))  # the lock was given back
+    assert pairs(path) == [(f"t{n}", 0) for n in range(9)]
+
+
+async def test_a_full_disk_ends_the_run_and_a_later_one_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    pwrite, calls = os.pwrite, []
+
+    def full(fd, data, offset):
+        if data.startswith(b'{"key"'):
+            calls.append(data)
+            if len(calls) > 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        await evaluator(StubEnvironment(), max_concurrency=2, output_path=path).run(tasks(40))
+    kept = len(pairs(path))
+    assert 3 <= kept < 40
+    monkeypatch.undo()
+    stub = StubEnvironment()
+    await evaluator(stub, output_path=path).run(tasks(40))
+    assert len(stub.episodes) == 40 - kept and len(pairs(path)) == 40
+
+
+async def test_what_cannot_be_synced_is_told_kept_by_nobody_and_run_again(tmp_path, monkeypatch):
+    path, fsync, synced = tmp_path / "r.jsonl", os.fsync, []
+
+    def failing(fd):
+        if os.fstat(fd).st_ino == path.stat().st_ino:
+            synced.append(len(lines(path)))
+            if len(synced) > 3:
+                raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match="Input/output error; every result reported as finished is kept, run"):
+        await evaluator(StubEnvironment(), max_concurrency=8, output_path=path).run(tasks(40))
+    kept = pairs(path)
+    assert len(kept) == synced[2] < synced[3]
+    monkeypatch.undo()
+    stub = StubEnvironment()
+    await evaluator(stub, output_path=path).run(tasks(40))
+    assert len(stub.episodes) == 40 - len(kept) and len(pairs(path)) == 40
+
+
+async def test_another_configuration_is_refused_and_told_what_differs(tmp_path):
+    path = tmp_path / "r.jsonl"
+    await evaluator(StubEnvironment(), output_path=path, config={"model": "a", "temperature": 1.0}).run(tasks(1))
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="another configuration: temperature was 1.0 and is 0.5; name another"):
+        await evaluator(StubEnvironment(), output_path=path, config={"model": "a", "temperature": 0.5}).run(tasks(1))
+    assert path.read_bytes() == before
+
+
+async def test_two_runs_at_once_on_one_file_are_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    gate = asyncio.Event()
+
+    async def play(action):
+        await gate.wait()
+        return step_result()
+
+    first = asyncio.ensure_future(evaluator(StubEnvironment(play), output_path=path).run(tasks(1)))
+    await asyncio.sleep(0)
+    with pytest.raises(CheckpointError, match="another evaluation"):
+        await evaluator(StubEnvironment(), output_path=path).run(tasks(1))
+    gate.set()
+    await first
+    assert len(lines(path)) == 1
+
+
+async def test_equal_tasks_are_prompts_of_their_own_and_different_ones_with_one_id_are_refused(tmp_path):
+    action = Action(message="same", task_context=TaskContext(ground_truth=1))
+    stub = StubEnvironment()
+    results = await evaluator(stub, output_path=tmp_path / "r.jsonl").run([action, action, action])
+    assert len(stub.episodes) == len(results) == len(set(results)) == 3
+    await evaluator(stub, output_path=tmp_path / "r.jsonl").run([action, action, action])
+    assert len(stub.episodes) == 3
+    other = [Action(message=text, task_context=TaskContext(id=7)) for text in "ab"]
+    with pytest.raises(DuplicateTaskError, match=r"tasks 0 and 1 \(from 0\) are different tasks with the same id '7'"):
+        await evaluator(stub).run(other)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_tokens_are_kept_if_asked_for_also_over_a_resume(tmp_path, keep):
+    tokens = TokenObservation(token_ids=[1, 2, 3], prompt_length=1, loss_mask=[0, 1, 1], logprobs=[None, -0.5, -0.25])
+
+    def play(action):
+        result = step_result()
+        result.observation.tokens = tokens
+        return result
+
+    for _ in range(2):
+        run = evaluator(StubEnvironment(play), keep_tokens=keep, output_path=tmp_path / "r.jsonl")
+        sample = (await run.run(tasks(1)))["t0"][0]
+        assert sample.step_result.observation.tokens == (tokens if keep else None)
+
+
+async def test_kept_tokens_are_on_the_disk_and_not_in_memory(tmp_path):
+    """Row B15: 40 samples of 20,000 tokens, which took 84 bytes each."""
+    length = 20_000
+
+    def play(action):
+        result = step_result()
+        ids = [1000 + int(action.task_context.id[1:])] * length
+        result.observation.tokens = TokenObservation(
+            token_ids=ids, prompt_length=1, loss_mask=[0] + [1] * (length - 1), logprobs=[n / 7 for n in range(length)]
+        )
+        return result
+
+    path = tmp_path / "r.jsonl"
+    tracemalloc.start()
+    try:
+        for count in (40, 41):  # resumed, too
+            before = tracemalloc.get_traced_memory()[0]
+            run = evaluator(StubEnvironment(play), keep_tokens=True, output_path=path)
+            results = await run.run(tasks(count))
+            assert tracemalloc.get_traced_memory()[0] - before < 6_000_000  # of 67 MB
+            run.compute_metrics(results)
+    finally:
+        tracemalloc.stop()
+    _, read = read_results(path)
+    for one in (
+        results["t7"][0],
+        read["t7"][0],
+        copy.deepcopy(read["t7"][0]),
+        pickle.loads(pickle.dumps(results))["t7"][0],
+    ):
+        tokens = one.step_result.observation.tokens
+        assert tokens.rollout_token_ids == [1007] * (length - 1) and tokens.prompt_length == 1
+        assert tokens == play(one.action).observation.tokens == tokens
+        assert one.model_dump()["step_result"]["observation"]["tokens"]["logprobs"][7] == 1.0
+
+
+async def test_what_json_has_no_form_for_is_no_reason_to_lose_a_result(tmp_path):
+    def play(action):
+        result = step_result()
+        result.reward = RewardResult(reward=1.0, info={"set": {1}, "loop": print, "half": "\ud83d"})
+        return result
+
+    path = tmp_path / "r.jsonl"
+    action = Action(message="?", task_context=TaskContext(ground_truth={"a", "b"}, image=b"\x00\xff"))
+    for _ in range(2):
+        results = await evaluator(StubEnvironment(play), output_path=path).run([action])
+    assert [sample.reward for samples in results.values() for sample in samples] == [1.0]
+    assert path.read_bytes().count(b"\n") == 1
+
+
+async def test_it_stops_after_so_many_failures_in_a_row(tmp_path):
+    down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="nobody there")
+    stub = StubEnvironment(lambda action: down)
+    run = evaluator(stub, max_concurrency=1, stop_after_failures=3, output_path=tmp_path / "r.jsonl")
+    with pytest.raises(EvaluationStoppedError, match="3 samples in a row failed.*infrastructure_error: nobody there"):
+        await run.run(tasks(50))
+    assert len(stub.episodes) == 3
+    assert len(lines(tmp_path / "r.failures.jsonl")) == 3
+
+
+async def test_results_are_read_again_with_the_failures_that_are_left(tmp_path):
+    def play(action):
+        down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="down")
+        return down if action.task_context.id == "t1" else step_result()
+
+    run = evaluator(StubEnvironment(play), n_samples_per_prompt=2, output_path=tmp_path / "out")
+    results = await run.run(tasks(3))
+    described, read = read_results(tmp_path / "out")
+    assert described.n_samples_per_prompt == 2
+    assert run.compute_metrics(read) == run.compute_metrics(results)
+    with pytest.raises(CheckpointError, match="no results of an evaluation"):
+        read_results(tmp_path / "nowhere")
+
+
+async def test_metrics_of_ones_own_are_put_beside_the_standard_ones():
+    run = evaluator(StubEnvironment(), metrics_fns=[lambda results: {"prompts_seen": len(results)}])
+    assert run.compute_metrics(await run.run(tasks(3)))["prompts_seen"] == 3.0
+
+
+async def test_actions_may_come_from_an_async_generator():
+    async def source():
+        for action in tasks(3):
+            yield action
+
+    assert len(await evaluator(StubEnvironment()).run(source())) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"n_samples_per_prompt": 0},
+        {"max_concurrency": 0},
+        {"keep_trajectories": True},
+        {"success_threshold": float("nan")},
+    ],
+)
+def test_what_cannot_work_is_refused(arguments):
+    with pytest.raises(ValueError):
+        Evaluator(StubEnvironment().factory, **arguments)
+
+
+def test_the_bar_has_rate_remaining_time_running_reward_and_failures(capsys):
+    with Progress("sums", 10, [sample(1.0), sample(0.0)], shown=True) as progress:
+        progress.add(sample(1.0))
+        progress.add(sample(None, finished=False))
+    shown = capsys.readouterr().err
+    assert re.search(
+        r"sums: .*3/10 .*<.*sample.*reward=0\.667|sums: .*4/10 .*<.*sample.*reward=0\.667, failed=1", shown
+    )
+
+
+def test_nothing_is_shown_where_nobody_looks_at_a_terminal(capsys):
+    with Progress("sums", 2, []) as progress:
+        progress.add(sample(1.0))
+    assert capsys.readouterr().err == ""
+
+
+# === flat metrics with their intervals, and the comparison of two evaluations ===
+
+
+def test_numbers_of_a_small_case_by_hand():
+    results = {
+        "a": [sample(1.0, "4"), sample(1.0, "4"), sample(0.0, "5"), sample(0.0, "6")],
+        "b": [sample(0.0, "1"), sample(0.0, "1"), sample(0.0, "2"), sample(0.5, "3")],
+    }
+    metrics = standard_metrics(results, n_samples_per_prompt=4)
+    assert metrics["pass@1"] == 0.25 and metrics["pass@2"] == pytest.approx((5 / 6) / 2)
+    assert metrics["pass@4"] == 0.5 and metrics["pass^2"] == pytest.approx((1 / 6) / 2) and metrics["pass^4"] == 0.0
+    assert metrics["avg@4"] == pytest.approx((0.5 + 0.125) / 2)
+    assert metrics["majority@4"] == 0.5
+    assert metrics["pass@1_low"] <= 0.25 <= metrics["pass@1_high"]
+    assert (metrics["samples"], metrics["dropped_samples"], metrics["prompts"]) == (8, 0, 2)
+    assert not any(key.endswith("_if_dropped_failed") for key in metrics)
+
+
+def test_a_success_is_a_reward_of_at_least_the_threshold():
+    results = {"a": [sample(0.5)]}
+    assert standard_metrics(results, n_samples_per_prompt=1)["pass@1"] == 0.0
+    assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=0.5)["pass@1"] == 1.0
+
+
+def test_dropped_samples_are_told_by_metric_with_what_they_could_have_meant():
+    results = {
+        "a": [sample(1.0), sample(1.0)],
+        "b": [sample(1.0), sample(None, finished=False)],
+        "c": [],  # never run
+    }
+    metrics = standard_metrics(results, n_samples_per_prompt=2)
+    assert (metrics["samples"], metrics["dropped_samples"]) == (3, 3)
+    assert (metrics["pass@1"], metrics["pass@1_prompts"], metrics["pass@1_dropped_prompts"]) == (1.0, 2, 1)
+    assert (metrics["pass@2"], metrics["pass@2_prompts"], metrics["pass@2_dropped_prompts"]) == (1.0, 1, 2)
+    assert metrics["pass@1_if_dropped_failed"] == 0.5
+    assert metrics["pass@2_if_dropped_failed"] == pytest.approx(2 / 3)
+    assert metrics["pass^2_if_dropped_failed"] == pytest.approx(1 / 3)
+    assert metrics["avg@2_if_dropped_failed"] == 0.5
+    # Nobody else votes in b; in c nobody votes at all.
+    assert metrics["majority@2_if_dropped_failed"] == pytest.approx(2 / 3)
+
+
+def test_an_error_is_never_better_than_a_wrong_answer():
+    """Row B16: where wrong answers cost something, failing costs as much."""
+    errored = sample(None)
+    errored.is_errored = True
+    results = {"a": [sample(1.0)], "b": [sample(-1.0)], "c": [errored], "d": [sample(None, finished=False)]}
+    metrics = standard_metrics(results, n_samples_per_prompt=1)
+    assert metrics["avg@1"] == pytest.approx(-1 / 3) and metrics["pass@1"] == pytest.approx(1 / 3)
+    assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=-2.0)["pass@1"] == pytest.approx(2 / 3)
+
+
+def test_nothing_at_all_is_no_error():
+    assert standard_metrics({}, n_samples_per_prompt=4)["prompts"] == 0
+
+
+def test_sizes_are_powers_of_two_and_the_number_itself():
+    assert sample_sizes(1) == [1] and sample_sizes(6) == [1, 2, 4, 6] and sample_sizes(8) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{1}, no, \boxed{\frac{1}{2}}.", "1/2"),
+        ("  plain\n text ", "plain text"),
+        (r"\boxed{never closed", r"\boxed{never closed"),
+    ],
+)
+def test_an_answer_is_boxed_or_the_whole_text(text, answer):
+    one = sample(1.0, text)
+    assert one.step_result.reward is not None
+    one.step_result.reward.info.clear()
+    assert answer_of(one) == answer
+
+
+@pytest.mark.parametrize("verdict", ["no_answer", "not_boxed", "no_match"])
+def test_a_sample_in_which_the_reward_found_no_answer_has_no_vote(verdict):
+    lost = [sample(0.0, "I do not know") for _ in range(2)]
+    for one in lost:
+        one.step_result.reward.info.update({"verdict": verdict, "extracted": None})
+    assert [answer_of(one) for one in lost] == [None, None]
+    assert standard_metrics({"a": [sample(1.0), *lost]}, n_samples_per_prompt=3)["majority@3"] == 1.0
+
+
+def judged(extracted, reward=0.0, **info):
+    one = sample(reward)
+    one.step_result.reward.info.clear()
+    one.step_result.reward.info.update({"extracted": extracted, **info})
+    return one
+
+
+def test_answers_of_one_value_have_one_vote_together():
+    """B14."""
+    right = [judged(text, 1.0, verdict="correct", ground_truth="1/2") for text in ("1/2", "0.5", "0.50")]
+    wrong = [judged("3", verdict="wrong"), judged("3.0", verdict="wrong")]
+    metrics = standard_metrics({"a": [*right, *wrong]}, n_samples_per_prompt=5)
+    assert (metrics["pass@1"], metrics["majority@5"]) == (0.6, 1.0)
+    assert standard_metrics({"a": [right[0], *wrong]}, n_samples_per_prompt=3)["majority@3"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "count"),
+    [
+        (["1/2", "0.5", "0.50", r"\frac{1}{2}", r"\dfrac12", ".5", "5e-1"], 1),
+        (["1000", "1,000", r"1\,000", "1e3", "1000."], 1),
+        (["1,2", "2, 1", r"\{1,2\}"], 1),
+        (["(1,2)", "(1, 2)", "(2,1)", "[1,2]"], 3),
+        (["x=5", "5", "5.0"], 1),
+        (["x^2 + 1", "x^{2}+1"], 1),
+        (["Paris", r"\text{Paris}", "siraP"], 2),
+        (["2516_8", "2516_{8}", "2516_9", "2516"], 3),
+        (["5", "-5", "5!", "5, 6", "x > 5", r"\frac{", "", "\ud800"], 8),
+    ],
+)
+def test_answers_count_by_value(answers, count):
+    """B14."""
+    assert len({answer_of(judged(text)) for text in answers}) == count
+
+
+def test_answers_that_are_no_mathematics_count_by_their_words():
+    hostile = ["(" * 5000, "{" * 1900, "1+" * 900 + "1", "$" * 1001, "a" * 100_000]
+    assert len({answer_of(judged(text)) for text in hostile}) == 5
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_and_pass_hat_k_are_what_counting_all_draws_gives(case):
+    n, c, k = case
+    draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k([n], [c], k)[0] == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_hat_k([n], [c], k)[0] == pytest.approx(sum(map(all, draws)) / len(draws))
+
+
+def test_large_numbers_agree_with_the_binomial_formula_and_do_not_overflow():
+    for n, c, k in [(1000, 3, 500), (2000, 1990, 1000), (256, 1, 128), (5000, 0, 5000)]:
+        exact = 1 - math.comb(n - c, k) / math.comb(n, k)
+        assert pass_at_k([n], [c], k)[0] == pytest.approx(exact, abs=1e-12)
+        assert pass_hat_k([n], [c], k)[0] == pytest.approx(math.comb(c, k) / math.comb(n, k), abs=1e-12)
+
+
+def test_both_estimators_are_unbiased_for_a_policy_of_known_skill():
+    rng = np.random.default_rng(7)
+    skill, n = 0.3, 8
+    c = rng.binomial(n, skill, size=200_000)
+    for k in (1, 2, 4, 8):
+        assert pass_at_k(np.full_like(c, n), c, k).mean() == pytest.approx(1 - (1 - skill) ** k, abs=0.004)
+        assert pass_hat_k(np.full_like(c, n), c, k).mean() == pytest.approx(skill**k, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [([2], [1], 3), ([4], [5], 1), ([4], [-1], 1), ([4], [1], 0), ([4, 4], [1], 1)]
+)
+def test_impossible_counts_are_refused(n, c, k):
+    with pytest.raises(ValueError):
+        pass_at_k(n, c, k)
+
+
+def test_majority_of_all_samples_is_the_most_frequent_answer():
+    assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
+    assert majority_at_k(["a", "b", "b"], [True, False, False], 3) == 0.0
+
+
+def test_a_tied_vote_is_shared_and_no_answer_does_not_vote():
+    assert majority_at_k(["a", "b"], [True, False], 2) == 0.5
+    assert majority_at_k(["a", None, None], [True, False, False], 3) == 1.0
+    assert majority_at_k([None, None], [False, False], 2) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7), st.data())
+def test_majority_is_what_voting_in_every_draw_gives(samples, data):
+    k = data.draw(st.integers(1, len(samples)))
+    expected = []
+    for draw in itertools.combinations(samples, k):
+        votes = Counter(answer for answer, _ in draw if answer is not None)
+        winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+        shares = [np.mean([right for answer, right in draw if answer == winner]) for winner in winners]
+        expected.append(np.mean(shares) if shares else 0.0)
+    answers, successes = zip(*samples, strict=True)
+    assert majority_at_k(answers, successes, k) == pytest.approx(np.mean(expected))
+
+
+def test_majority_of_some_samples_agrees_with_a_closed_form():
+    # 3 of 5 samples, two answers, 3 right ones: the majority is right if at least 2 of the 3 drawn are.
+    expected = (math.comb(3, 3) + math.comb(3, 2) * math.comb(2, 1)) / math.comb(5, 3)
+    assert majority_at_k(list("aaabb"), [True] * 3 + [False] * 2, 3) == pytest.approx(expected)
+
+
+def test_majority_of_many_samples_is_sampled_and_near_the_closed_form():
+    answers, successes = ["a"] * 18 + ["b"] * 14, [True] * 18 + [False] * 14
+    exact = sum(math.comb(18, right) * math.comb(14, 9 - right) for right in range(5, 10)) / math.comb(32, 9)
+    assert majority_at_k(answers, successes, 9) == pytest.approx(exact, abs=0.04)
+    assert majority_at_k(answers, successes, 9) == majority_at_k(answers, successes, 9)
+
+
+def test_the_interval_of_many_values_is_near_the_t_interval():
+    values = np.random.default_rng(3).normal(10, 2, size=4000)
+    interval = mean_over_prompts(values)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
+    assert interval.value == pytest.approx(values.mean())
+    assert interval.low == pytest.approx(values.mean() - half, abs=0.01)
+    assert interval.high == pytest.approx(values.mean() + half, abs=0.01)
+    assert mean_over_prompts(values) == interval
+
+
+@pytest.mark.parametrize("prompts", [5, 6, 10, 30, 100, 500])
+@pytest.mark.parametrize("kind", ["pass@1", "pass@k", "difference of two policies"])
+def test_intervals_hold_the_truth_in_nine_of_ten_evaluations(prompts, kind):
+    """Row B12: 400 simulated evaluations of each of many policies whose rates are known.
+
+    A policy answers a prompt rightly with a rate of that prompt, from a beta distribution with the policy's rate as its
+    mean. The correlation is that of two samples of one prompt: with 0 all prompts are alike, with 1 a prompt is always
+    answered rightly or never.
+    """
+    rates = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
+    draws, correlations, gains = ((1, 1), (8, 1)), (0.0, 0.3, 1.0), (None,)
+    if kind == "pass@k":
+        draws, correlations = ((2, 1), (4, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 2), (32, 16)), (0.1, 0.3, 0.6)
+    elif kind != "pass@1":
+        gains = (0.0, 0.5)  # of what the first policy lacks
+    cells = list(itertools.product(rates, draws, correlations, gains))
+    rng = np.random.default_rng(prompts)
+    held = {}
+    for cell in cells[:: len(cells) // 54]:
+        rate, (samples, k), correlation, gain = cell
+
+        def successes(mean, samples=samples, correlation=correlation):
+            if samples == 1 or correlation == 1:  # of one sample the correlation changes nothing
+                return rng.binomial(1, mean, (400, prompts)) * samples
+            if correlation == 0:
+                return rng.binomial(samples, mean, (400, prompts))
+            strength = 1 / correlation - 1
+            return rng.binomial(samples, rng.beta(mean * strength, (1 - mean) * strength, (400, prompts)))
+
+        by_count = pass_at_k(np.full(samples + 1, samples), np.arange(samples + 1), k)
+        values, scale = by_count[successes(rate)], (0.0, 1.0)
+        if correlation == 0:
+            truth = 1 - (1 - rate) ** k
+        elif correlation == 1:
+            truth = rate
+        else:  # 1 - E[(1-p)^k], from the moments of the beta distribution
+            strength = 1 / correlation - 1
+            truth = 1 - math.prod(((1 - rate) * strength + i) / (strength + i) for i in range(k))
+        if gain is not None:
+            truth, scale = gain * (1 - rate), (-1.0, 1.0)
+            values = by_count[successes(rate + truth)] - values
+        low, high = mean_bounds(values, scale=scale)
+        held[cell] = np.mean((low <= truth + 1e-9) & (truth - 1e-9 <= high))
+    assert len(held) >= 40
+    # Three standard errors below the 0.90 that is promised.
+    assert min(held.values()) >= 0.90 - 3 * math.sqrt(0.9 * 0.1 / 400), held
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
+def test_equal_values_still_leave_room_for_what_was_not_seen(value):
+    """Row B12: two of two right say next to nothing, and 30 of 30 not that every prompt is answered."""
+    for prompts, width in ((2, 0.9), (5, 0.4), (30, 0.05), (500, 0.002)):
+        interval = mean_over_prompts([value] * prompts)
+        assert interval.low <= interval.value <= interval.high
+        assert interval.high - interval.low > width
+        assert 0 <= interval.low and interval.high <= 1
+    assert mean_over_prompts([1.0] * 2).low == 0.0
+    assert mean_over_prompts([0.0] * 5, scale=(-1, 1)).low < 0 < mean_over_prompts([0.0] * 5, scale=(-1, 1)).high
+
+
+def test_values_beyond_the_scale_widen_it_and_one_prompt_has_no_interval():
+    interval = mean_over_prompts([-2.0, 0.5, 3.0, 1.0])
+    assert -2.0 <= interval.low < 0 and 1 < interval.high <= 3.0
+    assert (mean_over_prompts([1.0]).low, mean_over_prompts([1.0]).high) == (None, None)
+    with pytest.raises(ValueError, match="no prompts"):
+        mean_over_prompts([])
+
+
+# --- two evaluations side by side ---
+
+
+def evaluation(rewards, *, errored=()):
+    """A run of prompts by id, whose content is their id."""
+    results = {
+        prompt: [
+            sample(
+                reward,
+                finished=reward is not None or prompt in errored,
+                is_errored=prompt in errored,
+                prompt=prompt,
+                sample_index=index,
+            )
+            for index, reward in enumerate(row)
+        ]
+        for prompt, row in rewards.items()
+    }
+    return Run("b", {}, 2, {prompt: f"content-{prompt}" for prompt in rewards}), results
+
+
+def test_a_difference_is_by_prompt_over_the_prompts_of_both():
+    first = evaluation({"a": [1.0, 0.0], "b": [0.0, 0.0], "only": [1.0, 1.0]})
+    second = evaluation({"b": [1.0, 1.0], "a": [1.0, 0.0], "c": [0.0, 0.0], "d": [None, None]})
+    told = compare(first, second)
+    assert (told.common, told.only_first, told.only_second) == (2, 1, 1)
+    one = told.differences[0]
+    assert (one.first, one.second, one.interval.value, one.better, one.worse) == (0.25, 0.75, 0.5, 1, 0)
+    assert "prompts in both: 2, in A only: 1, in B only: 1" in comparison_lines(told)
+
+
+def test_errors_count_as_wrong_in_a_comparison_too():
+    """Row B16."""
+    first = evaluation({"a": [1.0], "b": [1.0]})
+    second = evaluation({"a": [1.0], "b": [None]}, errored=("b",))
+    one = compare(first, second).differences[0]
+    assert (one.first, one.second, one.worse) == (1.0, 0.5, 1)
+
+
+def test_pairing_finds_a_small_gain_that_two_intervals_do_not():
+    rng = np.random.default_rng(0)
+    skills = rng.uniform(0, 0.9, size=100)
+    first = evaluation({f"p{n}": list((rng.random(32) < skill).astype(float)) for n, skill in enumerate(skills)})
+    second = evaluation(
+        {f"p{n}": list((rng.random(32) < skill + 0.08).astype(float)) for n, skill in enumerate(skills)}
+    )
+    interval = compare(first, second).differences[0].interval
+    assert interval.low > 0
+    alone = [
+        mean_over_prompts([np.mean([s.reward for s in row]) for row in one[1].values()]) for one in (first, second)
+    ]
+    assert alone[0].high > alone[1].low
+
+
+def test_two_evaluations_that_agree_in_every_prompt_may_still_differ():
+    """Row B12: no difference seen in a few prompts is not the certainty that there is none."""
+    same = evaluation({f"p{n}": [1.0, 1.0] for n in range(10)})
+    for one in compare(same, same).differences:
+        assert one.interval.low < -0.1 and one.interval.high > 0.1 and one.interval.value == 0.0
+
+
+def test_nothing_in_common_is_an_error():
+    with pytest.raises(ValueError, match="no prompt with scored samples in common"):
+        compare(evaluation({"a": [1.0]}), evaluation({"b": [1.0]}))

@@ -1,0 +1,1227 @@
+"""Tool parsers: their interface, what is reasoning, what is a call, Hermes' JSON, and values between tags."""
+
+import copy
+import json
+import os
+import pickle
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from strands_sglang.tool_parsers import (
+    TOOL_PARSER_REGISTRY,
+    HermesToolParser,
+    Llama3JSONToolParser,
+    MistralToolParser,
+    QwenXMLToolParser,
+    ToolCallStatus,
+    ToolParser,
+    ToolParseResult,
+    UnknownToolParserError,
+    get_tool_parser,
+    register_tool_parser,
+)
+from support.agents import CHATML_TEMPLATE, build_chatml_tokenizer
+from support.parser_checks import JSON_TYPE, KEYS
+
+# === the interface of a parser, what it returns, and how one is found ===
+
+
+class PublishedStyleParser(ToolParser):
+    """A parser as users wrote them when `parse(text)` was the whole interface."""
+
+    def __init__(self):
+        self.seen = []
+
+    def parse(self, text):  # type: ignore[override]
+        self.seen.append(text)
+        return [
+            ToolParseResult(id=f"call_{index}", name=body, input={})
+            for index, body in enumerate(self.tool_pattern.findall(self.think_pattern.sub("", text)))
+        ]
+
+
+def test_a_good_result_needs_an_id_a_name_and_its_input():
+    result = ToolParseResult("call_1", "search", {"q": "é"})
+    assert (result.raw, result.error, result.status, result.is_error) == (None, None, ToolCallStatus.OK, False)
+    assert json.loads(result.payload) == {"q": "é"}
+
+
+def test_a_result_with_raw_text_is_an_error_whose_payload_is_that_text():
+    result = ToolParseResult(id="call_1", name="unknown_tool", raw="{oops")
+    assert (result.status, result.is_error, result.payload, result.input) == (
+        ToolCallStatus.MALFORMED,
+        True,
+        "{oops",
+        {},
+    )
+
+
+def test_a_parse_error_has_a_name_that_no_tool_has_unless_one_is_given():
+    result = ToolParseResult.from_parse_error("call_1", "{oops", error="no", status=ToolCallStatus.UNTERMINATED)
+    assert (result.name, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, None)
+    assert (result.error, result.status) == ("no", ToolCallStatus.UNTERMINATED)
+    named = ToolParseResult.from_parse_error("call_1", "", "search")
+    assert (named.name, named.attempted_name, named.is_error) == ("search", "search", True)
+
+
+@pytest.mark.parametrize(("raw", "status"), [("{", ToolCallStatus.OK), (None, ToolCallStatus.UNKNOWN_TOOL)])
+def test_status_and_raw_text_cannot_contradict_each_other(raw, status):
+    with pytest.raises(ValueError, match="status"):
+        ToolParseResult("call_1", "search", raw=raw, status=status)
+
+
+def test_results_can_be_pickled():
+    result = ToolParseResult("call_1", "search", {"q": [1]}, native_id="functions.search:0")
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forked_processes_do_not_make_the_same_ids():
+    def identifier():
+        return HermesToolParser().parse('<tool_call>{"name": "f"}</tool_call>')[0].id
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, identifier().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 100).decode() != identifier()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_the_interface_itself_is_no_parser():
+    with pytest.raises(TypeError):
+        ToolParser()  # type: ignore[abstract]
+
+
+def test_a_parser_with_parse_alone_gets_the_turn_without_its_reasoning():
+    parser = PublishedStyleParser()
+    turn = parser.parse_turn(
+        "draft <tool_call>a</tool_call></think>\nHi.\n<tool_call>b</tool_call>",
+        token_ids=[1, 2],
+        tools=[],
+        reasoning_open=True,
+        truncated=True,
+    )
+    assert parser.seen == ["\nHi.\n<tool_call>b</tool_call>"]
+    assert (turn.reasoning, turn.text) == ("draft <tool_call>a</tool_call>", "Hi.")
+    assert [call.name for call in turn.tool_calls] == ["b"]
+
+
+def test_a_parser_with_parse_alone_gets_a_turn_without_reasoning_untouched():
+    parser = PublishedStyleParser()
+    text = " A <tool_call>b</tool_call>\nB <tool_call>c"
+    turn = parser.parse_turn(text)
+    assert parser.seen == [text]
+    assert (turn.reasoning, turn.text) == (None, " A\nB <tool_call>c")
+
+
+def test_removing_reasoning_never_makes_a_mark_out_of_what_was_around_it():
+    parser = PublishedStyleParser()
+    turn = parser.parse_turn("<tool_<think>x</think>call>rm</tool_call>")
+    assert turn.tool_calls == ()
+
+
+def test_a_parser_of_ones_own_gets_the_keywords_that_it_takes():
+    class WithTools(ToolParser):
+        def parse(self, text, *, tools=None):  # type: ignore[override]
+            return [ToolParseResult(id="1", name=tool["name"]) for tool in tools]
+
+    class WithAll(ToolParser):
+        def parse(self, text, **keywords):
+            return [ToolParseResult(id="1", name="f", input=keywords)]
+
+    tools = [{"name": "search", "inputSchema": {}}]
+    assert WithTools().parse_turn("x", tools=tools).tool_calls[0].name == "search"
+    given = {"token_ids": [7], "tokenizer": None, "tools": tools}
+    assert WithAll().parse_turn("x", **given).tool_calls[0].input == given
+    # The ids of the whole turn are not those of the part that is left.
+    assert WithAll().parse_turn("<think>a</think>x", **given).tool_calls[0].input == {"tools": tools}
+
+
+def test_the_error_text_says_what_was_wrong_and_what_was_written():
+    parser = HermesToolParser()
+    (result,) = parser.parse("<tool_call>{'name': 'ls'}</tool_call>")
+    shown = parser.render_error(result)
+    assert result.error is not None
+    assert result.error in shown
+    assert "{'name': 'ls'}" in shown
+
+
+def test_the_error_text_is_short_also_for_a_long_call_and_shows_its_beginning_and_end():
+    result = ToolParseResult.from_parse_error("call_1", "BEGIN" + "x" * 100_000 + "END")
+    shown = HermesToolParser().render_error(result)
+    assert len(shown) < 2300
+    assert "BEGIN" in shown
+    assert shown.endswith("END")
+
+
+def test_the_error_text_can_always_be_encoded():
+    result = ToolParseResult.from_parse_error("call_1", 'half a pair: "\ud83d"')
+    HermesToolParser().render_error(result).encode()
+
+
+@pytest.mark.parametrize("field", ["raw", "error", "native_id", "attempted_name"])
+def test_a_result_that_could_not_be_saved_cannot_be_made(field):
+    """A15, its kind: what a parser hands over is saved after the episode."""
+    with pytest.raises(ValueError, match=f"the {field} of a tool call is a string or None, not b'x'"):
+        ToolParseResult("c", "n", {}, **{field: b"x"})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"id": ""}, {"name": ""}, {"id": None}, {"input": ["x"]}, {"input": None}], ids=repr
+)
+def test_a_result_that_strands_would_drop_cannot_be_made(fields):
+    with pytest.raises(ValueError, match="a tool call"):
+        ToolParseResult(**{"id": "c", "name": "n", "input": {}, **fields})
+
+
+LLAMA3 = '<|start_header_id|>assistant<|end_header_id|>{"name": "f", "parameters": {}}'
+MISTRAL = "[INST]{{ messages }}[/INST][TOOL_CALLS]"
+
+
+def test_parsers_are_found_by_name():
+    assert isinstance(get_tool_parser("hermes"), HermesToolParser)
+    assert isinstance(get_tool_parser("qwen_xml"), QwenXMLToolParser)
+    assert get_tool_parser("hermes", think_end_token="[/think]").think_end_token == "[/think]"
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(kind):
+    with pytest.raises(kind) as caught:
+        get_tool_parser("hermse")
+    assert str(caught.value) == (
+        "there is no tool parser named 'hermse'; the tool parsers are: " + ", ".join(sorted(TOOL_PARSER_REGISTRY))
+    )
+    assert "hermes" in str(caught.value)
+
+
+def test_a_parser_of_ones_own_can_be_registered(monkeypatch):
+    monkeypatch.setitem(TOOL_PARSER_REGISTRY, "mine", HermesToolParser)  # so that it is gone after the test
+
+    class OwnToolParser(ToolParser):
+        def parse(self, text):  # type: ignore[override]
+            return []
+
+    assert register_tool_parser("mine")(OwnToolParser) is OwnToolParser
+    assert isinstance(get_tool_parser("mine"), OwnToolParser)
+
+
+def test_a_parser_class_in_place_of_a_parser_is_told_apart_from_a_name():
+    with pytest.raises(TypeError, match="HermesToolParser is a class|make one, HermesToolParser"):
+        get_tool_parser(HermesToolParser)
+
+
+def tokenizer_with(chat_template):
+    tokenizer = copy.copy(build_chatml_tokenizer())
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def test_auto_is_the_parser_of_the_family_that_the_chat_template_belongs_to():
+    assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer())) is HermesToolParser
+    assert type(get_tool_parser("auto", tokenizer=tokenizer_with(LLAMA3))) is Llama3JSONToolParser
+    assert get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), think_end_token="[/t]").think_end_token == "[/t]"
+
+
+def test_auto_looks_at_a_chat_template_that_is_given_in_place_of_the_tokenizers_own():
+    assert type(get_tool_parser("auto", chat_template=LLAMA3)) is Llama3JSONToolParser
+    assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), chat_template=MISTRAL)) is MistralToolParser
+
+
+@pytest.mark.parametrize(
+    ("templates", "parser"),
+    [
+        ({"default": CHATML_TEMPLATE, "tool_use": LLAMA3}, Llama3JSONToolParser),
+        ({"rag": MISTRAL, "default": CHATML_TEMPLATE}, HermesToolParser),
+    ],
+)
+def test_of_several_chat_templates_auto_takes_the_one_for_tools(templates, parser):
+    assert type(get_tool_parser("auto", tokenizer=tokenizer_with(templates))) is parser
+    named = get_tool_parser("auto", tokenizer=tokenizer_with(templates), chat_template="default")
+    assert type(named) is HermesToolParser
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({}, "was given none: pass tokenizer= or chat_template="),
+        ({"tokenizer": tokenizer_with(None)}, "one without a chat template"),
+        ({"tokenizer": tokenizer_with({"rag": MISTRAL})}, "one without a chat template"),
+        ({"tokenizer": SimpleNamespace()}, "one without a chat template"),
+        ({"chat_template": "{{ messages }}"}, "no known model family: name the tool parser in place of 'auto'"),
+        ({"chat_template": "<start_of_turn>{{ messages }}<end_of_turn>"}, "known for the model family 'gemma'"),
+    ],
+)
+def test_where_auto_finds_no_parser_the_error_says_what_to_pass(keywords, said):
+    with pytest.raises(UnknownToolParserError) as caught:
+        get_tool_parser("auto", **keywords)
+    assert said in str(caught.value)
+    assert "the tool parsers are: " in str(caught.value)
+
+
+def test_a_tokenizer_does_not_matter_to_a_parser_that_is_named():
+    assert type(get_tool_parser("qwen_xml", tokenizer=build_chatml_tokenizer())) is QwenXMLToolParser
+
+
+# === what is reasoning, what is text, and that a call inside reasoning is never a call; the same in every format ===
+
+
+CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=ls>\n</function>\n</tool_call>"
+
+both_formats = pytest.mark.parametrize(
+    ("parser", "call"), [(HermesToolParser(), CALL), (QwenXMLToolParser(), XML_CALL)], ids=["hermes", "qwen_xml"]
+)
+PIECES = st.lists(
+    st.sampled_from(
+        ["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, XML_CALL, "word", " ", "\n", "{", '"', "\\"]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@both_formats
+def test_a_draft_in_reasoning_is_not_a_call(parser, call):
+    turn = parser.parse_turn(f"<think>\nMaybe {call}?\n</think>\n\nThe answer is 4.")
+    assert turn.tool_calls == ()
+    assert turn.reasoning == f"Maybe {call}?"
+    assert turn.text == "The answer is 4."
+
+
+@both_formats
+def test_a_draft_in_reasoning_that_the_prompt_opened_is_not_a_call(parser, call):
+    turn = parser.parse_turn(f"Maybe {call}?\n</think>\n\n{call}", reasoning_open=True)
+    assert [found.name for found in turn.tool_calls] == ["ls"]
+    assert turn.reasoning == f"Maybe {call}?"
+    assert turn.text == ""
+
+
+@both_formats
+@pytest.mark.parametrize("opened_by_prompt", [True, False])
+def test_reasoning_that_never_closes_has_no_calls(parser, call, opened_by_prompt):
+    mark = "" if opened_by_prompt else "\n<think>"
+    turn = parser.parse_turn(f"{mark}I will {call}", reasoning_open=opened_by_prompt, truncated=True)
+    assert turn.tool_calls == ()
+    assert turn.reasoning == f"I will {call}"
+    assert turn.text == ""
+
+
+@both_formats
+def test_a_model_that_repeats_the_mark_of_the_prompt_still_reasons(parser, call):
+    turn = parser.parse_turn(f"\n<think>\nHm {call}\n</think>\nYes.", reasoning_open=True)
+    assert (turn.reasoning, turn.text, turn.tool_calls) == (f"Hm {call}", "Yes.", ())
+
+
+@both_formats
+def test_what_precedes_a_closing_mark_that_nothing_opened_is_reasoning(parser, call):
+    turn = parser.parse_turn(f"Perhaps {call}\nNo.\n</think>\n\n{call}")
+    assert len(turn.tool_calls) == 1
+    assert turn.reasoning == f"Perhaps {call}\nNo."
+
+
+@both_formats
+def test_talking_about_a_mark_in_reasoning_does_not_hide_the_call_behind_it(parser, call):
+    turn = parser.parse_turn(f"I should use <tool_call> now.</think>{call}")
+    assert [found.name for found in turn.tool_calls] == ["ls"]
+    assert turn.reasoning == "I should use <tool_call> now."
+
+
+@both_formats
+def test_reasoning_between_text_and_calls_is_reasoning_too(parser, call):
+    turn = parser.parse_turn(f"First.\n{call}\n<think>Then {call}</think>\nLast.\n{call}")
+    assert [found.name for found in turn.tool_calls] == ["ls", "ls"]
+    assert turn.reasoning == f"Then {call}"
+    assert turn.text == "First.\nLast."
+
+
+@both_formats
+def test_closing_reasoning_twice_moves_all_before_the_second_mark_into_reasoning(parser, call):
+    turn = parser.parse_turn(f"a</think>b {call} c</think>d", reasoning_open=True)
+    assert (turn.reasoning, turn.text, turn.tool_calls) == (f"a\nb {call} c", "d", ())
+
+
+@both_formats
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think></think>"])
+def test_empty_reasoning_is_no_reasoning(parser, call, empty):
+    turn = parser.parse_turn(f"{empty}Hello.")
+    assert (turn.reasoning, turn.text) == (None, "Hello.")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"),
+    [
+        ("", ""),
+        ("  Hello. \n", "  Hello. \n"),
+        ("\n", "\n"),
+        ("Hello.\n\nCALL", "Hello."),
+        ("\n\nCALL\n", ""),
+        ("CALL\nCALL", ""),
+        ("Hello.\nCALL\n\nBye. ", "Hello.\n\nBye. "),
+        ("Hello.CALL Bye.", "Hello. Bye."),
+        ("Hello. CALL\nBye.", "Hello.\nBye."),
+        ("Hello.CALLBye.", "Hello.Bye."),
+        ("A\n\nCALL\nCALL\n\nB CALL C", "A\n\nB C"),
+        ("<think>x</think>\n\n    indented\ncode", "    indented\ncode"),
+        ("<think>x</think> \n \t\n  - item\n", "  - item\n"),
+    ],
+)
+@both_formats
+def test_only_white_space_that_separated_markup_goes_with_it(parser, call, sampled, text):
+    assert parser.parse_turn(sampled.replace("CALL", call)).text == text
+
+
+@both_formats
+@given(before=PIECES, inside=PIECES.filter(lambda text: "</think>" not in text), after=PIECES)
+def test_no_call_between_reasoning_marks_is_ever_returned(parser, call, before, inside, after):
+    marked = call.replace("ls", "draft")
+    opened = parser.parse(f"<think>{inside}{marked}{inside}")
+    prompted = parser.parse(f"{inside}{marked}{inside}</think>{after}", reasoning_open=True)
+    closed_only = parser.parse(f"{before}{marked}{inside.replace('<think>', '')}</think>{after}")
+    assert "draft" not in {found.name for found in (*opened, *prompted, *closed_only)}
+
+
+@both_formats
+@given(text=PIECES, reasoning_open=st.booleans())
+def test_every_word_of_a_turn_ends_up_in_exactly_one_place(parser, call, text, reasoning_open):
+    turn = parser.parse_turn(text, reasoning_open=reasoning_open)
+    places = (turn.reasoning or "", turn.text, *(found.raw or "" for found in turn.tool_calls))
+    assert sum(place.count("word") for place in places) == text.count("word")
+    good = sum(not found.is_error for found in turn.tool_calls)
+    assert sum(place.count("ls") for place in places) + good == text.count("ls")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning_open", "unclosed"),
+    [
+        ("", False, False),
+        ("", True, True),
+        ("Hm", True, True),
+        ("\n<think>\nHm", True, True),
+        ("<think>", False, True),
+        (f"<think>Hm {CALL}", False, True),
+        ("<think>Hm</think>", False, False),
+        ("Hm</think>", True, False),
+        ("Hm</think>", False, False),
+        ("Hm</think>\n\nYes.", True, False),
+        ("<think>Hm</think>\n\nYes.\n<think>No, ", False, True),
+        ("Yes.", False, False),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>', False, False),
+    ],
+)
+def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(text, reasoning_open, unclosed):
+    class OwnToolParser(ToolParser):
+        """A parser of a user, who left the splitting to the base class."""
+
+        def parse(self, text):  # type: ignore[override]
+            return []
+
+    for parser in (HermesToolParser(), QwenXMLToolParser(), OwnToolParser()):
+        assert parser.parse_turn(text, reasoning_open=reasoning_open).ends_in_reasoning is unclosed
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TOKENIZER = build_chatml_tokenizer()
+
+
+def encode(*pieces, tokenizer=TOKENIZER):
+    """A turn of pieces that were sampled one by one: a piece that is part of a mark is made of ordinary tokens."""
+    ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+    return {
+        "text": tokenizer.decode(ids, skip_special_tokens=False),
+        "token_ids": ids,
+        "tokenizer": tokenizer,
+    }
+
+
+def test_a_call_of_real_mark_tokens_is_a_call():
+    turn = HermesToolParser().parse_turn(**encode("Hm. " + CALL))
+    assert [call.name for call in turn.tool_calls] == ["ls"]
+    assert turn.text == "Hm."
+
+
+def test_ordinary_tokens_that_look_like_a_call_are_text():
+    sampled = encode("The format is <tool", '_call>{"name": "ls"}</tool', "_call>, as you see.")
+    assert HermesToolParser().parse(sampled["text"]) != []
+    turn = HermesToolParser().parse_turn(**sampled)
+    assert turn.tool_calls == ()
+    assert turn.text == 'The format is <tool_call>{"name": "ls"}</tool_call>, as you see.'
+
+
+def test_ordinary_tokens_that_look_like_reasoning_marks_are_text():
+    turn = HermesToolParser().parse_turn(**encode("Write <thin", "k> and </thin", "k>, then ", CALL))
+    assert turn.reasoning is None
+    assert turn.text == "Write <think> and </think>, then"
+    assert [call.name for call in turn.tool_calls] == ["ls"]
+
+
+def test_a_look_alike_in_open_reasoning_does_not_close_it():
+    turn = HermesToolParser().parse_turn(**encode("I end with </thin", f"k> {CALL}</think>Done."), reasoning_open=True)
+    assert turn.tool_calls == ()
+    assert turn.reasoning == f"I end with </think> {CALL}"
+    assert turn.text == "Done."
+
+
+def test_an_end_that_only_looks_like_one_leaves_the_call_unterminated():
+    (call,) = HermesToolParser().parse(**encode('<tool_call>{"name": "ls"}</tool', "_call>"))
+    assert call.status is ToolCallStatus.UNTERMINATED
+    assert call.raw == '{"name": "ls"}</tool_call>'
+
+
+def test_look_alikes_and_real_marks_may_both_stand_in_a_string():
+    sampled = encode(
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool', '_call> </tool_call> \U0001f642"}}</tool_call>'
+    )
+    (call,) = HermesToolParser().parse(**sampled)
+    assert call.input == {"x": "</tool_call> </tool_call> \U0001f642"}
+
+
+def test_a_value_that_ends_in_a_look_alike_goes_on():
+    fake = "</parameter>\n</function>\n</tool"
+    sampled = encode(
+        "<tool_call>\n<function=f>\n<parameter=x>\na", fake, "_call>\nb\n</parameter>\n</function>\n</tool_call>"
+    )
+    (call,) = QwenXMLToolParser().parse(**sampled)
+    assert call.input == {"x": f"a{fake}_call>\nb"}
+
+
+def test_marks_that_the_vocabulary_spells_with_several_tokens_are_found_by_their_text():
+    without_marks = build_chatml_tokenizer(with_marks=False)
+    turn = HermesToolParser().parse_turn(**encode(f"<think>{CALL}</think>{CALL}", tokenizer=without_marks))
+    assert turn.reasoning == CALL
+    assert [call.name for call in turn.tool_calls] == ["ls"]
+
+
+def test_each_mark_is_judged_by_itself_when_the_vocabulary_has_only_some():
+    parser = HermesToolParser(think_start_token="[think]", think_end_token="[/think]")
+    turn = parser.parse_turn(**encode("[think]<tool", f"_call>{CALL}[/think]Yes.", CALL))
+    assert turn.reasoning == f"<tool_call>{CALL}"
+    assert (turn.text, len(turn.tool_calls)) == ("Yes.", 1)
+
+
+def test_ids_are_believed_where_the_text_has_lost_its_marks():
+    sampled = encode(f"Hm.{CALL}")
+    sampled["text"] = sampled["text"].replace("<tool_call>", "").replace("</tool_call>", "")
+    turn = HermesToolParser().parse_turn(**sampled)
+    assert (turn.text, [call.name for call in turn.tool_calls]) == ("Hm.", ["ls"])
+
+
+def test_spaces_behind_marks_survive_vocabularies_that_drop_leading_spaces():
+    class SpaceDroppingTokenizer:
+        """One word a token; like sentencepiece, decoding leaves out the space before the first one."""
+
+        words = {1: "<tool_call>", 2: "</tool_call>", 3: " a", 4: " <tool_call>", 5: " b"}
+        __hash__ = None  # type: ignore[assignment]
+
+        def convert_tokens_to_ids(self, token):
+            return next((index for index, word in self.words.items() if word == token), 0)
+
+        def decode(self, token_ids, skip_special_tokens):
+            assert skip_special_tokens is False
+            return "".join(self.words.get(index, "<unk>") for index in token_ids).removeprefix(" ")
+
+    parser = HermesToolParser()
+    (call,) = parser.parse(
+        "a <tool_call><tool_call> b</tool_call>", token_ids=[3, 4, 1, 5, 2], tokenizer=SpaceDroppingTokenizer()
+    )
+    assert call.raw == " b"
+
+
+@given(
+    st.lists(
+        st.one_of(st.sampled_from((*MARKS, "<tool", "_call>", "</", "think>", '"', "{", CALL)), st.text(max_size=5))
+    ),
+    st.booleans(),
+)
+def test_ids_never_make_the_parser_raise_and_nothing_sampled_is_lost(pieces, reasoning_open):
+    sampled = encode(*pieces)
+    for parser in (HermesToolParser(), QwenXMLToolParser()):
+        turn = parser.parse_turn(**sampled, reasoning_open=reasoning_open)
+        kept = (turn.reasoning or "") + turn.text + "".join(call.raw or "" for call in turn.tool_calls)
+        good = sum(not call.is_error for call in turn.tool_calls)
+        assert kept.count('"name"') + good == sampled["text"].count('"name"')
+
+
+@given(st.dictionaries(st.text(max_size=5), st.one_of(st.sampled_from(MARKS), st.text(max_size=9)), max_size=4))
+def test_with_ids_arguments_come_back_as_they_were_written(arguments):
+    body = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
+    (call,) = HermesToolParser().parse(**encode(f"<tool_call>{body}</tool_call>"))
+    assert call.input == arguments
+
+
+@pytest.mark.parametrize("missing", ["token_ids", "tokenizer"])
+def test_ids_without_a_tokenizer_and_the_other_way_round_fall_back_to_the_text(missing):
+    sampled = encode("<tool", '_call>{"name": "ls"}</tool', "_call>")
+    del sampled[missing]
+    assert [call.name for call in HermesToolParser().parse(**sampled)] == ["ls"]
+
+
+# === hermes ===
+
+
+HERMES_PIECES = st.one_of(st.sampled_from((*MARKS, "\n", '"', "{", "}", "\\")), st.text(max_size=6))
+TEXTS = st.lists(HERMES_PIECES, max_size=5).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
+
+
+def written(name="search", arguments=None, *, ensure_ascii=False):
+    call = {"name": name, "arguments": {} if arguments is None else arguments}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=ensure_ascii)}\n</tool_call>"
+
+
+parse = HermesToolParser().parse
+
+
+def only(text, **keywords):
+    (result,) = parse(text, **keywords)
+    return result
+
+
+def assert_refused(result, status):
+    assert (result.status, result.is_error) == (status, True)
+    assert (result.name, result.input) == (ToolParseResult.UNKNOWN_NAME, {})
+    assert result.error
+
+
+def test_a_call_is_read_from_the_text_alone():
+    result = only(written("search", {"query": "strands", "limit": 3}))
+    assert (result.name, result.input, result.status) == ("search", {"query": "strands", "limit": 3}, ToolCallStatus.OK)
+    assert not result.is_error
+    assert json.loads(result.payload) == result.input
+
+
+@given(ARGUMENTS, st.booleans())
+def test_arguments_come_back_as_they_were_written_whatever_they_hold(arguments, ensure_ascii):
+    turn = HermesToolParser().parse_turn("Hm.\n" + written("f", arguments, ensure_ascii=ensure_ascii))
+    (result,) = turn.tool_calls
+    assert result.input == arguments
+    assert json.dumps(result.input) == json.dumps(arguments)
+    assert (turn.text, turn.reasoning) == ("Hm.", None)
+
+
+@settings(max_examples=30)
+@given(st.lists(ARGUMENTS, max_size=4), st.sampled_from(["", "\n", " and "]))
+def test_several_calls_come_in_the_order_in_which_they_were_made(batch, between):
+    calls = parse(between.join(written(f"f{index}", arguments) for index, arguments in enumerate(batch)))
+    assert [(call.name, call.input) for call in calls] == [(f"f{i}", arguments) for i, arguments in enumerate(batch)]
+
+
+def test_every_call_has_an_id_of_its_own_also_when_the_same_text_is_parsed_again():
+    ids = [call.id for _ in range(50) for call in parse(written() + written())]
+    assert len(set(ids)) == 100
+    assert all(identifier.startswith("call_") for identifier in ids)
+
+
+def test_left_out_arguments_are_no_arguments():
+    assert only('<tool_call>{"name": "now"}</tool_call>').input == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "search",
+        "[]",
+        '"search"',
+        "{'name': 'search'}",
+        '{"name": "search", "arguments": {},}',
+        '{"name": "search", "arguments": {}',
+        '{"name": "search", "arguments": {}}}',
+        '{"name": "search", "arguments": {}} please',
+        '```json\n{"name": "search", "arguments": {}}\n```',
+        '{"name": "search", "arguments": {"q": "a\nb"}}',
+        '{"name": "search", "arguments": {"q": True}}',
+        '{"name": "search", "arguments": {"q": NaN}}',
+        '{"name": "search", "arguments": {"q": -Infinity}}',
+        '{"name": "search", "arguments": {"q": 1e999}}',
+        '{"name": "search", "arguments": {"q": ' + "1" * 5000 + "}}",
+        '{"name": "search", "arguments": {"q": 1, "q": 2}}',
+        '{"name": "search", "arguments": {"deep": [{"q": 1, "q": 1}]}}',
+        '{"name": "other", "name": "search", "arguments": {}}',
+        '{"name": "search", "arguments": {"q": "\\ud83d"}}',
+        '{"name": "search", "arguments": {"\\udc00": 1}}',
+        '{"name": "search", "arguments": {"q": ' + "[" * 100 + "]" * 100 + "}}",
+        '{"name": "search", "arguments": {"q": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+        '{"name": "search", "parameters": {"q": 1}}',
+        '{"name": "search", "arguments": {}, "id": 1}',
+        '{"arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": null, "arguments": {}}',
+        '{"name": ["search"], "arguments": {}}',
+    ],
+)
+def test_what_is_not_exactly_a_call_is_malformed_and_keeps_what_was_written(body):
+    turn = HermesToolParser().parse_turn(f"A<tool_call>{body}</tool_call>")
+    (result,) = turn.tool_calls
+    assert_refused(result, ToolCallStatus.MALFORMED)
+    assert result.raw == result.payload == body
+    assert turn.text == "A"
+
+
+@pytest.mark.parametrize("arguments", [[], [1], "text", '{"q": 1}', 3, None, True])
+def test_arguments_that_are_no_object_are_told_apart_and_never_become_empty_arguments(arguments):
+    body = json.dumps({"name": "search", "arguments": arguments})
+    result = only(f"<tool_call>{body}</tool_call>")
+    assert_refused(result, ToolCallStatus.NOT_AN_OBJECT)
+    assert (result.raw, result.attempted_name) == (body, "search")
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "{", '{"name": "search", "arguments": {"q": "', '{"name": "search", "arguments": {}}', "nonsense"],
+)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_call_without_an_end_is_unterminated(body, truncated):
+    turn = HermesToolParser().parse_turn(f"Let me see.\n<tool_call>\n{body}", truncated=truncated)
+    (result,) = turn.tool_calls
+    assert_refused(result, ToolCallStatus.UNTERMINATED)
+    assert result.raw == f"\n{body}"
+    assert ("cut off" in (result.error or "")) is truncated
+    assert turn.text == "Let me see."
+
+
+def test_a_mark_in_a_json_string_does_not_end_the_call():
+    arguments = {"text": 'use </tool_call> and <tool_call>{"name": "rm"}</tool_call> and </think>'}
+    assert only(written("write", arguments) + "done").input == arguments
+
+
+def test_a_call_quoted_without_escapes_inside_a_broken_call_does_not_run():
+    inner = written("rm", {"path": "/"})
+    text = '<tool_call>{"name": "write", "arguments": {"text": "see ' + inner + '"}}</tool_call>'
+    assert all(call.is_error for call in parse(text))
+
+
+def test_a_start_mark_inside_an_open_call_does_not_start_another_one():
+    (result,) = parse("<tool_call>\n" + written("rm"))
+    assert_refused(result, ToolCallStatus.MALFORMED)
+
+
+def test_a_good_call_behind_a_broken_one_is_still_a_call():
+    broken, good = parse("<tool_call>{'name': 'a'}</tool_call>\n" + written("b"))
+    assert_refused(broken, ToolCallStatus.MALFORMED)
+    assert (good.name, good.status) == ("b", ToolCallStatus.OK)
+
+
+def test_a_stray_end_mark_is_text():
+    turn = HermesToolParser().parse_turn("All done.</tool_call>")
+    assert (turn.text, turn.tool_calls) == ("All done.</tool_call>", ())
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"name": "search", "description": "", "inputSchema": {"json": {}}}]])
+@pytest.mark.parametrize("name", ["serach", "search now", "search\n", "s" * 65])
+def test_a_name_that_no_tool_has_is_read_as_written(name, tools):
+    result = only(written(name, {"query": "x"}), tools=tools)
+    assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"query": "x"})
+
+
+@pytest.mark.parametrize("body", ['{"name": "search", "arguments": {', '{"name":"search", nonsense'])
+def test_the_name_that_a_broken_call_seems_to_have_is_kept_for_counting(body):
+    assert only(f"<tool_call>{body}</tool_call>").attempted_name == "search"
+
+
+def test_other_marks_can_be_given():
+    parser = HermesToolParser(tool_start_token="[call]", tool_end_token="[/call]")
+    (result,) = parser.parse('<tool_call>[call]{"name": "f"}[/call]')
+    assert result.name == "f"
+    with pytest.raises(ValueError, match="mark"):
+        HermesToolParser(tool_end_token="")
+
+
+@given(st.lists(HERMES_PIECES).map("".join), st.booleans(), st.booleans())
+def test_no_text_makes_the_parser_raise(text, reasoning_open, truncated):
+    turn = HermesToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
+    assert all(call.is_error for call in turn.tool_calls)
+
+
+QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Raw newlines in a JSON string: the call is broken, and what it quotes must not run.
+        '<tool_call>{"name": "write", "arguments": {"content": "one:\n'
+        + QUOTED
+        + "\ntwo:\n"
+        + QUOTED
+        + '\n"}}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir", "content": "'
+        + QUOTED
+        + QUOTED
+        + '"}}</tool_call>',
+    ],
+)
+def test_calls_that_are_quoted_in_a_broken_call_do_not_run(text):
+    calls = HermesToolParser().parse(text)
+    assert calls
+    assert all(call.is_error for call in calls)
+
+
+def test_a_good_call_beside_a_broken_one_with_its_own_end_runs():
+    broken = "<tool_call>oops</tool_call>"
+    statuses = [call.is_error for call in HermesToolParser().parse(broken + QUOTED)]
+    assert statuses == [True, False]
+
+
+# === formats whose values stand between tags as plain text: what is a call, and where its values end ===
+# What the schema says of the type of a value counts, wherever it says so (D4, D5).
+
+
+TAGS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
+TAGGED_TEXTS = st.lists(st.one_of(st.sampled_from((*TAGS, "\n", "  ", "null", "1", "{")), st.text(max_size=6))).map(
+    "".join
+)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+TAGGED_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | TAGGED_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TAGGED_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def as_template(value, *, python_literals):
+    """A value as chat templates write it: Qwen3-Coder's and Qwen3.5's with Python's literals, later ones as JSON."""
+    if isinstance(value, str) or (python_literals and not isinstance(value, (dict, list))):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def tagged_written(name, arguments, *, python_literals=False):
+    body = "".join(
+        f"<parameter={key}>\n{as_template(value, python_literals=python_literals)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def tool(name, properties, **schema):
+    return {"name": name, "inputSchema": {"json": {"type": "object", "properties": properties, **schema}}}
+
+
+def tagged_only(text, **keywords):
+    (result,) = QwenXMLToolParser().parse(text, **keywords)
+    return result
+
+
+def value_of(written_value, schema, **root):
+    result = tagged_only(tagged_written("f", {"x": written_value}), tools=[tool("f", {"x": schema}, **root)])
+    assert result.status is ToolCallStatus.OK, result.error
+    return result.input["x"]
+
+
+@given(st.dictionaries(KEYS, TAGGED_VALUES, max_size=4), st.booleans())
+def test_arguments_come_back_as_the_chat_template_wrote_them(arguments, python_literals):
+    # What ends a call, and what could as well be the rest of a call whose value was never closed.
+    lost_in_the_format = re.compile(r"</function>\s*</tool_call>|\n<parameter=[^>\n]+>\n")
+    for value in arguments.values():
+        text = as_template(value, python_literals=python_literals)
+        assume(lost_in_the_format.search(f"\n{text}\n</parameter>\n") is None)
+    properties = {key: {"type": JSON_TYPE[type(value)]} for key, value in arguments.items()}
+    turn = QwenXMLToolParser().parse_turn(
+        "So:\n\n" + tagged_written("f", arguments, python_literals=python_literals), tools=[tool("f", properties)]
+    )
+    (result,) = turn.tool_calls
+    assert result.error is None
+    assert result.input == arguments
+    assert [type(value) for value in result.input.values()] == [type(value) for value in arguments.values()]
+    assert turn.text == "So:"
+
+
+@pytest.mark.parametrize(
+    "value", ["123", "true", "null", "None", "", "  x ", '{"a": 1}', '"quoted"', "\n\n", "    def f():\n\treturn 1\n"]
+)
+def test_a_declared_string_stays_exactly_what_was_written(value):
+    assert value_of(value, {"type": "string"}) == value
+    assert value_of(value, {"type": "string", "enum": ["a"]}) == value
+
+
+def test_the_newlines_of_the_format_may_be_missing():
+    text = "<tool_call><function=f><parameter=a> 1 </parameter><parameter=b>x\n</parameter></function></tool_call>"
+    assert tagged_only(text).input == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("written_value", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        (" -3 ", {"type": "integer"}, -3),
+        ("3", {"type": "number"}, 3),
+        ("3.5", {"type": "number"}, 3.5),
+        ("1e-07", {"type": "number"}, 1e-07),
+        ("true", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),
+        ("None", {"type": "null"}, None),
+        ("[1, [2]]", {"type": "array"}, [1, [2]]),
+        ('{"a": "1"}', {"type": "object"}, {"a": "1"}),
+        ("5", {"type": ["integer", "string"]}, 5),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("nullable", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "nullable"),
+        ("None", {"oneOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ("{broken", {"type": ["object", "string"]}, "{broken"),
+        ("7", {"enum": [7, 8]}, 7),
+        ("7", {"enum": ["7", "8"]}, "7"),
+        ("7", {"const": "7"}, "7"),
+        ("7", {"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "7"),
+        ("7", {"$ref": "#/$defs/Word"}, "7"),
+        ("7", {"anyOf": [{"$ref": "#/$defs/Word"}, {"type": "null"}]}, "7"),
+        ("7", {"$ref": "#/$defs/Missing"}, 7),
+        ("7", {"$ref": "#/$defs/Loop"}, 7),
+        ("7", {}, 7),
+        ("seven", {}, "seven"),
+        ("7", True, 7),
+        ("7", {"type": "word"}, 7),
+    ],
+)
+def test_values_have_the_type_that_the_schema_declares(written_value, schema, value):
+    definitions = {"Word": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    found = value_of(written_value, schema, **{"$defs": definitions})
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written_value", "schema", "error"),
+    [
+        ("three", {"type": "integer"}, "an integer"),
+        ("3.5", {"type": "integer"}, "an integer"),
+        ("true", {"type": "integer"}, "an integer"),
+        ('"3"', {"type": "integer"}, "an integer"),
+        ("", {"type": "integer"}, "an integer"),
+        ("yes", {"type": "boolean"}, "a boolean"),
+        ("1", {"type": "boolean"}, "a boolean"),
+        ("NaN", {"type": "number"}, "NaN is not JSON"),
+        ("{'a': 1}", {"type": "object"}, "an object"),
+        ('{"a": 1} ', {"type": "array"}, "an array"),
+        ("[1, 2", {"type": "array"}, "an array"),
+        ('{"a": 1, "a": 2}', {"type": "object"}, "more than once"),
+        ("[" * 100 + "]" * 100, {"type": "array"}, "nested too deeply"),
+        ("x", {"type": ["integer", "null"]}, "an integer or null"),
+    ],
+)
+def test_a_value_of_another_type_is_malformed_and_says_so(written_value, schema, error):
+    result = tagged_only(tagged_written("f", {"x": written_value}), tools=[tool("f", {"x": schema})])
+    assert result.status is ToolCallStatus.MALFORMED
+    assert (result.name, result.input, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, {}, "f")
+    assert result.error is not None and error in result.error
+
+
+def test_without_a_schema_json_is_json_and_anything_else_is_text():
+    arguments = {"a": "12", "b": "true", "c": "null", "d": "[1]", "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
+    found = tagged_only(tagged_written("f", arguments)).input
+    assert found == {"a": 12, "b": True, "c": None, "d": [1], "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
+
+
+def test_a_parameter_that_is_not_declared_is_typed_by_what_additional_properties_say():
+    text = tagged_written("f", {"x": "12"})
+    assert tagged_only(text, tools=[tool("f", {})]).input == {"x": 12}
+    assert tagged_only(text, tools=[tool("f", {}, additionalProperties={"type": "string"})]).input == {"x": "12"}
+    assert tagged_only(text, tools=[tool("f", {}, additionalProperties=False)]).input == {"x": 12}
+
+
+def test_the_schema_may_be_given_by_reference_and_without_the_json_key():
+    definition = {"properties": {"x": {"type": "string"}}}
+    schema = {"$ref": "#/$defs/Input", "$defs": {"Input": definition}}
+    assert tagged_only(tagged_written("f", {"x": "12"}), tools=[{"name": "f", "inputSchema": schema}]).input == {
+        "x": "12"
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "<function=>",
+        "search",
+        '{"name": "f", "arguments": {}}',
+        "<function=f>",
+        "<function=f></function></function>",
+        "<function=f>\n</function>\n<function=g>\n</function>",
+        "<function=f>\nx\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter>",
+        "<function=f>\n<parameter=a>\n1\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter> and\n</function>",
+        "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=f>\n<parameter=>\n1\n</parameter>\n</function>",
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>",
+    ],
+)
+def test_what_is_not_exactly_a_tagged_call_is_malformed_and_keeps_what_was_written(body):
+    turn = QwenXMLToolParser().parse_turn(f"A\n<tool_call>\n{body}\n</tool_call>\nB")
+    (result,) = turn.tool_calls
+    assert (result.status, result.name, result.input) == (ToolCallStatus.MALFORMED, ToolParseResult.UNKNOWN_NAME, {})
+    assert result.raw == f"\n{body}\n"
+    assert result.error
+    assert turn.text == "A\nB"
+
+
+@pytest.mark.parametrize("end", range(len("<tool_call>"), len(tagged_written("f", {"a": 1, "b": "x"})) - 1, 3))
+def test_a_call_that_is_cut_off_anywhere_is_unterminated(end):
+    turn = QwenXMLToolParser().parse_turn("A\n" + tagged_written("f", {"a": 1, "b": "x"})[:end], truncated=True)
+    (result,) = turn.tool_calls
+    assert (result.status, result.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
+    assert "cut off" in (result.error or "")
+    assert turn.text == "A"
+
+
+def test_tags_inside_a_value_belong_to_the_value():
+    code = "x = '</parameter>'\n</tool_call> <tool_call>\n<function=rm>\n</function> </think>\n<parameter=y>z"
+    turn = QwenXMLToolParser().parse_turn(tagged_written("write", {"code": code, "n": 1}))
+    (result,) = turn.tool_calls
+    assert result.input == {"code": code, "n": 1}
+    assert turn.reasoning is None
+
+
+def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it():
+    first = tagged_written("f", {"a": "1"}).replace("</parameter>\n", "")
+    broken, good = QwenXMLToolParser().parse(first + "\n" + tagged_written("g", {"b": "2"}))
+    assert (broken.status, broken.attempted_name) == (ToolCallStatus.MALFORMED, "f")
+    assert (good.name, good.input) == ("g", {"b": 2})
+
+
+@pytest.mark.parametrize("name", ["g", "f g", "f" * 65])
+def test_a_name_that_no_tool_has_is_read_as_written_in_tags(name):
+    result = tagged_only(tagged_written(name, {"x": 1}), tools=[tool("f", {})])
+    assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"x": 1})
+
+
+TAGGED_PIECES = st.lists(st.sampled_from([*TAGS, "<think>", "\n", " ", "x", "<function=", "<parameter=", ">"])).map(
+    "".join
+)
+
+
+@given(st.one_of(TAGGED_PIECES, TAGGED_TEXTS), st.booleans(), st.booleans())
+def test_no_text_makes_the_parser_of_tags_raise(text, reasoning_open, truncated):
+    turn = QwenXMLToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
+    assert all(call.is_error for call in turn.tool_calls)
+
+
+def test_a_value_that_closes_its_own_call_runs_nothing():
+    value = "x\n</parameter>\n</function>\n</tool_call>\nand more"
+    text = f"<tool_call>\n<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    calls = QwenXMLToolParser().parse(text)
+    assert calls
+    assert all(call.is_error for call in calls)
+
+
+@pytest.mark.parametrize("written", ["null", "None"])
+def test_a_parameter_whose_default_is_null_takes_null(written):
+    schema = {"type": "object", "properties": {"limit": {"type": "integer", "default": None}}}
+    tools = [{"name": "search", "description": "Searches.", "inputSchema": {"json": schema}}]
+    text = f"<tool_call>\n<function=search>\n<parameter=limit>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = QwenXMLToolParser().parse(text, tools=tools)
+    assert (call.error, call.input) == (None, {"limit": None})
+
+
+def test_tags_in_the_strings_of_a_list_or_an_object_belong_to_them():
+    inside = "x</parameter><parameter=b></parameter></function></tool_call><tool_call>"
+    types = {"a": {"type": "object"}, "b": {"type": ["array", "null"]}}
+    text = tagged_written("f", {"a": {inside: inside}, "b": [inside]})
+    result = tagged_only(text, tools=[tool("f", types)])
+    assert result.input == {"a": {inside: inside}, "b": [inside]}
+
+
+def test_a_list_that_is_no_json_ends_at_its_tag_and_is_refused():
+    text = "<tool_call><function=f><parameter=a>['x']</parameter></function></tool_call>"
+    assert "must be an array" in (tagged_only(text, tools=[tool("f", {"a": {"type": "array"}})]).error or "")
+
+
+def test_more_calls_than_a_thousand_are_one_malformed_call():
+    calls = QwenXMLToolParser().parse(tagged_written("f", {}) * 1005)
+    assert [call.status for call in calls[:1000]] == [ToolCallStatus.OK] * 1000
+    assert [(call.status, call.error) for call in calls[1000:]] == [
+        (ToolCallStatus.MALFORMED, "a turn may hold 1000 calls, and this one holds more")
+    ]
+
+
+_TOKEN = "]<]minimax[>["
+WRITTEN = {
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter={key}>{value}</parameter>\n</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="{key}">{value}</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "minimax_m3": f'{_TOKEN}<tool_call>\n{_TOKEN}<invoke name="f">{_TOKEN}<{{key}}>{{value}}{_TOKEN}</{{key}}>'
+    f"{_TOKEN}</invoke>\n{_TOKEN}</tool_call>",
+}
+FORMATS = pytest.mark.parametrize("format_name", sorted(WRITTEN))
+
+
+def read(format_name, value, schema, key="a"):
+    """The value of one parameter of a call, read by the schema of the tool."""
+    text = WRITTEN[format_name].format(key=key, value=value)
+    (call,) = get_tool_parser(format_name).parse(text, tools=[{"name": "f", "inputSchema": {"json": schema}}])
+    assert call.error is None, call.error
+    return call.input[key]
+
+
+WORD = {"type": "string"}
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"z": {"anyOf": [{"type": "integer"}, WORD]}, "a": {"$ref": "#/properties/z/anyOf/1"}}},
+        {"properties": {"a": {"$ref": "#/$defs/a%20word"}}, "$defs": {"a word": WORD}},
+        {"properties": {"a": {"$ref": "#/$defs/a word"}}, "$defs": {"a word": WORD}},
+        {"properties": {"a": {"$ref": "#/$defs/a~1b~0c%25"}}, "$defs": {"a/b~c%": WORD}},
+        {"properties": {"a": {"$ref": "#word"}}, "$defs": {"w": {"$anchor": "word", **WORD}}},
+        {"properties": {"a": {"$ref": "word.json"}}, "$defs": {"w": {"$id": "https://e.org/word.json", **WORD}}},
+        {
+            "properties": {"a": {"$ref": "#/$defs/W0"}},
+            "$defs": {**{f"W{i}": {"$ref": f"#/$defs/W{i + 1}"} for i in range(20)}, "W20": WORD},
+        },
+        {"properties": {"a": {"$ref": "#/$defs/W"}}, "$defs": {"W": {"anyOf": [WORD, {"$ref": "#/$defs/W"}]}}},
+        {"properties": {"a": {"pattern": "^[0-9]+$"}}},
+        {"properties": {"a": {"minLength": 1}}},
+        {"allOf": [{"properties": {"a": WORD}}, {"properties": {"b": {"type": "integer"}}}]},
+        {"anyOf": [{"properties": {"a": WORD}}, {"properties": {"b": {"type": "integer"}}}]},
+        {"oneOf": [{"properties": {"a": WORD}}, {"properties": {"a": {"const": "x"}}}]},
+        {"patternProperties": {"^a$": WORD}},
+        {"patternProperties": {r"^\p{L}+$": WORD}},
+        {
+            "properties": {"a": {"description": "x"}},
+            "allOf": [{"$ref": "#/$defs/O"}],
+            "$defs": {"O": {"properties": {"a": WORD}}},
+        },
+        {"$ref": "#/$defs/O", "$defs": {"O": {"allOf": [{"anyOf": [{"properties": {"a": WORD}}]}]}}},
+        {"if": {"required": ["b"]}, "then": {"properties": {"a": WORD}}},
+        {"dependentSchemas": {"b": {"properties": {"a": WORD}}}},
+        {"additionalProperties": {"$ref": "#/$defs/W"}, "$defs": {"W": WORD}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("value", ["1", "true", "null", "[1]"])
+def test_a_string_stays_text_wherever_the_schema_declares_it(format_name, schema, value):
+    """D4: such strings became numbers."""
+    assert read(format_name, value, {"type": "object", **schema}) == value
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        ("1", {"type": "number", "enum": [0.5, 1.0, 2.0]}, 1),
+        ("1", {"enum": [0.5, 1.0]}, 1),
+        ("1.0", {"type": "number", "enum": [1, 2]}, 1.0),
+        ("1.0", {"const": 1}, 1.0),
+        ("1", {"const": 1.0}, 1),
+        ("3.0", {"type": "integer"}, 3.0),
+        ("1e2", {"type": "integer"}, 100.0),
+        ("[1.0]", {"const": [1]}, [1.0]),
+    ],
+)
+def test_numbers_are_equal_as_json_schema_has_it(format_name, value, schema, expected):
+    """D5: valid numbers were refused."""
+    found = read(format_name, value, {"type": "object", "properties": {"a": schema}})
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        ("1", {"enum": ["1", 2]}, "1"),
+        ("2", {"enum": ["1", 2]}, 2),
+        ("1", {"enum": ["1", 1]}, 1),
+        ("true", {"anyOf": [{"const": "true"}, {"const": False}]}, "true"),
+        ("null", {"enum": ["null", "x", 3]}, "null"),
+        ("1", {"anyOf": [{"$ref": "#/$defs/E"}, {"type": "null"}]}, "1"),
+        ("1", {"allOf": [{"enum": ["1", "x", 5]}]}, "1"),
+        ("7", {"enum": ["1", 2]}, 7),
+    ],
+)
+def test_text_that_the_schema_lists_as_text_is_that_text(format_name, value, schema, expected):
+    """D5: `"1"` beside `2` became the number 1, which the schema does not allow."""
+    whole = {"type": "object", "properties": {"a": schema}, "$defs": {"E": {"enum": ["1", 2]}}}
+    found = read(format_name, value, whole)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_types_of_a_property_that_no_part_speaks_of_are_left_to_the_text():
+    schema = {"type": "object", "anyOf": [{"properties": {"b": WORD}}], "additionalProperties": False}
+    assert read("qwen_xml", "1", schema) == 1
+    assert read("qwen_xml", "one", schema) == "one"
+
+
+def test_items_and_properties_inside_of_elements_are_typed_wherever_the_schema_declares_them():
+    """D4, in the one format whose lists and objects are elements too."""
+    token = _TOKEN
+    inner = f"{token}<item>1{token}</item>{token}<item>2{token}</item>"
+    tuples = {"type": "array", "prefixItems": [{"type": "integer"}, WORD]}
+    for schema in (
+        tuples,
+        {"allOf": [{"$ref": "#/$defs/T%31"}]},
+        {"type": "array", "items": [{"type": "integer"}, WORD]},
+        {"type": "array", "items": [{"type": "integer"}], "additionalItems": WORD},
+    ):
+        whole = {"type": "object", "properties": {"a": schema}, "$defs": {"T1": tuples}}
+        assert read("minimax_m3", inner, whole) == [1, "2"]
+    nested = {"type": "object", "patternProperties": {"^x": WORD}}
+    assert read("minimax_m3", f"{token}<x1>1{token}</x1>", {"properties": {"a": nested}}) == {"x1": "1"}
+
+
+STRING_AND_MORE = {"type": "object", "properties": {"a": WORD, "b": WORD}}
+
+
+def calls(format_name, text):
+    parser = get_tool_parser(format_name)
+    return parser.parse(text, tools=[{"name": "f", "inputSchema": {"json": STRING_AND_MORE}}])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x</function></parameter><parameter=b>y",
+        "</parameter><parameter=b>",
+        "x\n</parameter><parameter=b>y",
+        "x</parameter>\n  <parameter=b>\ny",
+        "</parameter></function></tool",
+    ],
+)
+def test_tags_that_are_no_lines_of_their_own_are_text(value):
+    """D5: a string was split into two parameters."""
+    (call,) = calls("qwen_xml", WRITTEN["qwen_xml"].format(key="a", value=value))
+    assert call.input == {"a": value}
+
+
+def test_a_value_without_line_breaks_still_ends_at_its_tag():
+    body = "<parameter=a>x</parameter><parameter=b>\ny</parameter></function>"
+    (call,) = calls("qwen_xml", f"<tool_call><function=f>{body}</tool_call>")
+    assert call.input == {"a": "x", "b": "y"}
+
+
+@pytest.mark.parametrize(
+    ("format_name", "value"),
+    [
+        ("seed_oss", "x</parameter><parameter=b>y"),
+        ("seed_oss", "</function></parameter> <parameter=b>"),
+        ("minimax_m2", 'x</parameter><parameter name="b">y'),
+    ],
+)
+def test_a_value_whose_end_cannot_be_told_is_an_error_and_never_split(format_name, value):
+    """D5, in the formats that write a value on the line of its tags."""
+    (call,) = calls(format_name, WRITTEN[format_name].format(key="a", value=value))
+    assert call.is_error
+    assert "it cannot be told which </parameter> ends parameter 'a'" in call.error
+
+
+def test_parameters_on_one_line_are_read_where_there_is_one_reading():
+    text = (
+        "<seed:tool_call><function=f><parameter=a>x</parameter><parameter=b>y</parameter></function></seed:tool_call>"
+    )
+    (call,) = calls("seed_oss", text)
+    assert call.input == {"a": "x", "b": "y"}
