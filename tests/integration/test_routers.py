@@ -1,11 +1,13 @@
 """Several real servers: by the client itself, behind sglang-router, behind smg. The tables of docs/routers.md.
 
-Two servers that log their requests are started for this file. The last two tests kill one and then the other.
+One server is killed under rollouts and comes back. Two servers that log their requests are started for the rest; the
+last two tests kill one and then the other.
 """
 
 import asyncio
 import hashlib
 import os
+import random
 import re
 import signal
 import threading
@@ -17,8 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strands_sglang import SGLangModel, TurnStatus, get_tokenizer, local
-from strands_sglang.client.client import SGLangClient
+from strands_sglang import SGLangClient, SGLangModel, TerminationReason, TurnStatus, get_tokenizer, local
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangClientError,
@@ -28,10 +29,87 @@ from strands_sglang.exceptions import (
 )
 from strands_sglang.local.install import build_once, environment_python, find_python, home, python_version
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly, tail
-from strands_sglang.local.server import LocalServer, free_port, launch_server
+from strands_sglang.local.server import LocalServer, free_port, launch_server, port_is_free
 from strands_sglang.testing import ScriptedSGLang
+from support.agents import EveryAnswerCallsATool
+from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
 from support.readme import ROOT
-from support.real_servers import at_best, running_requests
+from support.real_servers import LOG_EVERYTHING, at_best, logged, running_requests
+
+
+@pytest.mark.timeout(1500, func_only=True)  # the server starts three times
+async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
+    restarts = 2
+    episode_count = 150
+    concurrency = 12
+    model_path, port = local.ensure_tiny_qwen3(sglang_python), free_port("127.0.0.1")
+    tokenizer = get_tokenizer(str(model_path))
+    end = tokenizer.eos_token_id
+    settings = local.ServerSettings(threads=1, extra_arguments=LOG_EVERYTHING)
+    paths = []
+
+    def sampled(paths):
+        """What the servers say they sampled, by request id."""
+        log = {}
+        for path in paths:
+            for entry in logged(path, "request.finished"):
+                out = entry["out"]
+                meta = out["meta_info"]
+                ids, logprobs = out["output_ids"], [item[0] for item in meta.get("output_token_logprobs") or ()]
+                log[entry["rid"]] = Sampled(
+                    entry["rid"], entry["obj"]["input_ids"], ids, logprobs, meta["weight_version"]
+                )
+        return log
+
+    async def some_requests(base_url, count):
+        """Until the server has finished that many of the requests that it knows of, or is gone."""
+        async with httpx.AsyncClient(base_url=base_url, timeout=5, trust_env=False) as http:
+            while count > 0:
+                try:
+                    loads = (await http.get("/v1/loads")).json()["loads"]
+                except httpx.HTTPError:
+                    return
+                count -= loads[0]["num_running_reqs"] > 0
+                await asyncio.sleep(0)
+
+    def start():
+        paths.append(tmp_path / f"server-{len(paths)}.log")
+        return local.start_server(sglang_python, model_path, port=port, settings=settings, log_path=paths[-1])
+
+    def make_model(number):
+        return SGLangModel(
+            tokenizer=tokenizer,
+            client=client,
+            tool_parser=EveryAnswerCallsATool(3),
+            # Any turn ends after a few tokens of its own, so that each episode has four.
+            sampling_params={"max_new_tokens": 32, "min_new_tokens": 6, "logit_bias": {str(end): 100.0}},
+        )
+
+    server = start()
+    try:
+        async with SGLangClient(server.base_url, max_retries=60, retry_delay=0.2, timeout=60.0) as client:
+            running = asyncio.ensure_future(
+                run_episodes(episode_count, make_model, concurrency=concurrency, seed=5, cancelled=0.15)
+            )
+            rng = random.Random(5)
+            for _ in range(restarts):
+                await some_requests(server.base_url, 20 + rng.randrange(40))
+                assert not running.done()
+                os.killpg(server.pid, signal.SIGKILL)
+                server.stop()
+                while not port_is_free("127.0.0.1", port):
+                    await asyncio.sleep(0.05)  # the kernel takes a moment to end what was killed
+                server = await asyncio.to_thread(start)
+            episodes = await running
+    finally:
+        server.stop()
+    assert_all_end_in_the_table(episodes)
+    reasons = [episode.reason for episode in episodes]
+    assert TerminationReason.INFRASTRUCTURE_ERROR not in reasons
+    assert reasons.count(TerminationReason.CANCELLED) >= 3
+    recorded = assert_recorded_as_sampled(episodes, sampled(paths))
+    assert len(recorded) >= 3 * episode_count
+
 
 REQUIREMENTS = Path(__file__).parents[1] / "support" / "requirements-routers.txt"
 
@@ -204,16 +282,15 @@ async def is_busy(workers):
     return await running(workers) > 0
 
 
-async def is_idle(workers):
-    return await running(workers) == 0
-
-
 ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadline": SGLangDeadlineError}
 
 
 @FRONTS
 @pytest.mark.parametrize("way", [*ENDS, "close"])
 async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(workers, fronts, front, way):
+    async def is_idle(workers):
+        return await running(workers) == 0
+
     async def seconds_until_idle():
         """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
         partial = []

@@ -22,43 +22,8 @@ from support.histories import ANSWERS, ARRIVALS, ATTEMPTS, EDITS, ENDS, FATES, N
 from support.judge import ViolationError
 
 CASES = int(os.environ.get("HISTORY_CASES", "2000"))
-SEED = os.environ.get("HISTORY_SEED", "0")
 SHARDS = 4  # so that the cases are spread over the cores
 
-MOVING_TEMPLATE = """\
-{%- set state = namespace(last_question=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- set state.last_question = loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- macro show_tools() %}
-    {%- if tools %}
-        {{- '<|im_start|>system\\n' }}
-        {%- for tool in tools %}
-            {{- tool | tojson + '\\n' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endmacro %}
-{%- if state.last_question < 0 %}
-    {{- show_tools() }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if loop.index0 == state.last_question %}
-        {{- show_tools() }}
-    {%- endif %}
-    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' + (message.content or '') }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 """ChatML that shows the tools in front of the last question, wherever that is, as Mistral's first templates do."""
 
 
@@ -89,9 +54,10 @@ def some(count, *phases):
 @pytest.mark.timeout(max(300, CASES))
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_what_is_recorded_is_what_was_seen_and_sampled(play, shard):
+    seed_text = os.environ.get("HISTORY_SEED", "0")
     tally = Counter()
 
-    @seed(f"{SEED}/{shard}")
+    @seed(f"{seed_text}/{shard}")
     @some(CASES // SHARDS)
     @given(PLANS)
     def check(plan):
@@ -154,13 +120,48 @@ def is_followed_by_text(earlier, one):
 
 
 def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(play):
+    moving_template = """\
+{%- set state = namespace(last_question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set state.last_question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- macro show_tools() %}
+    {%- if tools %}
+        {{- '<|im_start|>system\\n' }}
+        {%- for tool in tools %}
+            {{- tool | tojson + '\\n' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endmacro %}
+{%- if state.last_question < 0 %}
+    {{- show_tools() }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.index0 == state.last_question %}
+        {{- show_tools() }}
+    {%- endif %}
+    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
     def provable(earlier, one):
         blocks = [block for message in new_messages(earlier, one) for block in message["content"]]
         is_whole = isinstance(earlier.finish_reason.get("matched"), int)
         needs_an_end = not is_whole and not any("toolResult" in block for block in blocks)
         return one.call.before[1] is None or not (is_followed_by_text(earlier, one) or needs_an_end)
 
-    check_where(play, provable, chat_template=MOVING_TEMPLATE)
+    check_where(play, provable, chat_template=moving_template)
 
 
 def test_where_the_template_has_its_way_text_behind_reasoning_opens_a_sequence(play):
