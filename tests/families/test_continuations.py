@@ -48,10 +48,11 @@ TOOLS = [
 ]
 USE_IDS = ("call00001", "call00002", "call00003")  # nine letters and digits, which the strictest templates want
 
+# Families whose template has no place for the tool calls of a message, but writes its text.
 DROPS_CALLS = ("deepseek_v3_original", "smollm3")
-"""Families whose template has no place for the tool calls of a message, but writes its text."""
 
 TOOL_CASES = ("tool result", "several tool results", "text beside results", "full render")
+# What the template itself makes impossible, by family and case. Nothing else may be unproven.
 REFUSED = {
     **{("gemma_3", case): "the template refuses tool results" for case in TOOL_CASES},
     **{(family, "full render"): "the template drops tool calls" for family in DROPS_CALLS},
@@ -70,19 +71,12 @@ REFUSED = {
         for family in ("mistral_nemo", "mistral_small_3_2")
     },
 }
-"""What the template itself makes impossible, by family and case. Nothing else may be unproven."""
 
+# Families whose template puts text beside a call behind its result. A continuation leaves it where it was sampled.
 MOVES_TEXT = {"gemma_4"}
-"""Families whose template puts text beside a call behind its result. A continuation leaves it where it was sampled."""
 
+# Families whose template leaves reasoning out of earlier turns, marks or not, by a rule of its own.
 LEAVES_REASONING_OUT = {"deepseek_v3", "qwq"}
-"""Families whose template leaves reasoning out of earlier turns, marks or not, by a rule of its own."""
-
-# The argument that switches reasoning, by the name that the family gave it.
-THINKING = {
-    "thinking on": {"enable_thinking": True, "thinking": True, "reasoning_effort": "medium"},
-    "thinking off": {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"},
-}
 
 
 def text(role, content):
@@ -108,8 +102,13 @@ def results(*use_ids):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, case):
+    # The argument that switches reasoning, by the name that the family gave it.
+    thinking = {
+        "thinking on": {"enable_thinking": True, "thinking": True, "reasoning_effort": "medium"},
+        "thinking off": {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"},
+    }
     facts, tokenizer = FAMILIES[family], load_tokenizer(family)
-    template = ChatTemplate(tokenizer, arguments=THINKING.get(case, {}))
+    template = ChatTemplate(tokenizer, arguments=thinking.get(case, {}))
     tools_refused = (family, "tool result") in REFUSED
 
     def check(count=0, earlier_steps=0, plain=False, earlier_tools=False, beside_calls=None, beside_results=None):
@@ -193,7 +192,7 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
     else:
         # Where a user turn needs a conversation without tools, or a tool result cannot be, the other one is looked at.
         checks = [{"plain": (family, "user turn") in REFUSED}]
-        checks += [] if tools_refused or case not in THINKING else [{"count": 1}]
+        checks += [] if tools_refused or case not in thinking else [{"count": 1}]
     refusal = None
     try:
         for options in checks:
@@ -330,24 +329,22 @@ def test_results_have_the_ids_that_a_template_of_kimi_writes_into_the_calls():
     assert text.count("<|tool_call_begin|>functions.look_up:0<|") == text.count("## Return of functions.look_up:0") == 2
 
 
-# The library's own copies of real tokenizers give the ids that the tokenizers themselves give.
-TEXTS = (
-    "",
-    " leading and trailing \n\n",
-    "Tokens: naïve 日本語 🙂 e\u0301 12345 \t\n  def f(x):\n\n\n    return x\r\n",
-    '{"name": "look", "arguments": {"argument": "a  b"}}</tool_call>',
-    "<table><tr><td>&nbsp;</td></tr></table>",
-)
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_copy_encodes_and_decodes_as_its_tokenizer(family):  # A1
+    """The library's own copies of real tokenizers give the ids that the tokenizers themselves give."""
+    texts = (
+        "",
+        " leading and trailing \n\n",
+        "Tokens: naïve 日本語 🙂 e\u0301 12345 \t\n  def f(x):\n\n\n    return x\r\n",
+        '{"name": "look", "arguments": {"argument": "a  b"}}</tool_call>',
+        "<table><tr><td>&nbsp;</td></tr></table>",
+    )
     tokenizer = load_tokenizer(family)
     encoder = get_encoder(tokenizer)
     added = tokenizer.added_tokens_decoder
     assert encoder.tokenizer.added_tokens_decoder == added
     marks = "".join(f"{token.content} a " for token in list(added.values())[:300])
-    for text in (*TEXTS, marks, marks.join(TEXTS)):
+    for text in (*texts, marks, marks.join(texts)):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert encoder.encode(text) == ids
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -360,12 +357,15 @@ def test_a_copy_of_a_truncating_tokenizer_encodes_in_full():  # A1
     assert len(get_encoder(tokenizer).encode("one two three four five six")) == 6
 
 
-def user_turns(text):
-    return [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}, {"role": "user", "content": text}]
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_messages_write_no_control_tokens_where_they_are_escaped(family):  # A15
+    def user_turns(text):
+        user = {"role": "user", "content": text}
+        return [user, {"role": "assistant", "content": "x"}, user]
+
+    def template_text(tokenizer):
+        return str(getattr(tokenizer, "chat_template", ""))
+
     tokenizer = load_tokenizer(family)
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
     added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
@@ -390,7 +390,3 @@ def test_messages_write_no_control_tokens_where_they_are_escaped(family):  # A15
         )
         assert control(after) == control(harmless)
         assert injected in template.decode(after)
-
-
-def template_text(tokenizer):
-    return str(getattr(tokenizer, "chat_template", ""))

@@ -31,8 +31,8 @@ from strands_sglang.local.process import run_quietly
 from strands_sglang.local.server import free_port, sglang_command
 from support.agents import make_agent
 
+# Installed over a copy of the current environment: what this SGLang asks for of the packages that it is bound to.
 PINS = ("sglang==0.5.10.post1", "transformers==5.3.0", "tokenizers==0.22.2", "xgrammar==0.1.32")
-"""Installed over a copy of the current environment: what this SGLang asks for of the packages that it is bound to."""
 
 SHIM = Path(__file__).parents[1] / "support" / "older_sglang"
 

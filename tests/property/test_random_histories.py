@@ -22,9 +22,8 @@ from support.histories import ANSWERS, ARRIVALS, ATTEMPTS, EDITS, ENDS, FATES, N
 from support.judge import ViolationError
 
 CASES = int(os.environ.get("HISTORY_CASES", "2000"))
+# ChatML that shows the tools in front of the last question, wherever that is, as Mistral's first templates do.
 SHARDS = 4  # so that the cases are spread over the cores
-
-"""ChatML that shows the tools in front of the last question, wherever that is, as Mistral's first templates do."""
 
 
 @pytest.fixture

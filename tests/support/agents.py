@@ -68,8 +68,8 @@ def _hooks_of(model):
     return [one.hooks for one in models if isinstance(one, SGLangModel)]
 
 
+# Whether agents get their model's hooks; a fixture sets it.
 LISTENING = False
-"""Whether agents get their model's hooks; a fixture sets it."""
 
 
 def make_agent(model, tools=None, **kwargs):

@@ -104,8 +104,8 @@ class Network:
 OK = httpx.Response(200, json=generation())
 
 
+# A request as it came in; `writer` is the `asyncio.StreamWriter` of its connection.
 RawRequest = namedtuple("RawRequest", ["path", "body", "writer"])
-"""A request as it came in; `writer` is the `asyncio.StreamWriter` of its connection."""
 
 
 class RawServer:

@@ -22,8 +22,8 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from .judge import Judge, as_line, as_sent, require, require_equal
 
 AGENTS = 3
+# Who asks from outside every agent's loop: a summary, a judge.
 NOBODY = AGENTS
-"""Who asks from outside every agent's loop: a summary, a judge."""
 
 EDITS = {"insert": 3, "delete": 3, "change": 4, "reorder": 2, "truncate": 3, "forget": 2, "summarise": 2}
 EDITS |= {"duplicate": 2, "merge": 2, "split": 1, "tools": 2, "system": 2, "copy": 3, "cache point": 3}
@@ -35,8 +35,8 @@ ENDS = {"stop": 16, "other stop": 3, "stop string": 1, "cut": 3, "abort": 1, "er
 FATES = {"kept": 24, "thrown away": 2, "cancelled": 1, "edited": 1}
 
 STOP_STRING = "Qz"
+# What Strands puts where a call stood in an answer that was cut off.
 REWRITTEN = "The selected tool {}'s tool use was incomplete due to maximum token limits being reached."
-"""What Strands puts where a call stood in an answer that was cut off."""
 
 _TOOLSETS = ((0,), (0, 1), (1, 0), (), (1,), (0, 1, 2))
 _MARK = re.compile(r"m\d+x")

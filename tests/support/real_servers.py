@@ -35,8 +35,8 @@ async def abort_all(base_url):
         (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
 
 
+# Arguments with which a server logs every request and its whole answer.
 LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
-"""Arguments with which a server logs every request and its whole answer."""
 
 
 def logged(path, event):

@@ -40,12 +40,12 @@ def image_block(data=None, image_format="png"):
 class VisionFamily:
     """A family whose models take images."""
 
+    # The class in transformers.
     processor: str
-    """The class in transformers."""
     tokenizer: str
     template: str
+    # What the template writes for an image.
     image: str
-    """What the template writes for an image."""
 
 
 VISION_FAMILIES = {

