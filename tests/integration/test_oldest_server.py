@@ -34,16 +34,13 @@ from support.agents import make_agent
 # Installed over a copy of the current environment: what this SGLang asks for of the packages that it is bound to.
 PINS = ("sglang==0.5.10.post1", "transformers==5.3.0", "tokenizers==0.22.2", "xgrammar==0.1.32")
 
-SHIM = Path(__file__).parents[1] / "support" / "older_sglang"
 
-
-def ensure_oldest_sglang(current):
-    """The Python of an environment with it: a copy of the current one by hard links, and a few packages (20 s, 0.2 GB).
-
-    Args:
-        current: The current SGLang's Python, from `local.ensure_sglang`.
-    """
-    source = current.parent.parent
+@pytest.fixture(scope="module")
+def tiny_server(external_server, sglang_python, tmp_path_factory):
+    """A server of this version, whose Python is a copy of the current one by hard links (20 s, 0.2 GB)."""
+    if external_server is not None:
+        pytest.skip("needs a server of a certain version, and --sglang-base-url names another")
+    source = sglang_python.parent.parent
     pins = hashlib.sha256("\n".join(PINS).encode()).hexdigest()[:12]
 
     def install(directory):
@@ -53,31 +50,19 @@ def ensure_oldest_sglang(current):
         pip = [environment_python(directory), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run_quietly([*pip, "--no-deps", *PINS], f"installing {PINS[0]}")
 
-    return environment_python(build_once(source.parent / f"{source.name}-oldest-{pins}", install))
-
-
-def launch_oldest(python, model_path, log_path):
-    """Start it, without waiting until it is healthy."""
+    python = environment_python(build_once(source.parent / f"{source.name}-oldest-{pins}", install))
+    model_path = local.ensure_tiny_qwen3(sglang_python)
     host, settings = "127.0.0.1", local.ServerSettings(threads=1)
-    port = free_port(host)
-    env = sglang_environment(threads=settings.thread_count)
-    return local.LocalServer(
+    port, env = free_port(host), sglang_environment(threads=settings.thread_count)
+    shim = Path(__file__).parents[1] / "support" / "older_sglang"
+    with local.LocalServer(
         sglang_command(python, model_path, host=host, port=port, settings=settings),
         host=host,
         port=port,
-        env={**env, "PYTHONPATH": f"{SHIM}{os.pathsep}{env['PYTHONPATH']}"},
+        env={**env, "PYTHONPATH": f"{shim}{os.pathsep}{env['PYTHONPATH']}"},
         model_path=model_path,
-        log_path=log_path,
-    )
-
-
-@pytest.fixture(scope="module")
-def tiny_server(external_server, sglang_python, tmp_path_factory):
-    if external_server is not None:
-        pytest.skip("needs a server of a certain version, and --sglang-base-url names another")
-    log_path = tmp_path_factory.mktemp("oldest_server") / "server.log"
-    model_path = local.ensure_tiny_qwen3(sglang_python)
-    with launch_oldest(ensure_oldest_sglang(sglang_python), model_path, log_path) as server:
+        log_path=tmp_path_factory.mktemp("oldest_server") / "server.log",
+    ) as server:
         server.wait_until_healthy()
         yield server
 

@@ -5,6 +5,7 @@ last two tests kill one and then the other.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
@@ -117,75 +118,35 @@ LAUNCHERS = {
     "sglang-router": ("-m", "sglang_router.launch_router"),
     "smg": ("-m", "smg", "launch"),
 }
-START_DEADLINE_S = 120.0
 
 
-def ensure_routers():
-    """The Python of an environment with both routers; installed if need be, which takes about 20 s."""
-    base = find_python()
-    version = python_version(base)
-    assert version is not None, f"{base} cannot make virtual environments"
+@contextlib.contextmanager
+def running_router(python, name, workers, log_path):
+    """The address of a router that has found its workers.
 
-    def install(directory):
-        run_quietly([base, "-m", "venv", directory], f"creating an environment for routers in {directory}")
-        pip = [environment_python(directory), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        run_quietly([*pip, "-r", REQUIREMENTS], "installing sglang-router and smg")
-
-    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    directory = home() / "envs" / "routers-{}-py{}{}".format(pins, *version)
-    return environment_python(build_once(directory, install, usable=lambda d: environment_python(d).exists()))
-
-
-class Router:
-    """A running router in front of some workers. A context manager, which stops it."""
-
-    def __init__(self, python, name, workers, log_path, *arguments):
-        """Start it and wait until it has found its workers.
-
-        Args:
-            python: From `ensure_routers`.
-            name: One of `LAUNCHERS`.
-            workers: Their addresses.
-            log_path: File for its output.
-            *arguments: Further ones for its command line.
-        """
-        port, metrics = free_port("127.0.0.1"), free_port("127.0.0.1")
-        self.name = name
-        self.base_url = f"http://127.0.0.1:{port}"
-        self.log_path = log_path
-        command = [python, *LAUNCHERS[name], "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(metrics), "--worker-urls", *workers, *arguments]
-        self._process = GuardedProcess(command, env=clean_environment(PYTHONUNBUFFERED="1"), log_path=log_path)
-        try:
-            self._wait(len(workers))
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait(self, workers):
-        deadline = time.monotonic() + START_DEADLINE_S
-        with httpx.Client(base_url=self.base_url, trust_env=False, timeout=5.0) as http:
-            while True:
-                try:
-                    ready = http.get("/readiness").json()
-                    if ready.get("healthy_workers") == workers:
-                        return
-                except (httpx.TransportError, ValueError):
-                    pass
-                code = self._process.exit_code
-                assert code is None, f"{self.name} ended with exit code {code}:\n{tail(self.log_path)}"
-                assert time.monotonic() < deadline, f"{self.name} did not get ready:\n{tail(self.log_path)}"
-                time.sleep(0.1)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stop()
-
-    def stop(self):
-        """End its process."""
-        self._process.stop()
+    Args:
+        python: From `routers_python`.
+        name: One of `LAUNCHERS`.
+        workers: Their addresses.
+        log_path: File for its output.
+    """
+    port, metrics = free_port("127.0.0.1"), free_port("127.0.0.1")
+    base_url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120.0
+    command = [python, *LAUNCHERS[name], "--host", "127.0.0.1", "--port", str(port), "--policy", POLICIES[name]]
+    command += ["--prometheus-port", str(metrics), "--worker-urls", *workers]
+    process = GuardedProcess(command, env=clean_environment(PYTHONUNBUFFERED="1"), log_path=log_path)
+    try:
+        while True:
+            with contextlib.suppress(httpx.TransportError, ValueError):
+                ready = httpx.get(f"{base_url}/readiness", trust_env=False, timeout=5.0).json()
+                if ready.get("healthy_workers") == len(workers):
+                    break
+            assert process.exit_code is None, f"{name} ended with exit code {process.exit_code}:\n{tail(log_path)}"
+            assert time.monotonic() < deadline, f"{name} did not get ready:\n{tail(log_path)}"
+            time.sleep(0.1)
+        yield base_url
+    finally:
+        process.stop()
 
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -222,22 +183,33 @@ def workers(sglang_python, tmp_path_factory):
     settings = local.ServerSettings(threads=1, extra_arguments=("--log-requests", "--log-requests-level", "0"))
     folder = tmp_path_factory.mktemp("workers")
     model_path = local.ensure_tiny_qwen3(sglang_python)
-    servers = []
-    try:
-        for name in ("one", "two"):
-            log_path = folder / f"{name}.log"
-            servers.append(launch_server(sglang_python, model_path, settings=settings, log_path=log_path))
-        for server in servers:
+    with contextlib.ExitStack() as servers:
+        launched = [
+            servers.enter_context(
+                launch_server(sglang_python, model_path, settings=settings, log_path=folder / f"{name}.log")
+            )
+            for name in ("one", "two")
+        ]
+        for server in launched:
             server.wait_until_healthy()
-        yield [Worker(server) for server in servers]
-    finally:
-        for server in servers:
-            server.stop()
+        yield [Worker(server) for server in launched]
 
 
 @pytest.fixture(scope="session")
 def routers_python():
-    return ensure_routers()
+    """The Python of an environment with both routers; installed if need be, which takes about 20 s."""
+    base = find_python()
+    version = python_version(base)
+    assert version is not None, f"{base} cannot make virtual environments"
+
+    def install(directory):
+        run_quietly([base, "-m", "venv", directory], f"creating an environment for routers in {directory}")
+        pip = [environment_python(directory), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run_quietly([*pip, "-r", REQUIREMENTS], "installing sglang-router and smg")
+
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    directory = home() / "envs" / "routers-{}-py{}{}".format(pins, *version)
+    return environment_python(build_once(directory, install, usable=lambda d: environment_python(d).exists()))
 
 
 @pytest.fixture(scope="module")
@@ -245,14 +217,12 @@ def fronts(workers, routers_python, tmp_path_factory):
     """What to give a client as `base_url`, by the way in which the requests are spread."""
     urls = [worker.base_url for worker in workers]
     folder = tmp_path_factory.mktemp("routers")
-    started = []
-    try:
-        for name, policy in POLICIES.items():
-            started.append(Router(routers_python, name, urls, folder / f"{name}.log", "--policy", policy))
-        yield {"client": urls, **{router.name: [router.base_url] for router in started}}
-    finally:
-        for router in started:
-            router.stop()
+    with contextlib.ExitStack() as routers:
+        started = {
+            name: [routers.enter_context(running_router(routers_python, name, urls, folder / f"{name}.log"))]
+            for name in POLICIES
+        }
+        yield {"client": urls, **started}
 
 
 FRONTS = pytest.mark.parametrize("front", ["client", *POLICIES])
@@ -262,8 +232,8 @@ def client_of(fronts, front, **settings):
     return SGLangClient(fronts[front], **{"max_retries": 5, "retry_delay": 0.2, **settings})
 
 
-async def running(workers):
-    return sum([await running_requests(worker.base_url) for worker in workers])
+async def is_busy(workers):
+    return any([await running_requests(worker.base_url) for worker in workers])
 
 
 async def until(condition, what, *, at_most=20.0):
@@ -278,19 +248,12 @@ async def until(condition, what, *, at_most=20.0):
         await asyncio.sleep(0.02)
 
 
-async def is_busy(workers):
-    return await running(workers) > 0
-
-
 ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadline": SGLangDeadlineError}
 
 
 @FRONTS
 @pytest.mark.parametrize("way", [*ENDS, "close"])
 async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(workers, fronts, front, way):
-    async def is_idle(workers):
-        return await running(workers) == 0
-
     async def seconds_until_idle():
         """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
         partial = []
@@ -319,7 +282,9 @@ async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(wo
             with pytest.raises((asyncio.CancelledError, SGLangCancelledError, SGLangDeadlineError)) as caught:
                 await task
             assert type(caught.value) is ENDS[way]
-        await until(lambda: is_idle(workers), "the workers are idle")
+        while await is_busy(workers):
+            assert clock() - ended_at < 20, "the workers are not idle"
+            await asyncio.sleep(0.02)
         seconds = clock() - ended_at
         [answer] = partial
         meta_info = answer["meta_info"]
@@ -426,9 +391,9 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
     with (
         server.serve() as url,
-        Router(routers_python, router, [url], tmp_path / "log", "--policy", POLICIES[router]) as front,
+        running_router(routers_python, router, [url], tmp_path / "log") as front_url,
     ):
-        async with SGLangClient(front.base_url, max_retries=0) as client:
+        async with SGLangClient(front_url, max_retries=0) as client:
             await client.generate([1, 2, 3], sampling, rid="mine", routing_key="a-key", **fields)
     [request] = server.requests
     sent = {**fields, "routing_key": "a-key"}

@@ -2,34 +2,18 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
+from collections import namedtuple
 
 from strands import tool
 
-from strands_sglang import TerminationReason, ToolLimiter, Trajectory, outcome_of, termination_reason
+from strands_sglang import TerminationReason, ToolLimiter, outcome_of, termination_reason
 from support.agents import make_agent
 
-REASONS = frozenset(TerminationReason)
+# What a server says it did for one request: its own word, not the client's.
+Sampled = namedtuple("Sampled", ["rid", "input_ids", "output_ids", "logprobs", "version"])
 
-
-@dataclass(frozen=True)
-class Sampled:
-    """What a server says it did for one request: its own word, not the client's."""
-
-    rid: str
-    input_ids: list[int]
-    output_ids: list[int]
-    logprobs: list[float]
-    version: str
-
-
-@dataclass(frozen=True)
-class Episode:
-    """How one episode went."""
-
-    trajectory: Trajectory
-    reason: TerminationReason
-    error: BaseException | None
+# How one episode went: its trajectory, its `TerminationReason`, and what it raised or None.
+Episode = namedtuple("Episode", ["trajectory", "reason", "error"])
 
 
 @tool
@@ -69,7 +53,7 @@ async def run_episodes(count, make_model, *, concurrency, seed=0, cancelled=0.0)
 
 def assert_all_end_in_the_table(episodes):
     for episode in episodes:
-        assert episode.reason in REASONS
+        assert isinstance(episode.reason, TerminationReason)
         trained = sum(sum(sequence.loss_mask) for sequence in episode.trajectory.sequences())
         outcome = outcome_of(episode.reason, sampled_tokens=trained)
         assert outcome.slime_status in ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED"), episode
@@ -80,35 +64,26 @@ def assert_recorded_as_sampled(episodes, log):
     """Everything that is recorded was sampled by a server for just these tokens. Returns the requests' ids."""
     seen = set()
     for episode in episodes:
-        for turn in episode.trajectory.turns:
-            if turn.generation is not None:
-                seen |= _assert_turn(turn, log, seen)
+        turns = [turn for turn in episode.trajectory.turns if turn.generation is not None]
+        for turn in turns:
+            generation, ids, logprobs, versions = turn.generation, turn.token_ids(), [], []
+            rids = [*generation.resumed_ids, generation.request_id]
+            assert not seen & set(rids), "a generation is recorded twice"
+            assert [rid for rid in rids if rid not in log] == [], "recorded, and no server knows of it"
+            expected = ids[: len(ids) - len(turn.output_ids)]
+            for part in map(log.get, rids):
+                assert part.input_ids == expected
+                expected = expected + part.output_ids
+                logprobs += part.logprobs
+                versions += [part.version] * len(part.output_ids)
+            assert expected == ids
+            assert generation.logprobs is not None
+            assert generation.logprobs.tolist() == logprobs
+            recorded = [None] * len(versions)
+            for version, start, end in generation.weight_versions:
+                recorded[start:end] = [version] * (end - start)
+            assert recorded == versions
+            seen |= set(rids)
         trained = sum(sum(sequence.loss_mask) for sequence in episode.trajectory.sequences(discarded=True))
-        assert trained == sum(len(turn.output_ids) for turn in episode.trajectory.turns if turn.generation is not None)
+        assert trained == sum(len(turn.output_ids) for turn in turns)
     return seen
-
-
-def _assert_turn(turn, log, seen):
-    generation = turn.generation
-    assert generation is not None
-    rids = [*generation.resumed_ids, generation.request_id]
-    assert not seen & set(rids), "a generation is recorded twice"
-    parts = [log[rid] for rid in rids if rid in log]
-    assert [rid for rid in rids if rid not in log] == [], "recorded, and no server knows of it"
-    ids = turn.token_ids()
-    expected = ids[: len(ids) - len(turn.output_ids)]
-    logprobs = []
-    versions = []
-    for part in parts:
-        assert part.input_ids == expected
-        expected = expected + part.output_ids
-        logprobs += part.logprobs
-        versions += [part.version] * len(part.output_ids)
-    assert expected == ids
-    assert generation.logprobs is not None
-    assert generation.logprobs.tolist() == logprobs
-    recorded = [None] * len(versions)
-    for version, start, end in generation.weight_versions:
-        recorded[start:end] = [version] * (end - start)
-    assert recorded == versions
-    return set(rids)
