@@ -15,7 +15,7 @@ import math
 import pickle
 import sys
 from array import array
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
@@ -106,38 +106,34 @@ class Sample:
 
     @staticmethod
     def from_dict(data):
-        known = {
-            **data,
-            "status": Sample.Status(data["status"]),
-            "spec_info": SpecInfo(**data["spec_info"]),
-            "prefix_cache_info": PrefixCacheInfo(**data["prefix_cache_info"]),
-        }
-        names = {one.name for one in fields(Sample)}
-        sample = Sample(**{name: value for name, value in known.items() if name in names})
-        for name, value in known.items():
-            if name not in names:
-                setattr(sample, name, value)
+        sample = Sample()
+        vars(sample).update(data)
+        sample.status = Sample.Status(data["status"])
+        sample.spec_info = SpecInfo(**data["spec_info"])
+        sample.prefix_cache_info = PrefixCacheInfo(**data["prefix_cache_info"])
         return sample
 
 
 def slime_args(base_url="http://127.0.0.1:30000", **overrides):
     """The parsed arguments that name a router, and what else the documented functions read."""
     ip, _, port = base_url.removeprefix("http://").rpartition(":")
-    arguments = {
-        "sglang_router_ip": ip,
-        "sglang_router_port": int(port),
-        "sglang_server_concurrency": 512,
-        "rollout_num_gpus": 8,
-        "rollout_num_gpus_per_engine": 1,
-        "hf_checkpoint": "/models/Qwen3-8B",
-        "partial_rollout": False,
-    }
-    return SimpleNamespace(**{**arguments, **overrides})
+    return SimpleNamespace(
+        **{
+            "sglang_router_ip": ip,
+            "sglang_router_port": int(port),
+            "sglang_server_concurrency": 512,
+            "rollout_num_gpus": 8,
+            "rollout_num_gpus_per_engine": 1,
+            "hf_checkpoint": "/models/Qwen3-8B",
+            "partial_rollout": False,
+            **overrides,
+        }
+    )
 
 
 def slime_sampling_params(**overrides):
     """The sampling parameters that slime gives to `generate` in training."""
-    parameters = {
+    return {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
@@ -147,8 +143,8 @@ def slime_sampling_params(**overrides):
         "skip_special_tokens": False,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
+        **overrides,
     }
-    return {**parameters, **overrides}
 
 
 def install_slime(monkeypatch, tokenizer, *, aborted=False):
@@ -302,29 +298,31 @@ def tell_top_p(monkeypatch):
 
 def stale_sample(**overrides):
     """A sample that an earlier run has filled with what is wrong now."""
-    fields = {
-        "index": 3,
-        "group_index": 1,
-        "prompt": QUESTION,
-        "tokens": [9] * 50,
-        "response": "stale",
-        "response_length": 40,
-        "loss_mask": [1] * 7,
-        "rollout_log_probs": [math.nan] * 3,
-        "weight_versions": ["stale"],
-        "reward": 7.0,
-        "remove_sample": True,
-        "teacher_log_probs": [0.5],
-        "rollout_top_p_token_ids": [1],
-        "rollout_top_p_token_offsets": [0, 1],
-        "rollout_routed_experts": [[1]],
-        "multimodal_train_inputs": {"pixel_values": torch.zeros(1)},
-        "prefix_cache_info": PrefixCacheInfo(5, 6),
-        "spec_info": SpecInfo(1, 2, 3, 4),
-        "non_generation_time": 99.0,
-        "metadata": {"own": 1},
-    }
-    return Sample(**{**fields, **overrides})
+    return Sample(
+        **{
+            "index": 3,
+            "group_index": 1,
+            "prompt": QUESTION,
+            "tokens": [9] * 50,
+            "response": "stale",
+            "response_length": 40,
+            "loss_mask": [1] * 7,
+            "rollout_log_probs": [math.nan] * 3,
+            "weight_versions": ["stale"],
+            "reward": 7.0,
+            "remove_sample": True,
+            "teacher_log_probs": [0.5],
+            "rollout_top_p_token_ids": [1],
+            "rollout_top_p_token_offsets": [0, 1],
+            "rollout_routed_experts": [[1]],
+            "multimodal_train_inputs": {"pixel_values": torch.zeros(1)},
+            "prefix_cache_info": PrefixCacheInfo(5, 6),
+            "spec_info": SpecInfo(1, 2, 3, 4),
+            "non_generation_time": 99.0,
+            "metadata": {"own": 1},
+            **overrides,
+        }
+    )
 
 
 def export(episode, tokenizer, outcome=None, *, args=None, **kwargs):
@@ -356,30 +354,11 @@ ENDS = {
 
 # --- whether slime can use samples ---
 
-LOGGED_STATUSES = ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED")
-OWNED_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "metadata", "prefix_cache_info")
-
-
-class SlimeViolationError(AssertionError):
-    """slime could not use a sample, or would train on something wrong."""
-
 
 def demand(promises):
-    """Raise with the first promise that does not hold.
-
-    Raises:
-        SlimeViolationError: It is in the message.
-    """
+    """Fail with the first promise that does not hold: slime could not use a sample, or would train on what is wrong."""
     broken = [promise for promise, holds in promises.items() if not holds]
-    if broken:
-        raise SlimeViolationError(broken[0])
-
-
-def flat(rollouts):
-    """The samples of rollouts, as slime takes lists apart: by the look of the first one."""
-    lists = [isinstance(one, list) for one in rollouts]
-    demand({"a batch holds lists only, or samples only": all(lists) or not any(lists)})
-    return [sample for rollout in rollouts for sample in rollout] if lists[0] else list(rollouts)
+    assert not broken, broken[0]
 
 
 def check_rollouts(rollouts, args, tokenizer, *, replayed=True):
@@ -392,17 +371,32 @@ def check_rollouts(rollouts, args, tokenizer, *, replayed=True):
         replayed: Whether the samples are to be trained on, and so hold what training replays.
     """
     rollouts = rollouts if isinstance(rollouts, list) else [rollouts]
-    demand({"there is a sample": rollouts})
-    samples = flat(rollouts)
+    lists = [rollout for rollout in rollouts if isinstance(rollout, list)]
+    demand(
+        {"there is a sample": rollouts, "a batch holds lists only, or samples only": len(lists) in (0, len(rollouts))}
+    )
+    for rollout in lists:
+        ids = {sample.rollout_id for sample in rollout}
+        demand(
+            {
+                "a rollout has a sample": rollout,
+                "samples of one rollout share a rollout_id": len(ids) == 1 and None not in ids,
+                "and a group": len({sample.group_index for sample in rollout}) == 1,
+                "slime rewards no list that holds an aborted sample": len(
+                    {sample.status.name == "ABORTED" for sample in rollout}
+                )
+                == 1,
+            }
+        )
+    samples = [sample for rollout in lists for sample in rollout] if lists else rollouts
+    owners = {}
     for sample in samples:
         check_tokens(sample, tokenizer)
-        check_end(sample, args, replayed)
+        check_facts(sample, args, replayed)
         check_replay(sample, args, replayed)
-        check_facts(sample)
-    if isinstance(rollouts[0], list):
-        for rollout in rollouts:
-            check_fan_out(rollout)
-    check_nothing_shared(samples)
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "metadata", "prefix_cache_info"):
+            other = owners.setdefault(id(getattr(sample, name)), sample)
+            demand({f"samples do not share their {name}": other is sample})
     if replayed:
         convert([sample for sample in samples if sample.status.name != "ABORTED"], args)
 
@@ -432,22 +426,33 @@ def check_tokens(sample, tokenizer):
     )
 
 
-def check_end(sample, args, trained):
+def check_facts(sample, args, trained):
+    """How it ended, and what is logged, kept and sent on."""
     status, reward, removed = sample.status.name, sample.reward, sample.remove_sample
+    versions, cache, waited = sample.weight_versions, sample.prefix_cache_info, sample.non_generation_time
+    again = type(sample).from_dict(pickle.loads(pickle.dumps(sample.to_dict())))
+    key = (None if trained else getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
     demand(
         {
-            "a sample that comes back has a status": status in LOGGED_STATUSES,
+            "a sample that comes back has a status": status != "PENDING",
             "remove_sample is a bool": type(removed) is bool,
             "an aborted sample has no reward and is not removed": status != "ABORTED"
             or (reward is None and not removed),
             "a failed sample is removed: slime trains on it otherwise": status != "FAILED" or removed,
             "a removed sample has a reward: slime asks for one otherwise": not removed or reward is not None,
             "a removed sample has no token to train": not removed or not any(sample.loss_mask),
+            "a reward is a finite number": reward is None or math.isfinite(float(reward[key] if key else reward)),
+            "weight versions are a list of strings": type(versions) is list
+            and all(type(one) is str for one in versions),
+            "no more tokens were cached than there were": 0 <= cache.cached_tokens <= cache.total_prompt_tokens,
+            "no logprobs of a teacher that read another response": sample.teacher_log_probs is None,
+            "seconds are at least 0.0": type(waited) is float and waited >= 0,
+            "metadata are a dictionary": type(sample.metadata) is dict,
+            "a dictionary of the sample holds all of it": set(vars(again)) == set(vars(sample)),
+            "and gives it back": again.tokens == sample.tokens and again.status is sample.status,
+            "inputs of images are tensors": all(map(torch.is_tensor, (sample.multimodal_train_inputs or {}).values())),
         }
     )
-    if reward is not None:
-        key = (None if trained else getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
-        demand({"a reward is a finite number": math.isfinite(float(reward[key] if key else reward))})
 
 
 def check_replay(sample, args, replayed):
@@ -489,46 +494,6 @@ def check_replay(sample, args, replayed):
         )
     else:
         demand({"no routed experts where none are replayed": experts is None})
-
-
-def check_facts(sample):
-    """What is logged, kept and sent on."""
-    versions, cache, waited = sample.weight_versions, sample.prefix_cache_info, sample.non_generation_time
-    again = type(sample).from_dict(pickle.loads(pickle.dumps(sample.to_dict())))
-    demand(
-        {
-            "weight versions are a list of strings": type(versions) is list
-            and all(type(one) is str for one in versions),
-            "no more tokens were cached than there were": 0 <= cache.cached_tokens <= cache.total_prompt_tokens,
-            "no logprobs of a teacher that read another response": sample.teacher_log_probs is None,
-            "seconds are at least 0.0": type(waited) is float and waited >= 0,
-            "metadata are a dictionary": type(sample.metadata) is dict,
-            "a dictionary of the sample holds all of it": set(vars(again)) == set(vars(sample)),
-            "and gives it back": again.tokens == sample.tokens and again.status is sample.status,
-            "inputs of images are tensors": all(map(torch.is_tensor, (sample.multimodal_train_inputs or {}).values())),
-        }
-    )
-
-
-def check_fan_out(rollout):
-    demand({"a rollout has a sample": rollout})
-    ids = {sample.rollout_id for sample in rollout}
-    aborted = {sample.status.name == "ABORTED" for sample in rollout}
-    demand(
-        {
-            "samples of one rollout share a rollout_id": len(ids) == 1 and None not in ids,
-            "and a group": len({sample.group_index for sample in rollout}) == 1,
-            "slime rewards no list that holds an aborted sample": len(aborted) == 1,
-        }
-    )
-
-
-def check_nothing_shared(samples):
-    owners = {}
-    for sample in samples:
-        for name in OWNED_LISTS:
-            other = owners.setdefault(id(getattr(sample, name)), sample)
-            demand({f"samples do not share their {name}": other is sample})
 
 
 def convert(samples, args):
@@ -597,7 +562,13 @@ def check_against_server(
         for number, mask in enumerate(sample.loss_mask):
             if not mask:
                 continue
-            places = _sampled_at(answered, sample.tokens, start + number)
+            tokens = sample.tokens[: start + number + 1]
+            places = [  # which answers' which token stands there
+                (i, len(tokens) - len(prompt) - 1)
+                for i, (prompt, output, _) in enumerate(answered)
+                if len(prompt) < len(tokens) <= len(prompt) + len(output)
+                and [*prompt, *output][: len(tokens)] == tokens
+            ]
             new = [place for place in places if place not in trained]  # several may have sampled the same
             demand(
                 {"a token that is trained was sampled after the tokens before it": places, "it is trained once": new}
@@ -612,13 +583,3 @@ def check_against_server(
     count = sum(len(output) for _, output, _ in answered)
     promise = f"all of {count} sampled tokens are trained, not {len(trained)}"
     demand({promise: not all_trained or len(trained) == count})
-
-
-def _sampled_at(answered, tokens, position):
-    """Which answers' which token stands at a position of a sequence."""
-    found = []
-    for number, (prompt, output, _) in enumerate(answered):
-        offset = position - len(prompt)
-        if 0 <= offset < len(output) and [*prompt, *output[: offset + 1]] == tokens[: position + 1]:
-            found.append((number, offset))
-    return found
