@@ -255,17 +255,20 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
 
 def report_lines(check: ModelCheck) -> Iterator[str]:
     """The report for people, line by line."""
-    yield f"model            {check.model}"
-    yield f"family           {check.family or 'not known: what can be derived from the chat template is used'}"
-    yield f"tool parser      {check.tool_parser}"
-    yield f"ends of a turn   {' '.join(check.stops) or 'none'}"
     opens = "open in the generation prompt" if check.opens_reasoning else "not opened by the generation prompt"
-    closed = (
-        "nothing is known to close it" if check.closes_reasoning is None else f"closed with {check.closes_reasoning!r}"
-    )
-    yield f"reasoning        {opens}; if cut off, {closed}"
-    anew = "writes earlier turns anew behind a user message (see history_policy)" if check.rewrites_history else "kept"
-    yield f"history          {anew}"
+    close = check.closes_reasoning
+    facts: dict[str, Any] = {
+        "model": check.model,
+        "family": check.family or "not known: what can be derived from the chat template is used",
+        "tool parser": check.tool_parser,
+        "ends of a turn": " ".join(check.stops) or "none",
+        "reasoning": f"{opens}; if cut off, "
+        + ("nothing is known to close it" if close is None else f"closed with {close!r}"),
+        "history": "writes earlier turns anew behind a user message (see history_policy)"
+        if check.rewrites_history
+        else "kept",
+    }
+    yield from (f"{name:<17}{fact}" for name, fact in facts.items())
     yield ""
     for case, reason in check.unproven.items():
         plain = " (proven without system prompt and tools)" if check.unproven_when_plain[case] is None else ""
@@ -277,13 +280,15 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
     server = check.server
     if server is None:
         return
-    yield ""
-    yield f"server           {server.base_url}"
+    facts = {"server": server.base_url}
     if server.error is not None:
-        yield f"FAILED           {server.error}"
-        return
-    proven = "the served one" if server.tokenizer_proven else "not proven: no /tokenize there"
-    yield f"tokenizer        {proven}"
-    yield f"context          {server.context_length or 'not told'}"
-    yield f"round trip       {server.sampled_tokens} tokens sampled in two turns, {server.sequences} sequence(s)"
-    yield f"                 the second call {server.reason}"
+        facts["FAILED"] = server.error
+    else:
+        facts |= {
+            "tokenizer": "the served one" if server.tokenizer_proven else "not proven: no /tokenize there",
+            "context": server.context_length or "not told",
+            "round trip": f"{server.sampled_tokens} tokens sampled in two turns, {server.sequences} sequence(s)",
+            "": f"the second call {server.reason}",
+        }
+    yield ""
+    yield from (f"{name:<17}{fact}" for name, fact in facts.items())

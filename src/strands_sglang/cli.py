@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
     except SystemExit as ended:  # the parser has printed its help, or what is wrong
         raise SystemExit(say(code=ended.code)) from None
-    code: int = arguments.run(arguments)
-    return code
+    return int(arguments.run(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -175,12 +174,9 @@ def serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         tell("stopped")
         return 0
-    except local.UnsupportedPlatformError as error:
-        tell(str(error))
-        return UNSUPPORTED
     except local.LocalServerError as error:
         tell(str(error))
-        return FAILED
+        return UNSUPPORTED if isinstance(error, local.UnsupportedPlatformError) else FAILED
 
 
 def say(*lines: str, code: Any = 0) -> Any:

@@ -93,12 +93,11 @@ def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
         sampled.append((position, position + length, is_response))
         position += length
     drifted = dict.fromkeys(CAUSES, 0)
-    first = None
-    for start, end in _differences(recorded, again, encoder):
-        first = start if first is None else first
+    differences = list(_differences(recorded, again, encoder))
+    for start, end in differences:
         inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
         drifted["boundary" if inside is None else "sampled" if inside else "template"] += end - start
-    return SequenceDrift(len(recorded), drifted, first)
+    return SequenceDrift(len(recorded), drifted, differences[0][0] if differences else None)
 
 
 def _differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[tuple[int, int]]:

@@ -13,21 +13,18 @@ from typing import Any
 _DEEPEST = 100
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy of a value, made of dict, list, str, int, float, bool and None alone.
 
     Args:
         value: What was handed in. Arrays and tensors become lists, or numbers if they have no dimension; whole numbers
             as keys become strings, as in JSON.
         where: What an error calls it, such as "sampling_params['stop']".
+        depth: In how many others it stands.
 
     Raises:
         ValueError: JSON has no such value; names its place.
     """
-    return _plain(value, where, 0)
-
-
-def _plain(value: Any, where: str, depth: int) -> Any:
     if depth > _DEEPEST:
         raise ValueError(f"{where} is nested more than {_DEEPEST} deep")
     if hasattr(value, "tolist"):  # numpy, torch, array
@@ -45,9 +42,9 @@ def _plain(value: Any, where: str, depth: int) -> Any:
             raise ValueError(f"{where} is {value}, and JSON has only finite numbers")
         return float(value)
     if isinstance(value, Mapping):
-        return {_key(key, where): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        return {_key(key, where): plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{position}]", depth + 1) for position, item in enumerate(value)]
+        return [plain(item, f"{where}[{position}]", depth + 1) for position, item in enumerate(value)]
     raise ValueError(f"{where} is {value!r} ({type(value).__name__}), which JSON cannot hold")
 
 

@@ -135,7 +135,11 @@ class ToolLimiter(HookProvider):
             return
         self.message_count += 1
         if event.message["role"] == "assistant":
-            self._count_calls(event.message)
+            ids = [block["toolUse"]["toolUseId"] for block in event.message["content"] if "toolUse" in block]
+            self.tool_iter_count += bool(ids)
+            self.tool_call_count += len(ids)
+            if self.max_parallel_tool_calls is not None:
+                self._excess_ids.update(ids[self.max_parallel_tool_calls :])
             return
         error = self._error(event.message)
         if error is None:
@@ -146,23 +150,18 @@ class ToolLimiter(HookProvider):
             raise error
         event.agent.cancel()
 
-    def _count_calls(self, message: Message) -> None:
-        ids = [block["toolUse"]["toolUseId"] for block in message["content"] if "toolUse" in block]
-        self.tool_iter_count += bool(ids)
-        self.tool_call_count += len(ids)
-        if self.max_parallel_tool_calls is not None:
-            self._excess_ids.update(ids[self.max_parallel_tool_calls :])
-
     def _error(self, message: Message) -> LoopLimitReachedError | None:
         """Return the error of the limit that a user message reaches, None if it reaches none."""
         results = [block["toolResult"]["toolUseId"] for block in message["content"] if "toolResult" in block]
         self._excess_ids.difference_update(results)
-        if results and _reached(self.tool_iter_count, self.max_tool_iters):
-            return MaxToolIterationsReachedError(f"the limit of {self.max_tool_iters} tool iterations was reached")
-        if results and _reached(self.tool_call_count, self.max_tool_calls):
-            return MaxToolCallsReachedError(f"the limit of {self.max_tool_calls} tool calls was reached")
-        if (results or self.on_limit == "raise") and _reached(self.message_count, self.max_messages):
-            return MaxMessagesReachedError(f"the limit of {self.max_messages} messages was reached")
+        ends_on_any = bool(results) or self.on_limit == "raise"
+        for error, applies, count, limit, what in (
+            (MaxToolIterationsReachedError, results, self.tool_iter_count, self.max_tool_iters, "tool iterations"),
+            (MaxToolCallsReachedError, results, self.tool_call_count, self.max_tool_calls, "tool calls"),
+            (MaxMessagesReachedError, ends_on_any, self.message_count, self.max_messages, "messages"),
+        ):
+            if applies and limit is not None and count >= limit:
+                return error(f"the limit of {limit} {what} was reached")
         return None
 
     def _cancel_excess(self, event: BeforeToolCallEvent) -> None:
@@ -209,7 +208,3 @@ def _checked(name: str, limit: Any) -> int | None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise ValueError(f"{name} must be a whole number of at least 0 or None, not {limit!r}")
     return limit
-
-
-def _reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit

@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from strands.types.content import Message, Messages
@@ -114,18 +115,17 @@ def to_chat_messages(
     """
     chat: list[ChatMessage] = []
     calls = list(known_calls)
-    seen = calls_before
     for i, message in enumerate(messages):
         where = f"messages[{first + i}]"
         if message["role"] == "assistant":
             uses = [block["toolUse"] for block in message["content"] if "toolUse" in block]
             calls = []
-            for number, use in enumerate(uses, seen):
+            for number, use in enumerate(uses, calls_before):
                 use_id, name = use["toolUseId"], use["name"]
                 if name == INVALID_NAME:
                     name = sampled_name(use_id) or name
                 calls.append({"toolUseId": use_id, "name": name, "id": call_id(use_id, name, number)})
-            seen += len(uses)
+            calls_before += len(uses)
             chat.append(_assistant_message(message, where, calls))
         else:
             chat.extend(_user_messages(message, where, calls, result_notice, images))
@@ -295,18 +295,13 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
 def join_pieces(pieces: Sequence[Piece]) -> Content:
     """Texts joined by newlines, images between them as parts of their own."""
     parts: list[dict[str, str]] = []
-    texts: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            texts.append(piece)
-            continue
-        if texts:
-            parts.append({"type": "text", "text": "\n".join(texts)})
-            texts = []
-        parts.append(piece)
-    if not parts:
-        return "\n".join(texts)
-    return [*parts, {"type": "text", "text": "\n".join(texts)}] if texts else parts
+    for _, run in groupby(pieces, key=type):
+        together = list(run)
+        images = [piece for piece in together if isinstance(piece, ImagePart)]
+        parts += images or [{"type": "text", "text": "\n".join(map(str, together))}]
+    if any(isinstance(part, ImagePart) for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 def encodable(text: str) -> str:
@@ -360,7 +355,19 @@ def _document(document: Mapping[str, Any], where: str) -> str:
         blocks = enumerate(source["content"])
         text = "\n".join(_text_of(block, f"{where}.document.source.content[{k}]") for k, block in blocks)
     elif isinstance(source.get("bytes"), bytes):
-        text = _decoded(source["bytes"], document.get("format"), where)
+        file_format = document.get("format")
+        refused = f"{where}: cannot put a {file_format} document block in front of the model"
+        advice = 'before the call, and pass it as {"source": {"text": ...}}'
+        if file_format not in TEXT_FORMATS:
+            raise UnsupportedContentError(
+                f"{refused}: only bytes of {', '.join(TEXT_FORMATS)} are text; extract its text {advice}"
+            )
+        try:
+            text = source["bytes"].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UnsupportedContentError(
+                f"{refused}: its bytes are not UTF-8 ({error}); decode it {advice}"
+            ) from error
     else:
         raise UnsupportedContentError(
             f"{where}: cannot put a document block in front of the model: it must come as bytes or text, not as "
@@ -370,19 +377,6 @@ def _document(document: Mapping[str, Any], where: str) -> str:
         f' {key}="{html.escape(str(document[key]))}"' for key in ("name", "format", "context") if document.get(key)
     )
     return encodable(f"<document{attributes}>\n{text}\n</document>")
-
-
-def _decoded(data: bytes, file_format: str | None, where: str) -> str:
-    refused = f"{where}: cannot put a {file_format} document block in front of the model"
-    advice = 'before the call, and pass it as {"source": {"text": ...}}'
-    if file_format not in TEXT_FORMATS:
-        raise UnsupportedContentError(
-            f"{refused}: only bytes of {', '.join(TEXT_FORMATS)} are text; extract its text {advice}"
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnsupportedContentError(f"{refused}: its bytes are not UTF-8 ({error}); decode it {advice}") from error
 
 
 def _text_of(block: Mapping[str, Any], where: str) -> str:
