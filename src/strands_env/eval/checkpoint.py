@@ -47,7 +47,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -293,11 +293,6 @@ class Run:
     def config_digest(self) -> str:
         """Tells the configuration from every other."""
         return digest([self.benchmark, self.config])
-
-    @classmethod
-    def of(cls, benchmark: str, config: Mapping[str, Any], n_samples: int, prompts: Sequence[Prompt]) -> Run:
-        """The run of these prompts."""
-        return cls(benchmark, decode(encode(config)), n_samples, {prompt.id: prompt.digest for prompt in prompts})
 
     @functools.cached_property
     def sample_keys(self) -> dict[str, tuple[str, int]]:

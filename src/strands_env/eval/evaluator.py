@@ -24,7 +24,9 @@ from .checkpoint import (
     Results,
     Run,
     Storage,
+    decode,
     digest,
+    encode,
     is_error,
     name_prompts,
     says_something,
@@ -152,7 +154,12 @@ class Evaluator:
         """
         tasks = [action async for action in actions] if isinstance(actions, AsyncIterable) else list(actions)
         prompts = name_prompts(tasks)
-        run = Run.of(self.benchmark_name, self.config, self.n_samples_per_prompt, prompts)
+        run = Run(
+            self.benchmark_name,
+            config=decode(encode(self.config)),  # as it is read back
+            n_samples_per_prompt=self.n_samples_per_prompt,
+            prompts={prompt.id: prompt.digest for prompt in prompts},
+        )
         if self.output_path is None:
             return await self._run(run, prompts, None)
         storage = Storage(self.output_path, run)

@@ -122,11 +122,10 @@ def _first_process(config: dict[str, Any], inner: int, switch: bool, told: int) 
     file_system.build(config, inner, inner)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
     program = _start(config, inner if switch else None, told)
-    while True:
+    pid, status = os.wait()
+    while pid != program:
         pid, status = os.wait()
-        if pid == program:
-            os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
-            return
+    os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
 def _as_other_user(config: dict[str, Any]) -> None:
