@@ -21,7 +21,7 @@ The estimates, from `n` samples of a prompt, `c` of them successful:
   arXiv 2203.11171).
 
 All are means over prompts. Samples of one prompt resemble each other, so the unit of an interval is the prompt, however
-many samples it has. `tests/unit/env/eval/test_metrics.py` measures how often they hold the truth.
+many samples it has. `tests/unit/env/test_eval.py` measures how often they hold the truth.
 
 Two evaluations of the same prompts are compared prompt by prompt: what makes a prompt hard is in both, and drops out of
 the difference, whose interval is then much narrower than those of the two values.

@@ -1326,13 +1326,6 @@ async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_a
 URLS = ("http://one", "http://two", "http://three")
 
 
-@pytest.fixture
-def quick_probes(monkeypatch):
-    """Servers that are out are asked for their health at every request."""
-    monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
-    monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
-
-
 # --- choosing ---
 
 
@@ -1498,8 +1491,10 @@ async def test_requests_to_a_dead_server_go_to_another_one_at_once():
     assert network.hosts()[before:] == ["two"] * 10
 
 
-@pytest.mark.usefixtures("quick_probes")
-async def test_a_server_that_is_healthy_again_is_taken_back():
+async def test_a_server_that_is_healthy_again_is_taken_back(monkeypatch):
+    # Servers that are out are asked for their health at every request.
+    monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
+    monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
     network = Network(one=None, two=FakeServer())
     client = network.client()
     await asyncio.gather(*(client.generate([1]) for _ in range(4)))

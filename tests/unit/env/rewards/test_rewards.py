@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -198,14 +199,12 @@ def test_nothing_cannot_be_combined(make):
 # === MathReward: right is right however it is written, and no text hangs or crashes this process ===
 
 
-pytest.importorskip("math_verify")
-
+needs_math_verify = pytest.mark.skipif(find_spec("math_verify") is None, reason="the extra `env` is not installed")
 SHORT = WorkerLimits(cpu_s=1.0)
 
 
 async def verdict_of(text, truth, **options):
-    result = await MathReward(**options).compute(action=task(truth), step_result=answered(text))
-    return result.reward, result.info["verdict"]
+    return await reward(MathReward(**options), text, truth)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +230,7 @@ async def verdict_of(text, truth, **options):
         ("7", r"I never close \boxed{this, but then \boxed{7}"),
     ],
 )
+@needs_math_verify
 async def test_what_means_the_same_is_correct(truth, text):
     assert await verdict_of(text, truth) == (1.0, "correct")
 
@@ -248,12 +248,14 @@ async def test_what_means_the_same_is_correct(truth, text):
         (r"\frac{2}{3}", r"\boxed{2:x:3}", "wrong"),
     ],
 )
+@needs_math_verify
 async def test_what_does_not_is_not(truth, text, verdict):
     given_reward, given_verdict = await verdict_of(text, truth)
     assert given_reward == 0.0
     assert given_verdict in (verdict, "no_answer")
 
 
+@needs_math_verify
 async def test_an_answer_outside_of_a_box_counts_only_if_it_may():
     assert await verdict_of("It is 42.", "42") == (1.0, "correct")
     assert await verdict_of("It is 42.", "42", require_boxed=True) == (0.0, "not_boxed")
@@ -269,23 +271,27 @@ async def test_an_answer_outside_of_a_box_counts_only_if_it_may():
         (r"It is 6, \boxed{6}. No!</think>It is \boxed{5}.", "correct"),
     ],
 )
+@needs_math_verify
 async def test_thoughts_are_no_mathematical_answer(text, verdict):
     """B5."""
     assert await verdict_of(text, "5") == (float(verdict == "correct"), verdict)
 
 
+@needs_math_verify
 async def test_info_says_what_was_compared():
     result = await MathReward().compute(action=task("42"), step_result=answered(r"\boxed{43}"))
     assert result.info == {"verdict": "wrong", "extracted": "43", "ground_truth": "42"}
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", [], [None], float("nan"), {"answer": 42}, {42}])
+@needs_math_verify
 async def test_without_a_true_answer_to_compare_with_there_is_an_error_and_no_reward(truth):
     with pytest.raises(RewardError, match="no ground truth"):
         await verdict_of("42", truth)
 
 
 @pytest.mark.parametrize("truth", ["42", 42, r"\frac{1}{2}", ["1", "2"]])
+@needs_math_verify
 def test_a_ground_truth_is_checked_before_any_episode(truth):
     MathReward().check_truth(truth)
     AllOf({"math": MathReward()}).check_truth(truth)
@@ -295,6 +301,7 @@ def test_a_ground_truth_is_checked_before_any_episode(truth):
 @pytest.mark.parametrize(
     "truth", [None, "", [], [""], ["1", " "], r"\frac{", ["1", r"x^{"], float("nan"), {"a": "1"}, ["1", float("nan")]]
 )
+@needs_math_verify
 def test_a_ground_truth_that_cannot_be_read_is_refused_with_its_reason(truth):
     """B3."""
     rewards = [MathReward(limits=SHORT), AllOf({"math": MathReward(limits=SHORT)})]
@@ -327,6 +334,7 @@ HOSTILE = {
     "truth", ["1", r"\sum_{n=1}^{m} n^2! + \int_0^m x dx + \binom{m}{2}"], ids=["number", "formula"]
 )
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+@needs_math_verify
 async def test_hostile_answers_are_wrong_within_their_limits(text, truth):
     began = time.monotonic()
     given_reward, verdict = await verdict_of(text, truth, limits=SHORT)
@@ -336,6 +344,7 @@ async def test_hostile_answers_are_wrong_within_their_limits(text, truth):
     assert await verdict_of("it is $1.0$", "1", limits=SHORT) == (1.0, "correct")
 
 
+@needs_math_verify
 async def test_a_hostile_answer_does_not_hold_up_others():
     hostile = [verdict_of(r"\boxed{9^{9^{9^{9}}}}", "2^{10}", limits=SHORT) for _ in range(3)]
     plain = [verdict_of(rf"${n}.0$", n, limits=SHORT) for n in range(60)]
@@ -344,12 +353,14 @@ async def test_a_hostile_answer_does_not_hold_up_others():
     assert results[3:] == [(1.0, "correct")] * 60
 
 
+@needs_math_verify
 async def test_memory_is_limited():
     limits = WorkerLimits(cpu_s=2.0, memory_bytes=300 << 20)
     given_reward, verdict = await verdict_of(r"\boxed{7^{7^{9}} - 2^{3^{20}}}", "2^{10} - 1", limits=limits)
     assert (given_reward, verdict) in ((0.0, "over_limits"), (0.0, "wrong"), (0.0, "unreadable"))
 
 
+@needs_math_verify
 async def test_a_worker_that_dies_is_replaced():
     limits = WorkerLimits(cpu_s=2.0)
     assert await verdict_of("$1.0$", "1", limits=limits, n_workers=1) == (1.0, "correct")
@@ -359,12 +370,14 @@ async def test_a_worker_that_dies_is_replaced():
     assert await verdict_of("$1.00$", "1", limits=limits, n_workers=1) == (1.0, "correct")
 
 
+@needs_math_verify
 async def test_a_machine_that_starts_no_workers_is_an_error_and_no_reward(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(RewardError, match="could not be compared"):
         await verdict_of("$1.0$", "1", limits=WorkerLimits(cpu_s=2.5))
 
 
+@needs_math_verify
 async def test_cancelling_does_not_break_the_workers():
     running = [asyncio.ensure_future(verdict_of(f"${n}$", n, limits=SHORT)) for n in range(20)]
     await asyncio.sleep(0)
@@ -375,11 +388,13 @@ async def test_cancelling_does_not_break_the_workers():
     assert await verdict_of("$1.000$", "1", limits=SHORT) == (1.0, "correct")
 
 
+@needs_math_verify
 def test_it_works_in_one_event_loop_after_another():
     for _ in range(2):
         assert asyncio.run(verdict_of("$1.0$", "1")) == (1.0, "correct")
 
 
+@needs_math_verify
 def test_workers_go_with_their_process():
     code = (
         "import asyncio, os\nfrom support.environments import answered, task\n"
@@ -399,6 +414,7 @@ def test_workers_go_with_their_process():
 
 @settings(max_examples=300)
 @given(st.text(alphabet="\\boxed{}f a1", max_size=60))
+@needs_math_verify
 def test_the_last_box_is_some_text_between_braces_that_match(text):
     box = last_boxed(text)
     if box is not None:
@@ -406,12 +422,14 @@ def test_the_last_box_is_some_text_between_braces_that_match(text):
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="{}\\")), st.text())
+@needs_math_verify
 def test_what_was_boxed_last_is_found(content, before):
     before = before.replace("\\", "")
     assert last_boxed(f"{before}\\boxed{{{content}}}") == content
 
 
 @pytest.mark.parametrize("text", ["\\boxed" + " " * 20, "\\boxed{", "{", "}", "\\", "words "])
+@needs_math_verify
 def test_long_texts_are_searched_in_linear_time(text):
     began = time.process_time()
     last_boxed(text * (2_000_000 // len(text)))
@@ -421,6 +439,7 @@ def test_long_texts_are_searched_in_linear_time(text):
 @pytest.mark.parametrize(
     "truth", [r"\angle BAC", r"0, 1, \ldots, 9", r"x=\frac{-b\pm\sqrt{b^2-4ac}}{2a}", r"\$0.25", r"\star"]
 )
+@needs_math_verify
 def test_ground_truths_of_common_data_sets_are_read(truth):
     """B3."""
     MathReward().check_truth(truth)
@@ -450,6 +469,7 @@ async def misjudged(cases, is_right):
     ]
 
 
+@needs_math_verify
 def test_the_table_has_pairs_of_every_kind():
     """Item 4."""
     kinds = Counter(pair["kind"] for pair in PAIRS)
@@ -458,12 +478,14 @@ def test_the_table_has_pairs_of_every_kind():
 
 
 @pytest.mark.parametrize("is_right", [True, False])
+@needs_math_verify
 async def test_the_table_of_right_and_wrong_answers_holds(is_right):
     """B3, B4."""
     cases = [(pair["truth"], pair["answer"]) for pair in PAIRS if pair["right"] is is_right]
     assert await misjudged(cases, is_right) == []
 
 
+@needs_math_verify
 async def test_answers_altered_in_one_place_are_wrong():
     """B4."""
 
@@ -483,6 +505,7 @@ async def test_answers_altered_in_one_place_are_wrong():
     assert await misjudged(random.Random(7).sample(cases, 1500), False) == []
 
 
+@needs_math_verify
 async def test_harmless_spellings_are_right():
     """B4."""
     spellings = (
@@ -524,6 +547,7 @@ def hostile(number):
 
 
 @pytest.mark.parametrize("kind", ["sum", "regex"])
+@needs_math_verify
 async def test_time_in_the_queue_is_not_the_rewards(kind):
     """B11."""
     if kind == "regex":
@@ -548,6 +572,7 @@ async def test_time_in_the_queue_is_not_the_rewards(kind):
     assert [(result.reward and result.reward.reward, result.error) for result in results[-2:]] == [(1.0, None)] * 2
 
 
+@needs_math_verify
 async def test_a_reward_that_hangs_by_itself_still_ends_in_time():
     class Hangs(RewardFunction):
         async def compute(self, **kwargs):
@@ -559,6 +584,7 @@ async def test_a_reward_that_hangs_by_itself_still_ends_in_time():
     assert not result.reward_error_is_infrastructure
 
 
+@needs_math_verify
 async def test_a_caller_that_is_cancelled_in_the_queue_leaves_it():
     reward_fn = MathReward(limits=LIMITS, n_workers=1)
     waiting = [asyncio.ensure_future(graded(hostile(number), "2^{10}+1", reward_fn, 30.0)) for number in range(3)]
