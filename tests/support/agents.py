@@ -156,8 +156,6 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # In Qwen3's vocabulary these are single tokens, but not special ones: decoding keeps them.
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
 
-_VOCAB_SIZE = 1500
-
 _SENTENCES = (
     "You are a helpful assistant. Answer the question of the user in one short sentence.",
     "The quick brown fox jumps over the lazy dog while the other animals are watching.",
@@ -241,7 +239,7 @@ def build_chatml_tokenizer(*, with_marks=True):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE - len(MARKS),
+        vocab_size=1500 - len(MARKS),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -589,7 +589,12 @@ class Player:
         for messages in histories.values():
             trajectory.settle(messages)
         ends = {owner: [as_line(message) for message in messages] for owner, messages in histories.items()}
-        full = {one: [*one.call.lines, as_line(one.call.answer)] if _is_answered(one) else None for one in main}
+        full = {
+            one: [*one.call.lines, as_line(one.call.answer)]
+            if one.call.answered is not None and one.call.answer is not None
+            else None
+            for one in main
+        }
         given_out = set()
         for sequence in trajectory.sequences():
             leaf = next((one for one in main if one.ids == sequence.token_ids), None)
@@ -624,10 +629,6 @@ class Player:
             and after[0].lines[:known] == call.lines
             and (said is None or after[0].lines[: known + 1] != said)
         )
-
-
-def _is_answered(one):
-    return one.call.answered is not None and one.call.answer is not None
 
 
 def _is_fork(one, answers):

@@ -15,7 +15,6 @@ import sys
 import types
 from collections import Counter
 from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,6 @@ _moto = types.ModuleType("moto")
 _moto.mock_aws = contextlib.nullcontext
 sys.modules.setdefault("moto", _moto)
 
-_tokenizer = cache(build_chatml_tokenizer)
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
 
 # What the running call is answered with: some tests ask one model from two threads at once.
@@ -54,8 +52,8 @@ class BrainModel(SGLangModel):
     def __init__(self, brain):
         self.brain = brain
         self._sampled_ids = {}  # the model's own ids, by that of the script, which may repeat one
-        server = ScriptedSGLang(_tokenizer(), lambda request: _next.get(), context_length=10_000_000)
-        super().__init__(tokenizer=_tokenizer(), client=server.client())
+        server = ScriptedSGLang(build_chatml_tokenizer(), lambda request: _next.get(), context_length=10_000_000)
+        super().__init__(tokenizer=build_chatml_tokenizer(), client=server.client())
 
     async def stream(self, messages, tool_specs=None, system_prompt=None, tool_choice=None, **kwargs):
         kwargs["tool_choice"] = tool_choice
@@ -155,9 +153,11 @@ class CloudModel(SGLangModel):
     answers = []
 
     def __init__(self, *args, max_tokens=None, **kwargs):
-        server = ScriptedSGLang(_tokenizer(), lambda request: self.answers.pop(0) if self.answers else "Hello.")
+        server = ScriptedSGLang(
+            build_chatml_tokenizer(), lambda request: self.answers.pop(0) if self.answers else "Hello."
+        )
         limits = {} if max_tokens is None else {"max_new_tokens": max_tokens}
-        super().__init__(tokenizer=_tokenizer(), client=server.client(), sampling_params=limits)
+        super().__init__(tokenizer=build_chatml_tokenizer(), client=server.client(), sampling_params=limits)
 
 
 _brains = {}

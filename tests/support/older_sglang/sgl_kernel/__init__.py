@@ -28,9 +28,6 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec):
-        return None
-
     def exec_module(self, module):
         module.__getattr__ = lambda name: getattr(Absent(module.__name__), name)
 
