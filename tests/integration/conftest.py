@@ -92,15 +92,24 @@ def tiny_server(serve):
 @pytest.fixture(scope="session")
 def tiny_moe_server(serve):
     """A server with a tiny random Qwen3-MoE (3 layers, 8 experts, top 2) that returns routed experts if asked."""
-    arguments = ("--enable-return-routed-experts",)
-    return serve("tiny_moe", local.ensure_tiny_qwen3_moe, *arguments, certain="a certain mixture-of-experts model")
+    return serve(
+        "tiny_moe",
+        local.ensure_tiny_qwen3_moe,
+        "--enable-return-routed-experts",
+        certain="a certain mixture-of-experts model",
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_vl_server(serve):
     """A server with a tiny random Qwen2.5-VL, which takes images."""
-    arguments = ("--mm-attention-backend", "sdpa")
-    return serve("tiny_vl", local.ensure_tiny_qwen2_5_vl, *arguments, certain="a certain model that takes images")
+    return serve(
+        "tiny_vl",
+        local.ensure_tiny_qwen2_5_vl,
+        "--mm-attention-backend",
+        "sdpa",
+        certain="a certain model that takes images",
+    )
 
 
 @pytest.fixture(scope="session")

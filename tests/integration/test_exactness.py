@@ -25,8 +25,7 @@ from strands_sglang import (
     termination_reason,
 )
 from support.agents import EveryAnswerCallsATool, make_agent, make_tools
-from support.forward_pass import rescored, rescored_among
-from support.real_servers import abort_all, running_requests, until_it_runs
+from support.real_servers import abort_all, rescored, rescored_among, running_requests, until_it_runs
 
 
 class WireLog(httpx.AsyncBaseTransport):

@@ -20,8 +20,7 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLa
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from strands_sglang.trainers.slime import make_generate
 from support.agents import make_agent
-from support.forward_pass import assert_best_experts, load_reference, replayed
-from support.real_servers import abort_all, until_it_runs
+from support.real_servers import abort_all, assert_best_experts, load_reference, replayed, until_it_runs
 from support.slime import Sample, check_rollouts, slime_args, slime_sampling_params
 from support.vision import image_block, load_without_videos, png
 

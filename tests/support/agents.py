@@ -260,6 +260,22 @@ def build_chatml_tokenizer(*, with_marks=True):
     return fast
 
 
+def numbered(request):
+    """An answer that can be told from every other one."""
+    return f"Answer-{request.index}."
+
+
+def statuses(trajectory):
+    """How far each turn has come."""
+    return [turn.status.value for turn in trajectory.turns]
+
+
+def response_masks(trajectory):
+    """The loss mask of each sampled segment, by sequence."""
+    sequences = trajectory.sequences()
+    return [[segment.loss_mask for segment in one.segments if segment.is_response] for one in sequences]
+
+
 def advance(seconds):
     """Let this much time pass on the running loop: every timer that ends within it is due at once."""
     loop = asyncio.get_running_loop()

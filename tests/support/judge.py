@@ -329,22 +329,6 @@ def _check_exported(sequences, answers, untrained):
     require(not missing, "each sampled token is in a sequence", requests=missing)
 
 
-def numbered(request):
-    """An answer that can be told from every other one."""
-    return f"Answer-{request.index}."
-
-
-def statuses(trajectory):
-    """How far each turn has come."""
-    return [turn.status.value for turn in trajectory.turns]
-
-
-def response_masks(trajectory):
-    """The loss mask of each sampled segment, by sequence."""
-    sequences = trajectory.sequences()
-    return [[segment.loss_mask for segment in one.segments if segment.is_response] for one in sequences]
-
-
 def _texts(message, unread):
     """What of a message has to stand in a prompt. Reasoning of earlier turns is left out: chat templates drop it."""
     for block in message["content"]:

@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import httpx
+import torch
+from transformers import AutoModelForCausalLM
 
 
 async def running_requests(base_url):
@@ -47,3 +49,78 @@ def logged(path, event):
         if f'"{event}"' in line and start >= 0:
             entries.append(json.loads(line[start:]))
     return entries
+
+
+# --- the judge of what a server computed: a forward pass of its model in float32 ---
+
+
+def load_reference(model_path):
+    """The model in float32."""
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def replayed(reference, token_ids, routed):
+    """Logprob of each token after the first, shape (T - 1,), and the router's logits, (T - 1, layers, experts).
+
+    The experts are those of `routed`, shape (T - 1, layers, top_k): where two of them are nearly equal, float noise
+    decides which one a server takes, and another one changes what comes after it by far more than noise.
+    """
+    ids, experts = torch.tensor(token_ids), torch.as_tensor(routed).long()
+    hooks = [
+        layer.mlp.gate.register_forward_hook(_choosing(experts[:, number]))
+        for number, layer in enumerate(reference.model.layers)
+    ]
+    try:
+        with torch.no_grad():
+            output = reference(ids[None, :-1], output_router_logits=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logprobs = torch.log_softmax(output.logits[0].float(), dim=-1).gather(1, ids[1:, None])[:, 0]
+    return logprobs.tolist(), torch.stack(output.router_logits, dim=1)
+
+
+def _choosing(experts):
+    """A hook that makes a router choose these experts, shape (T - 1, top_k), with the weights that it gives them."""
+
+    def choose(router, args, output):
+        logits, _, _ = output
+        weights = torch.softmax(logits.float(), dim=-1).gather(1, experts)
+        if router.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts
+
+    return choose
+
+
+def rescored(model_path, sequence, temperature):
+    """Logprob of each token after the first given those before it, shape (T - 1,).
+
+    The server scales the logits of sampled tokens by the temperature, those of prompt tokens never.
+    """
+    ids = torch.tensor(sequence.token_ids)
+    with torch.no_grad():
+        logits = load_reference(model_path)(ids[None, :-1]).logits[0].float()
+    scale = torch.where(torch.tensor(sequence.loss_mask[1:]) == 1, temperature, 1.0)
+    logprobs = torch.log_softmax(logits / scale[:, None], dim=-1).gather(1, ids[1:, None])[:, 0].tolist()
+    return logprobs
+
+
+def rescored_among(model_path, sequence, temperature):
+    """Logprob of each token after the first among the ids of its sampling mask, shape (T - 1,); None without one."""
+    ids = sequence.token_ids
+    with torch.no_grad():
+        logits = load_reference(model_path)(torch.tensor(ids)[None, :-1]).logits[0].float() / temperature
+    logprobs = []
+    for scores, token_id, row in zip(logits, ids[1:], list(sequence.sampling_mask.rows())[1:], strict=True):
+        logprobs.append((scores[token_id] - scores[row].logsumexp(dim=0)).item() if row else None)
+    return logprobs
+
+
+def assert_best_experts(routed, router_logits):
+    """The routed experts, shape (T - 1, layers, top_k), are the router's best, but where float noise decides."""
+    chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, torch.as_tensor(routed).long(), True)
+    worst_in = router_logits.masked_fill(~chosen, torch.inf).amin(dim=-1)
+    best_out = router_logits.masked_fill(chosen, -torch.inf).amax(dim=-1)
+    assert (worst_in > best_out - 1e-4).all()
+    assert (worst_in > best_out).float().mean() > 0.95

@@ -37,8 +37,17 @@ from strands.vended_plugins.steering import SteeringHandler
 
 from strands_sglang import SGLangAbortedError, SGLangClientError, SGLangModel, Trajectory, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
-from support.agents import call, make_agent, make_tools, needs_argument, needs_module, raise_once
-from support.judge import numbered, response_masks, statuses
+from support.agents import (
+    call,
+    make_agent,
+    make_tools,
+    needs_argument,
+    needs_module,
+    numbered,
+    raise_once,
+    response_masks,
+    statuses,
+)
 
 # === what Strands' context and conversation managers, memory aside, do to a history, and the tokens that they count ===
 

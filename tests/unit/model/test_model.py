@@ -52,9 +52,8 @@ from strands_sglang.protocol.generation import Generation
 from strands_sglang.templates.chat_template import ChatTemplateError
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
-from support.agents import advance, call, make_agent, make_tools, needs_module
+from support.agents import advance, call, make_agent, make_tools, needs_module, numbered, statuses
 from support.fake_server import FakeServer
-from support.judge import numbered, statuses
 
 # === sGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
