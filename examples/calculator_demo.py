@@ -1,5 +1,7 @@
 """24 rollouts of a calculator agent against a real SGLang server: what `make demo` runs.
 
+    python examples/calculator_demo.py [--svg FILE]
+
 Starts SGLang on this machine's CPU with SmolLM2-135M-Instruct, or uses the server that SGLANG_BASE_URL names,
 with that server's model. SGLANG_TOKENIZER names a local copy of the tokenizer where the server's own path is
 not on this machine.
@@ -9,6 +11,7 @@ Exit codes: 0 the demo ran; 1 it could not, with the reason in the last line; 13
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import logging
@@ -18,11 +21,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from calculator import calculator
-from report import Rollout, print_finished, print_rollout, print_summary
+from report import Rollout, print_finished, print_rollout, print_summary, save_svg
 from strands import Agent
 from strands.agent.conversation_manager import NullConversationManager
 from strands.types.content import Messages
@@ -55,6 +59,9 @@ class DemoError(RuntimeError):
 
 def main() -> int:
     """Run the demo and return its exit code."""
+    parser = argparse.ArgumentParser(description="24 rollouts of a calculator agent against a real SGLang server.")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the tokens of one rollout as a picture")
+    options = parser.parse_args()
     # The advice of transformers to install PyTorch: a tokenizer needs none.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Strands logs every unknown tool and cut-off call, which the table at the end counts.
@@ -80,7 +87,10 @@ def main() -> int:
         ends = ", ".join(sorted({rollout.reason.value for rollout in rollouts}))
         print(f"the demo failed: the model sampled nothing in {len(rollouts)} rollouts ({ends})", file=sys.stderr)
         return 1
-    print_rollout(next((rollout for rollout in rollouts if rollout.is_right), rollouts[0]))
+    shown = next((rollout for rollout in rollouts if rollout.is_right), rollouts[0])
+    print_rollout(shown)
+    if options.svg:
+        save_svg(shown, options.svg)
     print_summary(rollouts, rollout_seconds)
     total = time.monotonic() - started
     print(f"server {start_seconds:.1f} s, rollouts {rollout_seconds:.1f} s, in all {total:.1f} s")

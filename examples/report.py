@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from calculator import evaluate
 from rich.console import Console
@@ -81,7 +83,16 @@ def shorten(text: str, length: int = 50) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def print_rollout(rollout: Rollout) -> None:
+def save_svg(rollout: Rollout, path: Path) -> None:
+    """Write what `print_rollout` prints as a picture."""
+    picture = Console(highlight=False, record=True, width=100, force_terminal=True, file=io.StringIO())
+    print_rollout(rollout, picture)
+    # Without Rich's web font: opening the picture loads nothing.
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", picture.export_svg(title="one rollout"), flags=re.DOTALL)
+    path.write_text(svg.replace("Fira Code", "ui-monospace"), encoding="utf-8")
+
+
+def print_rollout(rollout: Rollout, console: Console = console) -> None:
     """Print the conversation of a rollout as the agent saw it, and its tokens as a trainer gets them."""
     console.rule("the conversation of one rollout, after three worked examples")
     for message in rollout.messages:
@@ -111,7 +122,9 @@ def token_text(model: SGLangModel) -> Text:
     """Return the tokens of the model's sequence, each in the style of its loss mask."""
     manager = model.token_manager
     hidden = max(0, manager.initial_prompt_length - SHOWN_OF_THE_PROMPT)
-    text = Text(f"... {hidden} prompt tokens ... " if hidden else "", style=PROMPT_STYLE)
+    text = Text()
+    if hidden:
+        text.append(f"... {hidden} prompt tokens ... ", PROMPT_STYLE)
     for token in manager.tokens[hidden:]:
         piece = model.tokenizer.decode([token.token_id]).replace("\n", "\\n")
         if token.loss_mask:
