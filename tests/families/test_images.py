@@ -11,6 +11,7 @@ from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
 from support.families import load_template, load_tokenizer
+from support.pages import ROOT, run_page
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png
 
 FAMILIES = list(VISION_FAMILIES)
@@ -205,3 +206,8 @@ def test_an_image_is_processed_without_its_alpha_and_unturned_as_the_server_does
     _, inputs = images.expand(template.encode(text), text, pictures_of(messages))
     grid = inputs.train_inputs["image_grid_thw"][0].tolist()
     assert grid[1] > grid[2]  # higher than wide
+
+
+def test_the_guides_snippets_run(tmp_path, monkeypatch):
+    processor, _, _ = setup("gemma_3")
+    run_page(ROOT / "docs/guides/images.md", {"google/gemma-3-4b-it": processor}, tmp_path, monkeypatch)

@@ -22,8 +22,8 @@ import pytest
 
 from strands_sglang import SGLangClient, Trajectory, get_tokenizer, local
 from support.environments import worked_examples
+from support.pages import ROOT, blocks
 from support.processes import has_ended
-from support.readme import ROOT, blocks
 from support.real_servers import logged
 
 
@@ -201,7 +201,7 @@ with server.serve() as base_url:
         text = file.read().replace("http://localhost:30000", base_url).replace("Qwen/Qwen3-4B-Instruct-2507", folder)
     exec(compile(text, source, "exec"))
 assert "<tool_response>\\n425\\n</tool_response>" in server.requests[1].text
-assert tm.loss_mask.count(1) == sum(logprob not in (None, 0.0) for logprob in tm.logprobs) > 0
+assert tokens.loss_mask.count(1) == sum(logprob not in (None, 0.0) for logprob in tokens.logprobs) > 0
 assert "torch" not in sys.modules
 print("installed at", __import__("strands_sglang").__file__)
 """

@@ -34,7 +34,7 @@ from strands_sglang.local.server import LocalServer, free_port, launch_server, p
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import EveryAnswerCallsATool
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
-from support.readme import ROOT
+from support.pages import ROOT
 from support.real_servers import LOG_EVERYTHING, at_best, logged, running_requests
 
 

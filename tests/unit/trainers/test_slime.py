@@ -820,11 +820,11 @@ def test_episodes_that_go_wrong_in_every_way_become_samples(
         asyncio.run(play())
 
 
-# --- docs/slime.md says what the code does ---
+# --- docs/guides/slime.md says what the code does ---
 
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "slime.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/guides/slime.md").read_text(encoding="utf-8")
 
 
 def rows(text, first):

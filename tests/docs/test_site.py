@@ -1,0 +1,76 @@
+"""The built documentation site in a real browser: search, other hosts, narrow screens, light and dark."""
+
+import pytest
+
+from support.browser import chromium, served
+from support.pages import ROOT
+
+SITE = ROOT / "docs" / "_site"
+PAGES = sorted(str(page.parent.relative_to(SITE)) for page in SITE.rglob("index.html"))
+
+# What people look for, and a page that the search has to offer among its first five.
+SEARCHES = {
+    "loss mask": "understand/tokens",
+    "retokenization drift": "understand/tokens",
+    "TokenizerMismatchError": "troubleshooting",
+    "max_tool_iters": "reference/outcomes",
+    "slime": "guides/slime",
+    "weight update": "understand/weight-updates",
+    "MathReward": "guides/rewards",
+    "pass@k": "guides/evaluation",
+    "routing key": "guides/servers",
+    "ScriptedSGLang": "start/without-a-server",
+}
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The address of the site, and a browser."""
+    assert PAGES, "docs/_site is empty: run `make docs`"
+    with served(SITE) as address, chromium() as browser:
+        yield address, browser
+
+
+@pytest.fixture
+def page(site):
+    """A page of the browser that records requests, errors and console messages."""
+    address, browser = site
+    context = browser.new_context(base_url=address, viewport={"width": 390, "height": 844})
+    opened = context.new_page()
+    opened.requested, opened.errors = [], []
+    opened.on("request", lambda request: opened.requested.append(request.url))
+    opened.on("requestfailed", lambda request: opened.errors.append(request.url))
+    opened.on("pageerror", lambda error: opened.errors.append(str(error)))
+    yield opened
+    context.close()
+
+
+def test_no_page_asks_another_host_or_overflows_a_phone(page, site):
+    address, _ = site
+    for path in PAGES:
+        page.goto(f"/{path}/", wait_until="networkidle")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= 390, f"{path} is {width} px wide"
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('article p')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+        )
+        assert min(sizes, default=16) >= 12, path
+    assert [url for url in page.requested if not url.startswith((address, "data:", "blob:"))] == []
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("term", SEARCHES)
+def test_the_search_finds(term, page):
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto("/", wait_until="networkidle")
+    page.keyboard.press("/")
+    page.keyboard.type(term)
+    results = page.get_by_role("dialog", name="Search").locator("a")
+    results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=10_000)
+
+
+def test_light_and_dark_follow_the_system(page):
+    for scheme, name in (("light", "default"), ("dark", "slate")):
+        page.emulate_media(color_scheme=scheme)
+        page.goto("/", wait_until="networkidle")
+        assert page.locator("body").get_attribute("data-md-color-scheme") == name

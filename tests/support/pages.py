@@ -1,0 +1,178 @@
+"""Reads the README and the pages of docs/: fenced blocks and tables, so that tests can hold them against the code."""
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from strands_sglang.testing import ScriptedSGLang
+from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
+from support import slime
+from support.agents import call
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+URL = "http://localhost:30000"
+COMMANDS = ("strands-sglang", "strands-env")
+NOT_RUN = ("strands-sglang serve",)  # tests/integration runs it
+
+_FENCE = re.compile(
+    r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?[^\n]*\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
+)
+_TABLE = re.compile(r"^\|.*\|\n\|[-| ]+\|\n(?:\|.*\|\n)+", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: The word after the opening fence.
+        text: The lines between the fences.
+        line: Line of the file on which the text begins, from 1.
+        section: The heading above it.
+        title: The file that the block shows, None without.
+        path: The page.
+    """
+
+    language: str
+    text: str
+    line: int
+    section: str
+    title: str | None
+    path: Path
+
+    def run(self, namespace, replace=str):
+        """Execute Python in a namespace, `await` at the top level allowed; tracebacks name the page's own lines.
+
+        Args:
+            namespace: Globals, shared by the blocks of a page.
+            replace: Applied to the text before.
+        """
+        source = "\n" * (self.line - 1) + replace(self.text)
+        code = compile(source, str(self.path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, namespace)
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+
+
+def blocks(language, path=README):
+    """The fenced blocks of a language (None: of all), in order."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        Block(
+            match["language"],
+            match["text"],
+            text.count("\n", 0, match.start("text")) + 1,
+            _heading_above(text[: match.start()]),
+            match["title"],
+            path,
+        )
+        for match in _FENCE.finditer(text)
+        if language in (None, match["language"])
+    ]
+
+
+def table(section, *headings, path=README):
+    """The rows of the table in a section that has these column headings, markup of cells included.
+
+    Raises:
+        LookupError: There is not exactly one such table.
+    """
+    text = path.read_text(encoding="utf-8")
+    found = []
+    for match in _TABLE.finditer(text):
+        head, _, *rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in match[0].splitlines()
+        ]
+        if tuple(head) == headings and _heading_above(text[: match.start()]) == section:
+            found.append([dict(zip(head, row, strict=True)) for row in rows])
+    if len(found) != 1:
+        raise LookupError(f"{path.name}, {section!r}: {len(found)} tables with the columns {headings}")
+    return found[0]
+
+
+def names_in_code(text):
+    """What stands between single backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def _heading_above(text):
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), flags=re.MULTILINE)
+    return headings[-1] if headings else ""
+
+
+def sampled_text(request):
+    """What a model that does as it is told samples for the documentation's prompts."""
+    if "json_schema" in request.sampling_params:
+        return '{"product": 425}'
+    _, _, question = request.text.rpartition("<|im_start|>user\n")
+    result = re.search(r"<tool_response>\s*(-?\d+)", question)
+    if result:
+        return f"It is \\boxed{{{result[1]}}}."
+    factors = re.search(r"(\d+) \* (\d+)", question)
+    if factors is None or '"multiply"' not in request.text:
+        return "I don't know."
+    return call("multiply", a=int(factors[1]), b=int(factors[2]))
+
+
+def run_page(page, models, folder, patch):
+    """Run the blocks of a page in order, in one namespace and one empty folder, against a scripted server.
+
+    Python runs as written, a command of this project in a process of its own. A block with a title is a file, which
+    is written first.
+
+    Args:
+        page: Path of the page.
+        models: The tokenizer or processor for each model name on the page; the first one is the server's.
+        folder: A temporary folder.
+        patch: pytest's `monkeypatch`.
+    """
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    work = folder / "work"
+    work.mkdir()
+    patch.chdir(work)
+    patch.syspath_prepend(str(work))
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    registered = set(TOOL_PARSER_REGISTRY)
+    [server, *_] = models.values()
+    namespace = {"__name__": "__docs__"}
+    with ScriptedSGLang(getattr(server, "tokenizer", server), sampled_text).serve() as base_url:
+        slime.install_slime(patch, getattr(server, "tokenizer", server))
+
+        def localized(text):
+            for name in models:
+                text = text.replace(name, str(folder / name))
+            return text.replace(URL, base_url)
+
+        for block in blocks(None, page):
+            if block.title:
+                (work / block.title).write_text(localized(block.text), encoding="utf-8")
+            if block.language == "python":
+                block.run(namespace, localized)
+            elif block.language == "bash":
+                _run_commands(localized(block.text), f"{page}:{block.line}")
+    for name in set(TOOL_PARSER_REGISTRY) - registered:
+        TOOL_PARSER_REGISTRY.pop(name)
+
+
+def _run_commands(text, where):
+    """Run the commands of this project in a block of shell lines; see that the `make` targets of others exist."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{where}: {line}"
+        if not words or words[0] not in COMMANDS or " ".join(words[:2]) in NOT_RUN:
+            continue
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
+        run = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
+        assert run.returncode == 0, f"{where}: {line}\n{run.stdout}{run.stderr}"
