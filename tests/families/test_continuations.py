@@ -218,7 +218,12 @@ def test_a_full_render_holds_every_part_of_every_turn_or_is_refused(family):
         turn,
         results(USE_IDS[0]),
     ]
-    chat = [{"role": "system", "content": "Be brief."}, *to_chat_messages(messages, call_id=template.call_id)]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *to_chat_messages(
+            messages, as_shown=lambda use_id, name, number: (name, template.call_id(use_id, name, number))
+        ),
+    ]
     if (family, "full render") in REFUSED:
         with pytest.raises(ChatTemplateError):
             template.opening(chat, to_chat_tools(TOOLS))
@@ -324,7 +329,10 @@ def test_results_have_the_ids_that_a_template_of_kimi_writes_into_the_calls():
         call = {"toolUse": {"toolUseId": f"use{step}", "name": "look_up", "input": {"key": str(step)}}}
         result = {"toolUseId": f"use{step}", "status": "success", "content": [{"text": f"value {step}"}]}
         messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [{"toolResult": result}]}]
-    chat = to_chat_messages([{"role": "user", "content": [{"text": "Look."}]}, *messages], call_id=template.call_id)
+    chat = to_chat_messages(
+        [{"role": "user", "content": [{"text": "Look."}]}, *messages],
+        as_shown=lambda use_id, name, number: (name, template.call_id(use_id, name, number)),
+    )
     text = template.opening(chat, None).text
     assert text.count("<|tool_call_begin|>functions.look_up:0<|") == text.count("## Return of functions.look_up:0") == 2
 

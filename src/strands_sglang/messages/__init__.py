@@ -12,6 +12,7 @@ from .content import (
 )
 from .fingerprint import (
     BLANK_TEXT,
+    INVALID_NAME,
     NO_SYSTEM_PROMPT,
     Conversation,
     block_difference,
@@ -28,6 +29,7 @@ __all__ = [
     "BLANK_TEXT",
     "ChatMessage",
     "Conversation",
+    "INVALID_NAME",
     "NO_SYSTEM_PROMPT",
     "UnsupportedContentError",
     "block_difference",

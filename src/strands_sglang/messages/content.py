@@ -15,8 +15,6 @@ from typing import Any
 from strands.types.content import Message, Messages
 from strands.types.tools import ToolResult, ToolSpec
 
-from .fingerprint import INVALID_NAME
-
 TEXT_FORMATS = ("txt", "md", "csv", "html")
 """The formats of Strands documents whose bytes are text."""
 
@@ -78,8 +76,7 @@ def to_chat_messages(
     *,
     known_calls: Sequence[Mapping[str, Any]] = (),
     result_notice: Callable[[str], str | None] = lambda tool_use_id: None,
-    call_id: Callable[[str, str, int], str] = lambda tool_use_id, name, index: tool_use_id,
-    sampled_name: Callable[[str], str | None] = lambda tool_use_id: None,
+    as_shown: Callable[[str, str, int], tuple[str, str]] = lambda tool_use_id, name, number: (name, tool_use_id),
     calls_before: int = 0,
     first: int = 0,
     images: bool = False,
@@ -103,9 +100,8 @@ def to_chat_messages(
             them: `{"toolUseId", "name", "id"}`.
         result_notice: Given a toolUseId, the text that replaces Strands' word that there is no such tool: what the
             model is told of a call that did not parse. None keeps that, and any other result is kept as it stands.
-        call_id: Given a toolUseId, the tool's name and how many calls came before it in `messages`, the id that the
-            model is shown (some families write ids of their own form).
-        sampled_name: Given the toolUseId of a call named `INVALID_NAME`, the name that the model wrote, if it is known.
+        as_shown: Given a toolUseId, the tool's name and how many calls came before it, the name and the id that the
+            model reads: the name that it wrote where Strands has `INVALID_NAME`, the id in its family's form.
         calls_before: How many calls came before `messages`.
         first: Position of the first of `messages` in the whole history, for error messages.
         images: Whether images can be put in front of the model; content that holds one is a list of parts.
@@ -121,10 +117,8 @@ def to_chat_messages(
             uses = [block["toolUse"] for block in message["content"] if "toolUse" in block]
             calls = []
             for number, use in enumerate(uses, calls_before):
-                use_id, name = use["toolUseId"], use["name"]
-                if name == INVALID_NAME:
-                    name = sampled_name(use_id) or name
-                calls.append({"toolUseId": use_id, "name": name, "id": call_id(use_id, name, number)})
+                name, call_id = as_shown(use["toolUseId"], use["name"], number)
+                calls.append({"toolUseId": use["toolUseId"], "name": name, "id": call_id})
             calls_before += len(uses)
             chat.append(_assistant_message(message, where, calls))
         else:

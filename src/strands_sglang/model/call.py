@@ -35,6 +35,7 @@ from ..exceptions import (
     SGLangThrottledError,
 )
 from ..messages import (
+    INVALID_NAME,
     NO_SYSTEM_PROMPT,
     ChatMessage,
     Conversation,
@@ -551,14 +552,16 @@ class ModelCall:
         return self.template.opening(chat, to_chat_tools(self.chat.tool_specs), ahead=ahead)
 
     def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
-        recorded = self.trajectory.tool_calls
+        def as_shown(use_id: str, name: str, number: int) -> tuple[str, str]:
+            recorded = self.trajectory.tool_calls.get(use_id, {})
+            if name == INVALID_NAME:
+                name = recorded.get("name") or self.names.get(use_id) or name
+            return name, recorded.get("id") or self.template.call_id(use_id, name, number)
+
         return to_chat_messages(
             messages,
             result_notice=self.trajectory.result_notices.get,
-            call_id=lambda use_id, name, number: (
-                recorded.get(use_id, {}).get("id") or self.template.call_id(use_id, name, number)
-            ),
-            sampled_name=lambda use_id: recorded.get(use_id, {}).get("name") or self.names.get(use_id),
+            as_shown=as_shown,
             images=self.images is not None,
             **context,
         )
