@@ -9,7 +9,7 @@ from PIL import Image
 from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
-from strands_sglang.templates.images import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
+from strands_sglang.templates.image_tokens import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
 from support.families import load_template, load_tokenizer
 from support.pages import ROOT, run_page
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png

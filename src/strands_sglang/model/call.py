@@ -52,7 +52,7 @@ from ..protocol.generation import (
     stop_strings,
 )
 from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
-from ..templates.images import ImageProcessor, check_prompt, require_image_understanding
+from ..templates.image_tokens import ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
 from ..trajectory import Caller, ParsedAnswer, Place

@@ -45,7 +45,7 @@ from ..client.client import SGLangClient
 from ..exceptions import SGLangCancelledError
 from ..messages import fingerprint, is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..templates.chat_template import ChatTemplate, get_chat_template
-from ..templates.images import ImageProcessor
+from ..templates.image_tokens import ImageProcessor
 from ..tool_choice import can_force
 from ..tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
 from ..trajectory import Caller

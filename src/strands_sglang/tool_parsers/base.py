@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..families import find_family
-from .reading.turns import (
+from .reading.marks import (
     CallSpan,
     Mark,
     MarkedText,
@@ -246,7 +246,7 @@ class ToolParser:
         return True
 
     def take_apart(self, turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
-        """Cut a turn into reasoning, text and calls; see `reading.turns.take_apart`."""
+        """Cut a turn into reasoning, text and calls; see `reading.marks.take_apart`."""
         return take_apart(turn, read_call, reasoning_open)
 
     def texts_of(self, turn: MarkedText, spans: Sequence[Span]) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ..messages.content import Picture
 from ..protocol.generation import Generation, SamplingMask, VersionSpan
-from ..templates.images import ImageInputs
+from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple, overload
 
 from ..protocol.generation import SamplingMask, VersionSpan, joined_mask
-from ..templates.images import ImageInputs, multimodal_train_inputs
+from ..templates.image_tokens import ImageInputs, multimodal_train_inputs
 
 _MISSING = math.nan  # how "no logprob" is stored in an array of floats
 

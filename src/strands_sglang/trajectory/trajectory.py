@@ -29,7 +29,7 @@ from strands.types.content import Message, Messages
 from ..drift import Drift, measure_drift
 from ..messages import Conversation, block_digests, chain_of, message_digest, next_link
 from ..protocol.generation import Generation
-from ..templates.images import ImageInputs
+from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, why_here, why_new
 from .export import export_sequences, sequence_of

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.generation import Generation
-from ..templates.images import ImageInputs
+from ..templates.image_tokens import ImageInputs
 
 if TYPE_CHECKING:
     from .trajectory import Trajectory

@@ -33,7 +33,7 @@ from strands_sglang.templates.chat_template import (
     get_chat_template,
 )
 from strands_sglang.templates.encoder import get_encoder
-from strands_sglang.templates.images import (
+from strands_sglang.templates.image_tokens import (
     ImageInputs,
     ImageProcessor,
     check_prompt,
@@ -709,7 +709,7 @@ def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, capl
 
 def test_placeholders_of_images_stay_real_and_imitations_become_text(chatml_tokenizer):
     torch = pytest.importorskip("torch")
-    from strands_sglang.templates.images import ImageProcessor
+    from strands_sglang.templates.image_tokens import ImageProcessor
 
     class Processor:
         """Writes three tokens for one image."""
@@ -1251,7 +1251,9 @@ class TestServersThatTakeNoImages:
 
 
 def test_nothing_heavy_is_imported_until_an_image_comes():
-    code = "import strands_sglang.templates.images, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
+    code = (
+        "import strands_sglang.templates.image_tokens, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
 

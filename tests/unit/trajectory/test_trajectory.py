@@ -52,7 +52,7 @@ from strands_sglang import (
 from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
 from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan
-from strands_sglang.templates.images import ImageInputs
+from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.trajectory import Caller
 from strands_sglang.trajectory.storage import TrajectoryFileError

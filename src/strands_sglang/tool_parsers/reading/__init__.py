@@ -16,7 +16,7 @@ from .calls import (
     read_one,
     read_section,
 )
-from .turns import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
+from .marks import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
 from .values import (
     JSON_TYPES,
     MAX_JSON_DEPTH,

@@ -25,7 +25,7 @@ from ..results import (
     new_tool_call_id,
     too_many_calls,
 )
-from .turns import CallSpan, Mark, MarkedText, MarkKind
+from .marks import CallSpan, Mark, MarkedText, MarkKind
 from .values import (
     DecodedJSON,
     InvalidValueError,
