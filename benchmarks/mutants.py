@@ -550,7 +550,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         copy = shutil.copytree(tree, Path(folder, "tree"), ignore=IGNORED)
         if not kept.exists():
-            kept.write_text(json.dumps(asdict(Coverage.measure(copy, arguments.processes))))
+            kept.write_text(json.dumps(vars(Coverage.measure(copy, arguments.processes))))
         coverage = Coverage(**json.loads(kept.read_text()))
         if coverage.digest != digest(copy):
             raise SystemExit(f"{kept} was measured on other code than that of {tree}")
