@@ -101,7 +101,7 @@ async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_s
     async with SGLangClient(tiny_server.base_url, timeout=0.3, retry_delay=0.0) as client:
 
         async def attempt():
-            with pytest.raises(SGLangConnectionError, match="no answer in time"):
+            with pytest.raises(SGLangConnectionError, match="no response in time"):
                 await client.generate(PROMPT, ENDLESS)
             return await seconds_until(client.base_url, 0)
 

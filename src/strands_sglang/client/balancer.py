@@ -1,9 +1,9 @@
-"""Which server a request goes to: the least busy one, the same one for all requests under a routing key.
+"""Load balancing: a request goes to the least busy server, and requests with one routing key to the same server.
 
-A conversation that comes back to the server that has its prefix in the cache saves the prefill of everything said so
-far. Promises: a server that takes no connections gets no requests while another one does, is asked for its health at
-growing intervals, and gets requests again once it answers; with a single server nothing of this happens. A server that
-is down gives a handful of log lines, not one per request.
+A conversation that returns to the server with its prefix in the cache skips the prefill of that prefix. A server that
+accepts no connections is out of rotation while another one accepts them: it is probed at growing intervals, and gets
+requests again once it answers. None of this applies to a single server. An outage logs a few lines, not one per
+request.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .retries import Failure, FailureKind
 logger = logging.getLogger(__name__)
 
 MAX_KEYS = 100_000
-"""Routing keys that are remembered; beyond it those that were not used for the longest time are forgotten."""
+"""Number of routing keys to remember; the least recently used ones are dropped beyond it."""
 
 DROPS_UNTIL_OUT = 3
-"""A server that breaks so many connections in a row counts as one that takes none."""
+"""Consecutive broken connections after which a server counts as one that accepts none."""
 
 FIRST_PROBE_S = 1.0
 MAX_PROBE_S = 60.0
@@ -34,16 +34,19 @@ MAX_LOG_INTERVAL_S = 60.0
 
 
 class Server:
-    """One address, what is known about it, and the log lines about its outages.
+    """One address, its state, and the log lines about its outages.
 
     Attributes:
-        base_url: Without a slash at the end.
-        answered: Whether it has ever answered anything over HTTP.
-        usable: Whether it has ever given a generation.
-        in_flight: Generations on their way, over all event loops.
-        keys: Routing keys that lead to it.
-        is_out: Whether it takes no connections and gets no requests while others do.
-        context_length: As it has told; None if it has not.
+        base_url: Address without a trailing slash.
+        answered: Whether it has ever answered over HTTP.
+        usable: Whether it has ever returned a generation.
+        in_flight: Number of generations in flight, over all event loops.
+        keys: Number of routing keys assigned to it.
+        drops: Number of connections that broke in a row.
+        is_out: Whether it accepts no connections and is out of rotation.
+        context_length: Maximum number of tokens that it reported; None if unknown.
+        probe_at: Time of the next probe.
+        probe_interval: Seconds between probes.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -61,7 +64,7 @@ class Server:
         self._interval = FIRST_LOG_INTERVAL_S
 
     def log_failure(self, failure: Failure) -> None:
-        """Count a failure that will be retried; write a line about it unless one was written a short while ago."""
+        """Count a failure that will be retried; log it unless a line was logged a short while ago."""
         now = time.monotonic()
         with self._lock:
             if now - self._last_failure > MAX_LOG_INTERVAL_S:
@@ -84,7 +87,7 @@ class Server:
         )
 
     def log_answer(self) -> None:
-        """End an outage, if there was one, with a line that says so."""
+        """Log the end of an outage, if there was one."""
         if self._failing_since is None:
             return
         with self._lock:
@@ -100,7 +103,7 @@ class Servers:
         """Track the given servers.
 
         Args:
-            base_urls: At least one address, each once.
+            base_urls: Distinct addresses, at least one.
         """
         self.all = tuple(Server(base_url) for base_url in base_urls)
         self._by_url = {server.base_url: server for server in self.all}
@@ -110,35 +113,35 @@ class Servers:
 
     @property
     def answered(self) -> bool:
-        """Whether any of them has ever answered anything over HTTP."""
+        """Whether any server has ever answered over HTTP."""
         return any(server.answered for server in self.all)
 
     @property
     def usable(self) -> bool:
-        """Whether any of them has ever given a generation."""
+        """Whether any server has ever returned a generation."""
         return any(server.usable for server in self.all)
 
     def __getitem__(self, base_url: str) -> Server:
-        """The server at an address.
+        """Return the server at an address.
 
         Raises:
-            ValueError: It is none of these.
+            ValueError: The address belongs to none of the servers.
         """
         server = self._by_url.get(base_url)
         if server is None:
-            raise ValueError(f"{base_url!r} is none of this client's servers: {', '.join(self._by_url)}")
+            raise ValueError(f"{base_url!r} is not one of this client's servers: {', '.join(self._by_url)}")
         return server
 
     def up(self) -> tuple[Server, ...]:
-        """Those that get requests: not the ones that are out, unless all are."""
+        """Return the servers in rotation, or all servers if none is."""
         return tuple(server for server in self.all if not server.is_out) or self.all
 
-    def choose(self, key: str | None = None, *, rather_not: Server | None = None) -> Server:
-        """The server for the next request.
+    def choose(self, key: str | None = None, *, avoid: Server | None = None) -> Server:
+        """Choose the server for the next request.
 
         Args:
-            key: Requests under one key go to one server, as long as that takes connections.
-            rather_not: Where the request has just failed: another one is tried, and the key stays where it is.
+            key: Routing key. Requests with one key go to one server while it accepts connections.
+            avoid: Server where the request has just failed. Another one is chosen, and the key stays assigned.
         """
         if len(self.all) == 1:
             return self.all[0]
@@ -146,14 +149,14 @@ class Servers:
             known = self._by_key.get(key) if key is not None else None
             if known is not None and key is not None:
                 self._by_key.move_to_end(key)
-                if not known.is_out and known is not rather_not:
+                if not known.is_out and known is not avoid:
                     return known
             up = [server for server in self.all if not server.is_out]
-            if not up:  # whoever is next to be looked at: the request itself shows whether it is back
+            if not up:  # the one to probe next: the request itself shows whether it is back
                 return min(self.all, key=lambda server: server.probe_at)
-            turn = next(self._turn)  # of equals, not always the same one
+            turn = next(self._turn)  # rotate among equals
             order = [up[(turn + i) % len(up)] for i in range(len(up))]
-            chosen = min(order, key=lambda server: (server is rather_not, server.in_flight, server.keys))
+            chosen = min(order, key=lambda server: (server is avoid, server.in_flight, server.keys))
             if key is not None and (known is None or known.is_out):
                 if known is not None:
                     known.keys -= 1
@@ -165,19 +168,19 @@ class Servers:
             return chosen
 
     def count_in_flight(self, server: Server, change: int) -> None:
-        """Count a generation that is sent, 1, or has come back, however, -1."""
+        """Count a generation that was sent (1) or has ended in any way (-1)."""
         with self._lock:
             server.in_flight += change
 
     def note_answer(self, server: Server) -> None:
-        """Take note of an answer, whatever it says: the server is there."""
+        """Record a response of any status: the server is up."""
         if server.drops or server.is_out:
             with self._lock:
                 server.drops, server.is_out, server.probe_interval = 0, False, FIRST_PROBE_S
         server.log_answer()
 
     def note_failure(self, server: Server, kind: FailureKind) -> None:
-        """Take note of a failed request: without connections the server is out from now on."""
+        """Record a failed request; take a server that accepts no connections out of rotation."""
         if len(self.all) == 1 or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
             return
         with self._lock:
@@ -186,14 +189,16 @@ class Servers:
                 return
             now = time.monotonic()
             if server.is_out and now < server.probe_at:
-                return  # a request that was on its way to it already
+                return  # the request was already in flight
             server.probe_interval = min(2 * server.probe_interval, MAX_PROBE_S) if server.is_out else FIRST_PROBE_S
             server.probe_at = now + server.probe_interval
             server.is_out = True
-        logger.debug("base_url=<%s>, probe_in_s=<%.0f> | server is left out", server.base_url, server.probe_interval)
+        logger.debug(
+            "base_url=<%s>, probe_in_s=<%.0f> | server is out of rotation", server.base_url, server.probe_interval
+        )
 
     def due(self) -> tuple[Server, ...]:
-        """Servers that are out and are to be asked for their health now; each is named to one caller per interval."""
+        """Return the servers to probe now; each is returned to one caller per interval."""
         if not any(server.is_out for server in self.all):
             return ()
         now = time.monotonic()

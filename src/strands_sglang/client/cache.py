@@ -1,6 +1,6 @@
-"""Clients and tokenizers that a process makes once and shares: rollout functions are called thousands of times.
+"""Clients and tokenizers that a process makes once and shares, because rollout functions run thousands of times.
 
-Promise: the same arguments give the same object, from any thread; what failed is tried anew.
+Equal arguments return the same object, from any thread. A failure is not cached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HUB_ANSWERS_WITHIN_S = 4.0
-"""How long the Hub is waited for before a model that is not on this machine counts as one that cannot be had."""
+HUB_TIMEOUT_S = 4.0
+"""How long to wait for the Hub before a model that is not on this machine counts as unavailable."""
 
 _CLIENT_SIGNATURE = inspect.signature(SGLangClient)
 
 
 class _Cache:
-    """Values by their arguments, each made once."""
+    """Values by arguments, each made once."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
@@ -41,7 +41,7 @@ class _Cache:
             )
             hash(key)
         except TypeError as error:
-            raise ValueError(f"shared objects are found by their arguments, which must be hashable: {error}") from error
+            raise ValueError(f"the arguments of shared objects must be hashable: {error}") from error
         with self._lock:
             if key not in self._values:
                 self._values[key] = make()
@@ -60,14 +60,16 @@ _tokenizers = _Cache()
 
 
 def get_client(base_url: str | Sequence[str], **settings: Any) -> SGLangClient:
-    """The process's shared client with these settings.
+    """Return the process's shared client with these settings.
+
+    Equal arguments return the same client, from any thread. It is made on the first call.
 
     Args:
-        base_url: See `SGLangClient`.
-        **settings: Further arguments of `SGLangClient`.
+        base_url: Root address of the server, or a list of several.
+        **settings: Further arguments of [`SGLangClient`][strands_sglang.SGLangClient]; their values must be hashable.
 
     Raises:
-        ValueError: A setting cannot work.
+        ValueError: A setting is invalid, or not hashable.
     """
     addresses = normalize_base_urls(base_url)
     bound = _CLIENT_SIGNATURE.bind(addresses[0] if len(addresses) == 1 else addresses, **settings)
@@ -76,23 +78,26 @@ def get_client(base_url: str | Sequence[str], **settings: Any) -> SGLangClient:
 
 
 def get_client_from_slime_args(args: Any, **overrides: Any) -> SGLangClient:
-    """The process's shared client of slime's router; see `SGLangClient.from_slime_args`.
+    """Return the process's shared client for slime's router.
+
+    The client has slime's address and concurrency, no timeout, and 60 retries, as from
+    [`SGLangClient.from_slime_args`][strands_sglang.SGLangClient.from_slime_args].
 
     Args:
-        args: slime's (or miles') parsed arguments.
-        **overrides: Arguments of `SGLangClient` that win over them.
+        args: Parsed arguments of slime or miles.
+        **overrides: Arguments of [`SGLangClient`][strands_sglang.SGLangClient] that take precedence.
 
     Raises:
-        ValueError: The arguments name no router, or a setting cannot work.
+        ValueError: The arguments name no router, or a setting is invalid.
     """
     return get_client(**slime_client_arguments(args, **overrides))
 
 
 def clear_clients() -> list[SGLangClient]:
-    """Forget all shared clients; the next `get_client` makes a new one.
+    """Forget all shared clients, so that the next `get_client` makes a new one.
 
     Returns:
-        Those that were forgotten. They go on for whoever has them; `await client.close()` closes their connections.
+        The forgotten clients. They keep working; `await client.close()` closes their connections.
     """
     return _clients.clear()
 
@@ -100,22 +105,22 @@ def clear_clients() -> list[SGLangClient]:
 def get_tokenizer(
     path: str | PathLike[str], *, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """The process's shared Hugging Face tokenizer of a model.
+    """Return the process's shared Hugging Face tokenizer of a model.
 
     Args:
-        path: A model's folder or its name on the Hugging Face Hub.
-        trust_remote_code: Whether code that comes with the model may be run.
-        **kwargs: Further arguments of `AutoTokenizer.from_pretrained`.
+        path: Folder of the model, or its name on the Hugging Face Hub.
+        trust_remote_code: Whether to run code that comes with the model.
+        **kwargs: Further arguments of `AutoTokenizer.from_pretrained`; their values must be hashable.
 
     Raises:
-        OSError: There is no such folder or model, or the Hub cannot be reached and the model is not on this machine.
-        ValueError: transformers cannot load its tokenizer (e.g. it needs `trust_remote_code=True`).
+        OSError: The folder or model does not exist, or the model is not on this machine and the Hub is unreachable.
+        ValueError: transformers cannot load the tokenizer, for example without `trust_remote_code=True`.
     """
     name = fspath(path)
 
     def load() -> PreTrainedTokenizerBase:
         if not os.path.isdir(name):
-            _refuse_unreachable(name)
+            _check_reachable(name)
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
@@ -123,36 +128,36 @@ def get_tokenizer(
     return _tokenizers.get({"path": name, "trust_remote_code": trust_remote_code, **kwargs}, load)
 
 
-def _refuse_unreachable(name: str) -> None:
-    """Say at once what transformers takes minutes for, or calls a bad name.
+def _check_reachable(name: str) -> None:
+    """Fail at once where transformers takes minutes, or reports an invalid name.
 
     Raises:
-        OSError: It is a path that does not exist, or a name that is not in the cache while the Hub cannot be reached.
+        OSError: The path does not exist, or the name is not in the cache while the Hub is unreachable.
     """
     if os.path.exists(name):
-        raise NotADirectoryError(f"{name}: no folder of a model but a file")
+        raise NotADirectoryError(f"{name} is a file, not a model's folder")
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/"):
         raise FileNotFoundError(f"{name}: no such folder")
     from huggingface_hub import constants
 
     is_cached = os.path.isdir(os.path.join(constants.HF_HUB_CACHE, "models--" + name.replace("/", "--")))
-    if not is_cached and not constants.HF_HUB_OFFLINE and not _can_be_reached(constants.ENDPOINT):
+    if not is_cached and not constants.HF_HUB_OFFLINE and not _is_reachable(constants.ENDPOINT):
         raise ConnectionError(
-            f"{name}: no such folder, not in the cache of the Hub's models, and {constants.ENDPOINT} cannot be reached"
+            f"{name}: no such folder, not in the Hugging Face cache, and {constants.ENDPOINT} is unreachable"
         )
 
 
-def _can_be_reached(address: str) -> bool:
-    """Whether a server answers anything at all, within seconds: name resolution, too, may hang."""
+def _is_reachable(address: str) -> bool:
+    """Return whether a server answers within seconds; a thread, because name resolution may hang, too."""
     import httpx
 
     answers: list[int] = []
 
     def ask() -> None:
         with contextlib.suppress(httpx.HTTPError):
-            answers.append(httpx.head(address, timeout=HUB_ANSWERS_WITHIN_S).status_code)
+            answers.append(httpx.head(address, timeout=HUB_TIMEOUT_S).status_code)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(HUB_ANSWERS_WITHIN_S)
+    asking.join(HUB_TIMEOUT_S)
     return bool(answers)

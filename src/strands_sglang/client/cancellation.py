@@ -1,7 +1,7 @@
-"""When a call has to end: at its deadline, or once its caller's cancel signal is set.
+"""The end of a call: at its deadline, or once its caller's cancel signal is set.
 
-The signal is a `threading.Event`, which Strands sets from any thread. Promises: one timer per event loop looks at all
-signals, not one per call, and only while calls run; a call whose signal was seen ends, also if the signal is cleared.
+The signal is a `threading.Event`, which Strands sets from any thread. One timer per event loop checks all signals, and
+only while calls run. A call whose signal was seen set ends, even if the signal is cleared again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..exceptions import SGLangCancelledError, SGLangDeadlineError
 T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.05
-"""How often cancel signals are looked at."""
+"""Seconds between checks of the cancel signals."""
 
 CLOCK_TOLERANCE_S = 0.001
-"""How much too early an event loop may call."""
+"""Seconds by which an event loop may fire a timer early."""
 
 
 class Cancellation:
-    """The end of one call in one event loop; the call may take several requests.
+    """Deadline and cancel signal of one call in one event loop; the call may take several requests.
 
     Attributes:
-        deadline: Seconds from its start for everything; None for no limit.
-        signal: Ends the call once it is set; None for none.
+        deadline: Seconds for the whole call from its start; None for no limit.
+        signal: Event that ends the call once set; None for none.
     """
 
     def __init__(self, deadline: float | None = None, signal: threading.Event | None = None) -> None:
@@ -38,23 +38,23 @@ class Cancellation:
         self.deadline = deadline
         self.signal = signal
         self._loop = asyncio.get_running_loop()
-        self._signalled = self._loop.create_future()
+        self._signaled = self._loop.create_future()
         self._ends_at = math.inf if deadline is None else self._loop.time() + deadline
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline; infinite without one."""
+        """Seconds until the deadline; infinite without one."""
         return self._ends_at - self._loop.time()
 
-    def is_signalled(self) -> bool:
-        """Look at the signal: whether it is set, or was at an earlier look."""
-        if self.signal is not None and self.signal.is_set() and not self._signalled.done():
-            self._signalled.set_result(None)
-        return self._signalled.done()
+    def is_signaled(self) -> bool:
+        """Check the signal; return whether it is set, or was at an earlier check."""
+        if self.signal is not None and self.signal.is_set() and not self._signaled.done():
+            self._signaled.set_result(None)
+        return self._signaled.done()
 
     @contextmanager
     def watched(self) -> Iterator[frozenset[asyncio.Future[Any]]]:
-        """Look at the signal from time to time; gives what is done once it is set, to be waited for beside others."""
+        """Check the signal periodically; yields the future that is done once it is set, to wait for with others."""
         if self.signal is None:
             yield frozenset()
             return
@@ -62,12 +62,12 @@ class Cancellation:
             watch = _watches.setdefault(self._loop, _Watch())
         place = watch.add(self)
         try:
-            yield frozenset({self._signalled})
+            yield frozenset({self._signaled})
         finally:
             watch.remove(place)
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which is cancelled if the call is to end before it is done.
+        """Await `work`, and cancel it if the call ends first.
 
         Raises:
             SGLangCancelledError: The signal was set.
@@ -76,32 +76,32 @@ class Cancellation:
         task = asyncio.ensure_future(work)
         limit = None if self.deadline is None else max(self.seconds_left, 0.0)
         try:
-            with self.watched() as signalled:
-                await asyncio.wait({task, *signalled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            with self.watched() as signaled:
+                await asyncio.wait({task, *signaled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
-            let_go(task)
-        if self.is_signalled():
+            discard(task)
+        if self.is_signaled():
             raise SGLangCancelledError("the call was cancelled by its signal before its answer began")
         raise SGLangDeadlineError(f"the deadline of {self.deadline:g} s has passed before the answer began")
 
 
-def let_go(task: asyncio.Task[Any]) -> None:
-    """Cancel a task that nobody waits for any more."""
+def discard(task: asyncio.Task[Any]) -> None:
+    """Cancel a task whose result is no longer needed."""
     if not task.done():
         task.add_done_callback(consume)
         task.cancel()
 
 
 def consume(done: asyncio.Task[Any]) -> None:
-    """Take note of a finished task's exception, so that asyncio does not report it as never retrieved."""
+    """Retrieve a finished task's exception, so that asyncio does not report it as never retrieved."""
     if not done.cancelled():
         done.exception()
 
 
 class _Watch:
-    """The calls of one event loop whose signals are looked at."""
+    """The calls of one event loop whose signals are checked."""
 
     def __init__(self) -> None:
         self._calls: dict[object, Cancellation] = {}
@@ -122,10 +122,10 @@ class _Watch:
 
     def _look(self) -> None:
         for call in self._calls.values():
-            call.is_signalled()
+            call.is_signaled()
         self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
 
 
-# A watch does not hold its loop (but for the time of a timer), so it goes with it.
+# A watch only references its loop while a timer runs, so it is collected with the loop.
 _watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

@@ -1,9 +1,9 @@
-"""The HTTP client: one `/generate` request in, the server's answer as it came out.
+"""The HTTP client: one `/generate` request in, the server's unmodified response out.
 
-Why not an OpenAI client: token ids go out and come back, so that nothing is tokenised twice. Promises: connections are
-shared by all agents of an event loop, and a client by all loops and threads; a request is answered, or fails with one
-`SGLangClientError` that says where and why; an attempt that nobody waits for any more is aborted on the server, and
-what it had sampled until then is not lost.
+It is not an OpenAI client because it sends and receives token ids: no text is tokenized twice. All agents of an event
+loop share its connections, and all loops and threads can share one client. A request either returns a response or
+raises one `SGLangClientError` that says where and why. An abandoned attempt is aborted on the server, and the tokens it
+sampled are not lost.
 """
 
 from __future__ import annotations
@@ -34,36 +34,54 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INFO_TIMEOUT_S = 30.0
-"""Time limit of one attempt of everything but `/generate`; `/health` of a paused server takes 20 s to say so."""
+"""Time limit of one attempt, except for `/generate`; a paused server's `/health` takes 20 s to report the pause."""
 
 SLIME_CONCURRENCY_PER_ENGINE = 512
-"""slime's default of `--sglang-server-concurrency`."""
+"""slime's default for `--sglang-server-concurrency`."""
 
 ENDPOINT_SUFFIXES = ("/v1", "/generate", "/v1/chat/completions", "/v1/completions")
-"""Paths that people copy along with an address; everything here is below the server's root."""
+"""Paths that users paste along with an address; the client needs the server's root."""
 
 
 class SGLangClient:
-    """A pooled, retrying, never streaming client of SGLang servers: one, several, or a router in front of several.
+    """Pooled, retrying, non-streaming client for one SGLang server, several servers, or a router.
 
-    It opens connections at the first request, one pool per running event loop, so it can be made anywhere, shared by
-    all agents of a process, and used again after `close`.
+    Create one client and share it between all agents of a process, from any thread. Connections are opened on the first
+    request, in one pool per running event loop. A closed client opens new ones when it is used again.
+
+    **Retries.** Connection failures, undecodable responses and the statuses 408, 409, 425, 429 and 5xx (except 501 and
+    505) are retried. A timed-out attempt is retried once. An undecodable response is retried three times if no server
+    has sent a valid one yet, and so is a JSON response that lacks required fields. Other errors are raised at once.
+
+    **Several servers.** All of them must serve the same model; `SGLangModel` compares its tokenizer with each server's.
+    A request goes to the server with the fewest requests in flight. Requests with the same `routing_key` go to the same
+    server, whose prefix cache holds their conversation. A server that accepts no connections is taken out of rotation,
+    probed at growing intervals, and put back once it answers.
+
+    **Routers.** Behind a router (sglang-router, smg) the key is sent as the header `X-SMG-Routing-Key`. Routers do not
+    forward aborts, so the client aborts requests on the workers directly.
 
     Attributes:
-        base_url: The (first) server's address without a slash at the end.
-        base_urls: The addresses of all its servers.
-        max_connections: Most generations at a time in each event loop; more of them wait for their turn.
-        timeout: Seconds that one attempt may take from being sent to the last byte of its answer; None for no limit.
-        connect_timeout: Seconds for making a connection.
-        max_retries: Attempts after the first one.
-        retry_delay: Seconds before the first retry; doubles up to 8.
-        vocab_size: Number of token ids that the model knows; None if not known.
-        unreachable_after: Seconds after which a server that has never answered counts as not being there.
-        deadline: Seconds that a whole `generate` may take, retries and waiting for a connection included; None for no
-            limit.
-        abort_grace: Seconds for which the answer of an aborted request is waited for.
-        closings: How often it was closed; a call that has seen one asks for nothing more.
-        retry_policy: How long to wait before each retry, and when to stop.
+        base_url: Address of the (first) server, without a trailing slash.
+        base_urls: Addresses of all servers.
+        max_connections: Maximum number of concurrent generations per event loop.
+        timeout: Seconds for one attempt; None for no limit.
+        connect_timeout: Seconds to open a connection.
+        max_retries: Maximum number of attempts after the first.
+        retry_delay: Seconds before the first retry.
+        vocab_size: Number of token ids of the model; None if unknown.
+        unreachable_after: Seconds until a server that never answered counts as absent.
+        deadline: Seconds for a whole `generate` call; None for no limit.
+        abort_grace: Seconds to wait for the partial response of an aborted request.
+        closings: Number of times that the client was closed.
+        retry_policy: Delays and limits of retries.
+
+    Examples:
+        ```python
+        async with SGLangClient("http://localhost:30000", deadline=600) as client:
+            response = await client.generate([9707, 11], {"max_new_tokens": 16})
+            print(response["output_ids"])
+        ```
     """
 
     def __init__(
@@ -82,25 +100,29 @@ class SGLangClient:
         deadline: float | None = None,
         abort_grace: float = 2.0,
     ) -> None:
-        """Check the settings; nothing is sent yet.
+        """Validate the settings. Nothing is sent yet.
 
         Args:
-            base_url: `http://host:port`, where `/generate` is. Several of them are several servers of one model: a
-                request goes to the one with the fewest in flight, requests with one routing key to the same one.
-            max_connections: See the class.
-            timeout: See the class.
-            connect_timeout: See the class.
-            max_retries: See the class.
-            retry_delay: See the class.
-            transport: An httpx transport to use as it is, or a factory that is called once per event loop.
-            vocab_size: See the class; ids at or above it are refused before they are sent.
-            unreachable_after: See the class.
-            headers: Sent with every request, e.g. `{"Authorization": "Bearer ..."}` for a server with `--api-key`.
-            deadline: See the class.
-            abort_grace: See the class.
+            base_url: Root address of the server, such as `http://localhost:30000`, or a list of several.
+            max_connections: Maximum number of concurrent generations per event loop. Further ones wait for a slot.
+            timeout: Seconds for one attempt, from sending it to the last byte of the response; None for no limit. The
+                time spent waiting for a slot does not count. A peer that vanished is noticed after two minutes anyway.
+            connect_timeout: Seconds to open a connection.
+            max_retries: Maximum number of attempts after the first.
+            retry_delay: Seconds before the first retry. Each further delay doubles, up to 8 s, with random jitter; a
+                server's `Retry-After` can raise it, up to 8 s too.
+            transport: httpx transport to use unchanged, or a function that makes one per event loop. By default the
+                client uses aiohttp, which needs far less CPU than httpx's own pool at high concurrency.
+            vocab_size: Number of token ids of the model. Ids at or above it are rejected before they are sent.
+            unreachable_after: Seconds until a server that never answered counts as absent, and retries stop.
+            headers: Headers of every request, such as `{"Authorization": "Bearer ..."}` for a server that was started
+                with `--api-key`.
+            deadline: Seconds for a whole `generate` call, including retries and the wait for a slot; None for no limit.
+                Waiting for the tokens sampled so far may take up to `abort_grace` longer.
+            abort_grace: Seconds to wait for the partial response of an aborted request; with 0 it is not waited for.
 
         Raises:
-            ValueError: A setting cannot work; says which and why.
+            ValueError: A setting is invalid. The message names it and says why.
         """
         self.base_urls = normalize_base_urls(base_url)
         self.base_url = self.base_urls[0]
@@ -143,38 +165,38 @@ class SGLangClient:
     ) -> dict[str, Any]:
         """Generate from a prompt of token ids.
 
-        Transient failures are retried. Every attempt has a `rid` of its own (`meta_info.id` tells the one that
-        answered). One that is cancelled, runs out of time or loses its connection is aborted on the server, behind a
-        router on its workers. The server then answers with what it has sampled, which is waited for at most
-        `abort_grace` seconds, also by a caller that is cancelled; if the call fails, `on_partial` gets it.
+        Transient failures are retried; see the class. Each attempt has its own `rid`; `meta_info.id` is the one that
+        was answered. An attempt whose call is cancelled, whose time is over, or whose connection breaks is aborted on
+        its server at once. SGLang then responds with the tokens it has sampled. The call waits at most `abort_grace`
+        seconds for them, even if its task is cancelled, and passes them to `on_partial` if it fails.
 
         Args:
-            input_ids: The prompt, shape (T,), T >= 1.
-            sampling_params: SGLang sampling parameters. Without `max_new_tokens` SGLang stops after 128.
-            vocab_size: Overrides the client's.
-            routing_key: Requests with the same key go to the same server, whose cache has their prefix: by this client
-                if it has several, and by routers (it is sent as `X-SMG-Routing-Key`).
-            cancel_signal: Ends the call once it is set, from any thread; looked at every 50 ms. A `Cancellation` made
-                in this event loop brings its own deadline, which then counts alone.
-            on_partial: Called at most once, right before the call raises, with the longest partial answer of its
-                attempts; in the form of an answer, with the finish reason "abort" unless it came just too late.
-            deadline: In place of the client's.
-            **fields: Further top-level keys of `/generate`: `return_logprob`, `logprob_start_len`,
-                `return_routed_experts`, ... A `rid` becomes the prefix of each attempt's.
+            input_ids: Prompt, shape `(T,)`, at least one token.
+            sampling_params: SGLang sampling parameters. Without `max_new_tokens`, SGLang stops after 128 tokens.
+            vocab_size: Number of token ids of the model, instead of the client's.
+            routing_key: Key that keeps requests on one server, whose prefix cache holds their conversation. It chooses
+                among the client's servers, and is sent to routers as `X-SMG-Routing-Key`.
+            cancel_signal: Event that ends the call once set, from any thread. It is checked every 50 ms. A
+                `Cancellation` made in this event loop has its own deadline, which replaces the others.
+            on_partial: Function that receives the longest partial response of the attempts, at most once, right before
+                the call raises. Its finish reason is "abort", unless a complete response arrived just too late.
+            deadline: Seconds for the whole call, instead of the client's.
+            **fields: Further top-level keys of `/generate`, such as `return_logprob`, `logprob_start_len` and
+                `return_routed_experts`. A `rid` becomes the prefix of each attempt's id.
 
         Returns:
-            The server's JSON object as it came. That includes one whose `meta_info.finish_reason.type` is "abort".
+            The server's JSON object, unmodified. Its `meta_info.finish_reason.type` may be "abort".
 
         Raises:
-            ValueError: A token id is not an int in [0, vocab_size), a stream or several answers are asked for, or
-                `deadline` is no number above 0.
-            SGLangContextLengthError: The prompt, or the prompt plus `max_new_tokens`, does not fit the model's context.
-            SGLangThrottledError: 429 or 503, also after all retries.
-            SGLangHTTPError: Any other HTTP error.
-            SGLangConnectionError: Nobody answered, the connection broke, or the time of the last attempt was over.
-            SGLangDecodingError: The answer is not one of `/generate`.
-            SGLangDeadlineError: The time of the whole call was over.
-            SGLangCancelledError: The cancel signal was set; if that was before the call, nothing was sent.
+            ValueError: A token id is not an int in `[0, vocab_size)`, a stream or several samples are requested, or
+                `deadline` is not a number above 0.
+            SGLangContextLengthError: The prompt, or the prompt plus `max_new_tokens`, exceeds the model's context.
+            SGLangThrottledError: The last attempt returned 429 or 503.
+            SGLangHTTPError: The server returned another HTTP error.
+            SGLangConnectionError: No server answered, the connection broke, or the last attempt timed out.
+            SGLangDecodingError: The response is not a `/generate` response.
+            SGLangDeadlineError: The time for the whole call is over.
+            SGLangCancelledError: The cancel signal was set. If it was set before the call, nothing was sent.
         """
         vocab_size = self.vocab_size if vocab_size is None else vocab_size
         key = checked_routing_key(routing_key)
@@ -209,14 +231,15 @@ class SGLangClient:
             raise
 
     async def health(self) -> bool:
-        """Whether a server, one of several at least, is up and generates (it samples one token for it, about 1 s).
+        """Return whether at least one server is up and generating.
 
-        False for servers that cannot be reached, are starting, or are paused; never raises for their sake.
+        The server samples one token for this, in about 1 s. A server that is unreachable, starting or paused is not up;
+        none of these raises.
         """
         return any((await self.health_by_server()).values())
 
     async def health_by_server(self) -> dict[str, bool]:
-        """For each address whether that server is up and generates; see `health`."""
+        """Return whether each server is up and generating, by address; see `health`."""
         session = await self._sessions.current()
 
         asked = (ask_health(session, self._servers, server, INFO_TIMEOUT_S) for server in self._servers.all)
@@ -225,19 +248,20 @@ class SGLangClient:
 
     @property
     def available_urls(self) -> tuple[str, ...]:
-        """The addresses that requests go to: all but those that take no connections, or all if none does."""
+        """Addresses in rotation: those that accept connections, or all of them if none does."""
         return tuple(server.base_url for server in self._servers.up())
 
     async def model_info(self, base_url: str | None = None) -> dict[str, Any]:
-        """What a server tells about its model: `model_path`, `tokenizer_path`, `weight_version`, ...
+        """Return what a server reports about its model: `model_path`, `tokenizer_path`, `weight_version` and so on.
 
-        Asks `/model_info`, and `/get_model_info` where that does not exist (older servers, routers).
+        Requests `/model_info`, or `/get_model_info` where the former does not exist (older servers, routers).
 
         Args:
-            base_url: Which one of several is asked; None for any.
+            base_url: Server to ask; None for any of them.
 
         Raises:
-            SGLangClientError: No answer, as for `generate`.
+            ValueError: `base_url` is not one of the client's servers.
+            SGLangClientError: There is no response; the errors are those of `generate`.
         """
         try:
             return await self._ask("GET", "/model_info", base_url)
@@ -249,15 +273,19 @@ class SGLangClient:
     get_model_info = model_info
 
     async def context_length(self, base_url: str | None = None) -> int | None:
-        """Most tokens of prompt and answer together, from `/v1/models`; None where that does not tell (routers).
+        """Return the maximum number of tokens of prompt and response together, from `/v1/models`.
 
-        A number is remembered; None and failures are not. Callers that ask at the same time share one request.
+        The number is cached; None and failures are not. Concurrent callers share one request.
 
         Args:
-            base_url: Which one of several is asked; None for the first that gets requests.
+            base_url: Server to ask; None for the first one in rotation.
+
+        Returns:
+            The number of tokens; None if the server does not report it, as routers do not.
 
         Raises:
-            SGLangClientError: No answer, as for `generate`.
+            ValueError: `base_url` is not one of the client's servers.
+            SGLangClientError: There is no response; the errors are those of `generate`.
         """
         server = self._servers.up()[0] if base_url is None else self._servers[base_url]
 
@@ -278,17 +306,21 @@ class SGLangClient:
         return server.context_length
 
     async def tokenize(self, text: str, base_url: str | None = None) -> list[int] | None:
-        """The server's own tokens of `text`, no special ones added.
+        """Tokenize a text on the server, without adding special tokens.
 
-        None where they are not to be had, whatever the status: routers have no `/tokenize`, and a server started with
-        `--skip-tokenizer-init` answers 500 for good, which must not be retried for minutes.
+        Error statuses are not retried. Routers have no `/tokenize`, and a server that was started with
+        `--skip-tokenizer-init` always returns 500.
 
         Args:
-            text: What is tokenised.
-            base_url: Which one of several is asked; None for any.
+            text: Text to tokenize.
+            base_url: Server to ask; None for any of them.
+
+        Returns:
+            The token ids; None if the server returned an error status.
 
         Raises:
-            SGLangClientError: No answer, as for `generate`.
+            ValueError: `base_url` is not one of the client's servers.
+            SGLangClientError: There is no response; the errors are those of `generate`.
         """
         content = {"prompt": text, "add_special_tokens": False}
         try:
@@ -297,21 +329,24 @@ class SGLangClient:
             return None
         tokens = answer.get("tokens")
         if not isinstance(tokens, list):
-            raise SGLangDecodingError(f"{base_url or self.base_url}/tokenize answered without `tokens` (a list)")
+            raise SGLangDecodingError(f"{base_url or self.base_url}/tokenize responded without `tokens` (a list)")
         return tokens
 
     async def abort(self, rid: str) -> None:
-        """Abort a request on its server; takes at most 2 s and never raises. `generate` then returns what there is.
+        """Abort a request on its server. Takes at most 2 s and never raises.
+
+        The `generate` call in question then returns the tokens sampled so far.
 
         Args:
-            rid: What was given to `generate` as `rid` in this event loop, or the exact id of an attempt.
+            rid: Id that was passed to `generate` as `rid` in this event loop, or the exact id of an attempt.
         """
         await (await self._sessions.current()).abort(rid, self.base_urls)
 
     async def close(self) -> None:
-        """Abort what is in flight and close the connections of all event loops. A later request opens new ones.
+        """Abort all requests in flight and close the connections of all event loops.
 
-        The calls in flight return what the servers had sampled, or raise if that does not come within `abort_grace`.
+        Calls in flight return what the servers have sampled, or raise if that does not arrive within `abort_grace`
+        seconds. A later request opens new connections.
         """
         self.closings += 1
         await self._sessions.close()
@@ -319,30 +354,30 @@ class SGLangClient:
             await self._transport.aclose()
 
     async def __aenter__(self) -> SGLangClient:
-        """The client itself."""
+        """Return the client."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the client."""
         await self.close()
 
     def __repr__(self) -> str:
-        """The class and the addresses."""
+        """Return the class name and the addresses."""
         where = self.base_url if len(self.base_urls) == 1 else list(self.base_urls)
         return f"SGLangClient(base_url={where!r})"
 
     @classmethod
     def from_slime_args(cls, args: Any, **overrides: Any) -> SGLangClient:
-        """A client of slime's router: its address, its concurrency, no timeout, 60 retries.
+        """Make a client for slime's router: its address and concurrency, no timeout, 60 retries.
 
         Args:
-            args: slime's (or miles') parsed arguments.
-            **overrides: Arguments of `SGLangClient` that win over them.
+            args: Parsed arguments of slime or miles.
+            **overrides: Arguments of `SGLangClient` that take precedence.
 
         Raises:
-            ValueError: The arguments name no router.
+            ValueError: The arguments name no router, or a setting is invalid.
         """
         return cls(**slime_client_arguments(args, **overrides))
 
@@ -357,7 +392,7 @@ class SGLangClient:
         *,
         retry_refusals: bool = True,
     ) -> dict[str, Any]:
-        """Ask an endpoint for a JSON object, with the retries of `generate`; error statuses may be left out of them."""
+        """Request a JSON object from an endpoint, with the retries of `generate`; error statuses may be exempt."""
         only = None if base_url is None else self._servers[base_url]
         request = Request(await self._sessions.current(), self._servers, Cancellation(), method, path, only)
         encoded = None if content is None else orjson.dumps(content)
@@ -366,67 +401,67 @@ class SGLangClient:
 
 
 async def shared(client: SGLangClient, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run `work` once for all in this event loop who ask under `key` while it runs.
+    """Run `work` once for all concurrent callers with the same `key` in this event loop.
 
-    A caller that is cancelled does not end it for the others.
+    Canceling one caller does not cancel the work of the others.
 
     Args:
-        client: Whom it asks.
-        key: What is asked for, hashable.
-        work: Asks for it.
+        client: Client whose callers share the work.
+        key: Hashable identity of the work.
+        work: Coroutine function to run.
     """
     return await (await client._sessions.current()).shared(key, work)
 
 
 def normalize_base_url(base_url: str) -> str:
-    """The address of a server without white space around it or slashes at its end.
+    """Return a server's address without surrounding whitespace or trailing slashes.
 
     Raises:
-        ValueError: It is not an http(s) address of a server's root; says what to write instead.
+        ValueError: It is not the http(s) address of a server's root. The message says what to write instead.
     """
     if not isinstance(base_url, str):
         raise ValueError(f"base_url must be a string such as 'http://127.0.0.1:30000', got {base_url!r}")
     address = base_url.strip()
     if not address.lower().startswith(("http://", "https://")):
         guess = address.split("://")[-1] or "127.0.0.1:30000"
-        raise ValueError(f"base_url {base_url!r} has no http:// or https:// in front: write 'http://{guess}'")
+        raise ValueError(f"base_url {base_url!r} does not start with http:// or https://: write 'http://{guess}'")
     try:
         url = httpx.URL(address)
     except httpx.InvalidURL as error:
         raise ValueError(f"base_url {base_url!r} is not a URL: {error}") from error
     if not url.host:
-        raise ValueError(f"base_url {base_url!r} names no host: write e.g. 'http://127.0.0.1:30000'")
+        raise ValueError(f"base_url {base_url!r} has no host: write an address such as 'http://127.0.0.1:30000'")
     address = address.rstrip("/")
     if url.query or url.fragment:
-        raise ValueError(f"base_url {base_url!r} has a query or a fragment: leave it out")
+        raise ValueError(f"base_url {base_url!r} has a query or a fragment: remove it")
     for suffix in sorted(ENDPOINT_SUFFIXES, key=len, reverse=True):
         if url.path.rstrip("/").endswith(suffix):
             raise ValueError(
-                f"base_url {base_url!r} ends in {suffix}: drop that and write {address[: -len(suffix)]!r} "
-                "(SGLang's own /generate is used, not its OpenAI endpoints)"
+                f"base_url {base_url!r} ends in {suffix}: write {address[: -len(suffix)]!r} "
+                "(the client uses SGLang's own /generate, not its OpenAI endpoints)"
             )
     return address
 
 
 def normalize_base_urls(base_url: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses of one server or of several, as `normalize_base_url` gives them.
+    """Return the normalized addresses of one server or several; see `normalize_base_url`.
 
     Raises:
-        ValueError: There is none, one is twice there, or one is not an http(s) address of a server's root.
+        ValueError: The list is empty, has duplicates, or has an invalid address.
     """
     if isinstance(base_url, str) or not isinstance(base_url, Sequence):
         return (normalize_base_url(base_url),)
     addresses = tuple(normalize_base_url(one) for one in base_url)
     if not addresses:
-        raise ValueError("base_url is an empty list: name at least one server")
+        raise ValueError("base_url is an empty list: pass at least one server")
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
-        raise ValueError(f"base_url names {', '.join(twice)} more than once: name each server once")
+        raise ValueError(f"base_url has {', '.join(twice)} more than once: list each server once")
     return addresses
 
 
 def checked_routing_key(key: Any) -> str | None:
-    """The routing key itself, if it can be sent as a header; None stays None.
+    """Return the routing key if it can be sent as a header; None stays None.
 
     Raises:
         ValueError: It is not a string of printable ASCII characters.
@@ -437,10 +472,10 @@ def checked_routing_key(key: Any) -> str | None:
 
 
 def checked_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
-    """The value itself, if it is a finite number within its bounds.
+    """Return the value if it is a finite number within its bounds.
 
     Raises:
-        ValueError: It is not; names the setting.
+        ValueError: It is not. The message names the setting.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if number and (at_least is None or value >= at_least) and (above is None or value > above):
@@ -450,17 +485,17 @@ def checked_number(name: str, value: Any, *, at_least: float | None = None, abov
 
 
 def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
-    """The arguments of `SGLangClient` that suit slime's: as many connections as its engines serve at a time.
+    """Return the arguments of `SGLangClient` for slime's: one connection per request that its engines can serve.
 
-    slime's names: `sglang_router_ip`, `sglang_router_port`, `sglang_server_concurrency`, `rollout_num_engines`,
-    `rollout_num_gpus`, `rollout_num_gpus_per_engine`; the last three may be None or 0 with external engines.
+    Reads `sglang_router_ip`, `sglang_router_port`, `sglang_server_concurrency`, `rollout_num_engines`,
+    `rollout_num_gpus` and `rollout_num_gpus_per_engine`. The last three may be None or 0 with external engines.
 
     Args:
-        args: slime's (or miles') parsed arguments.
-        **overrides: Arguments of `SGLangClient`, which win.
+        args: Parsed arguments of slime or miles.
+        **overrides: Arguments of `SGLangClient` that take precedence.
 
     Raises:
-        ValueError: There is no router address, neither in `args` nor as `base_url`.
+        ValueError: There is no router address in `args`, and no `base_url`.
     """
     per_engine = getattr(args, "sglang_server_concurrency", None) or SLIME_CONCURRENCY_PER_ENGINE
     gpus = getattr(args, "rollout_num_gpus", None) or 0
@@ -478,7 +513,7 @@ def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
         if not ip or not port:
             raise ValueError(
                 f"sglang_router_ip is {ip!r} and sglang_router_port is {port!r}: slime sets them when it starts its "
-                "router; before that, give --sglang-router-ip and --sglang-router-port, or pass base_url="
+                "router; before that, set --sglang-router-ip and --sglang-router-port, or pass base_url="
             )
         host = f"[{ip}]" if ":" in ip and not ip.startswith("[") else ip
         arguments["base_url"] = f"http://{host}:{port}"

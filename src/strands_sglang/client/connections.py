@@ -1,11 +1,12 @@
 """HTTP connections, one pool per running event loop, and the requests in flight over them.
 
-Why per loop: a connection belongs to the event loop that opened it, and Strands' synchronous `agent(...)` makes a new
-loop for every call. `httpx` is the interface and `aiohttp` the transport, because httpcore's pool costs ten times the
-CPU at hundreds of concurrent requests; `aiohttp` is imported at the first request. Promises: a pool is closed when its
-loop ends, without "Unclosed client session" warnings; an abort gets out even when the pool is full, the caller is being
-cancelled, or the loop is shutting down; a connection that cannot be made, one that broke and an answer that is not HTTP
-are told apart, whichever library reports them.
+Pools are per loop because a connection belongs to the event loop that opened it, and Strands' synchronous `agent(...)`
+makes a new loop for every call. `httpx` is the interface and `aiohttp` the transport: httpcore's pool costs ten times
+the CPU at hundreds of concurrent requests. `aiohttp` is imported on the first request.
+
+A pool is closed when its loop ends, without "Unclosed client session" warnings. An abort is sent even when the pool is
+full, the caller is being cancelled, or the loop is shutting down. A failure to connect, a broken connection and a
+response that is not HTTP are distinguished, whichever library reports them.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ Transport = httpx.AsyncBaseTransport
 TransportSource = Transport | Callable[[], Transport]
 
 KEEPALIVE_EXPIRY_S = 4.0
-"""Idle connections are dropped before the server does that (SGLang: after 5 s); a POST over a closing one is lost."""
+"""Idle connections are dropped before the server drops them (SGLang: 5 s), since a POST over a closing one is lost."""
 DEAD_PEER_AFTER_S = 120
-"""A peer that vanished without closing is noticed after about this time, also with no timeout set."""
+"""Time after which a peer that vanished without closing is noticed, even without a timeout."""
 
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
-"""Seconds between the aborts of one request that does not come back: the first may have overtaken the request."""
+"""Seconds between the aborts of one unanswered request: the first abort may have overtaken the request."""
 
 JSON_HEADERS = {"content-type": "application/json"}
 
 
 parsed_url = lru_cache(maxsize=4096)(httpx.URL)
-"""An address, parsed once: parsing one costs 0.1 ms."""
+"""Parse an address, once: parsing costs 0.1 ms."""
 
 
 class AttemptTimeoutError(Exception):
-    """The time limit of one attempt has passed."""
+    """The time limit of one attempt is over."""
 
 
 class Flight(NamedTuple):
     """One attempt that was sent to `/generate`.
 
     Attributes:
-        rid: Its id.
-        server: Where it was sent.
-        answer: Is done when the whole answer is there, or will not come.
+        rid: Id of the attempt.
+        server: Server it was sent to.
+        answer: Task that is done once the response is complete or has failed.
     """
 
     rid: str
@@ -68,7 +69,7 @@ class Flight(NamedTuple):
 
     @property
     def response(self) -> httpx.Response | None:
-        """The answer, if it has come."""
+        """The response, if it has arrived."""
         answer = self.answer
         return answer.result() if answer.done() and not answer.cancelled() and answer.exception() is None else None
 
@@ -77,21 +78,21 @@ class LoopSession:
     """The connections of one event loop.
 
     Attributes:
-        http: Sends what is asked for in this loop.
-        slots: One is taken by each generation. The limit is not the connector's: an abort must pass while all slots are
-            taken, and an attempt's time limit should not run while it waits for its turn.
-        flights: The generations that were sent and have not `landed`, by their ids.
-        closed: Set once the session is closing; nothing new is sent over it.
-        closing: Is done once it is being closed.
+        http: HTTP client of this loop.
+        slots: Semaphore with one slot per generation. The connector has no limit of its own: an abort must pass while
+            all slots are taken, and an attempt's time limit must not run while it waits for a slot.
+        flights: Generations in flight, by id.
+        closed: Whether the session is closing; nothing more is sent over it.
+        closing: Future that is done once the session is closing.
     """
 
     def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
         """Wrap an HTTP client of the running loop.
 
         Args:
-            http: The client; its own connection limit must not be lower than `max_connections` plus some aborts.
-            max_connections: Most generations at a time; more of them wait for their turn.
-            drop: Lets go of the connections after the loop was closed, when nothing can be awaited any more.
+            http: Client whose own connection limit leaves room for `max_connections` and some aborts.
+            max_connections: Maximum number of concurrent generations; further ones wait.
+            drop: Function that drops the connections after the loop was closed, when nothing can be awaited.
         """
         self.http = http
         self.slots = asyncio.Semaphore(max_connections)
@@ -104,45 +105,44 @@ class LoopSession:
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
 
     async def request(self, method: str, url: str, content: bytes | None, *, timeout: float) -> httpx.Response:
-        """Send one request and read the whole answer.
+        """Send one request and read the whole response.
 
         Args:
             method: HTTP method.
-            url: The whole address.
-            content: JSON body.
-            timeout: Seconds for everything.
+            url: Full URL.
+            content: JSON body; None for none.
+            timeout: Seconds for the whole exchange.
 
         Raises:
-            AttemptTimeoutError: The time has passed.
+            AttemptTimeoutError: The time is over.
         """
         headers = JSON_HEADERS if content is not None else None
         with anyio.move_on_after(timeout):
             return await self.http.request(method, parsed_url(url), content=content, headers=headers)
         raise AttemptTimeoutError(f"the limit is {timeout:g} s")
 
-    async def call_back(self, flight: Flight, grace: float) -> None:
-        """Abort a flight, and wait up to `grace` seconds for the answer with what was sampled until then.
+    async def recall(self, flight: Flight, grace: float) -> None:
+        """Abort a flight and wait up to `grace` seconds for the response with its partial tokens.
 
-        A caller that is cancelled meanwhile is held back for that time, then the cancellation goes on; the abort gets
-        out in any case.
+        If the caller is cancelled meanwhile, the cancellation is delayed for that time. The abort is sent in any case.
 
         Args:
-            flight: What was sent.
-            grace: Seconds; with 0 nothing is waited for.
+            flight: Attempt to abort.
+            grace: Seconds to wait; 0 for not at all.
         """
         ends_at, again, cancelled = self._loop.time() + grace, iter(ABORT_AGAIN_AFTER_S), False
         abort = self._abort_task(flight.server.base_url, flight.rid)
-        retell_at = self._loop.time() + next(again, math.inf)
-        # A cancel scope of anyio's cancels its tasks again in every round of the event loop, unless they are shielded.
+        resend_at = self._loop.time() + next(again, math.inf)
+        # An anyio cancel scope cancels its tasks again on every cycle of the event loop, unless they are shielded.
         with anyio.CancelScope(shield=True):
             while (now := self._loop.time()) < ends_at and flight.response is None:
-                # Without an answer the abort still has to get out; where nobody has heard of it, nothing will come.
+                # Even after a failed answer the abort must be sent. An abort that no server received brings no answer.
                 if abort.done() and (flight.answer.done() or abort.cancelled() or not abort.result()):
                     break
-                if abort.done() and now >= retell_at:
+                if abort.done() and now >= resend_at:
                     abort = self._abort_task(flight.server.base_url, flight.rid, again=True)
-                    retell_at = now + next(again, math.inf)
-                limit = min(ends_at, retell_at) if abort.done() else ends_at
+                    resend_at = now + next(again, math.inf)
+                limit = min(ends_at, resend_at) if abort.done() else ends_at
                 pending = [task for task in (flight.answer, abort) if not task.done()]
                 try:
                     await asyncio.wait(pending, timeout=max(limit - now, 0.0), return_when=asyncio.FIRST_COMPLETED)
@@ -152,25 +152,24 @@ class LoopSession:
             raise asyncio.CancelledError
 
     async def abort(self, rid: str, base_urls: tuple[str, ...]) -> None:
-        """Tell servers to abort a request, and wait up to 2 s for them to have heard.
+        """Abort a request on its servers, and wait up to 2 s for them to acknowledge it.
 
-        Never fails. A caller that is cancelled while waiting leaves at once; the abort still goes out.
+        Never fails. A caller that is cancelled while waiting returns at once; the abort is still sent.
 
         Args:
-            rid: The exact id of an attempt, or the prefix that attempts in flight over this session got from their
-                caller.
-            base_urls: Where to, if nothing of that name is in flight here.
+            rid: Exact id of an attempt, or the caller's prefix of attempts in flight over this session.
+            base_urls: Servers to ask if no such attempt is in flight over this session.
         """
         flights = [flight for flight in self.flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
         where = [(flight.server.base_url, flight.rid) for flight in flights] or [(url, rid) for url in base_urls]
         await asyncio.wait({self._abort_task(*one) for one in where}, timeout=ABORT_TIMEOUT_S)
 
     async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` once for all who ask under `key` while it runs; a caller that is cancelled does not end it."""
+        """Run `work` once for all concurrent callers with the same `key`; canceling one does not end it."""
         return await asyncio.shield(self.background(key, work))
 
     def background(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """The task that runs `work`, one at a time under each `key`."""
+        """Return the task that runs `work`, at most one at a time per `key`."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = self._loop.create_task(work())
@@ -181,10 +180,10 @@ class LoopSession:
     async def keep_until_loop_ends(self, at_end: Callable[[], object]) -> None:
         """Close this session when the running loop shuts down its asynchronous generators, as `asyncio.run` does.
 
-        That is the one moment near the end of a loop at which a library can still await something.
+        That is the only moment near the end of a loop at which a library can still await.
 
         Args:
-            at_end: Called then, or when the session is closed before.
+            at_end: Function to call then, or when the session is closed earlier.
         """
 
         async def guard() -> AsyncGenerator[None, None]:
@@ -199,15 +198,15 @@ class LoopSession:
         await self._guard.__anext__()
 
     async def close(self, grace: float) -> None:
-        """Abort what is in flight, wait up to `grace` seconds for its answers, and close the connections."""
+        """Abort all flights, wait up to `grace` seconds for their responses, and close the connections."""
         self.closed = True
         if not self.closing.done():
             self.closing.set_result(None)
-        await asyncio.gather(*(self.call_back(flight, grace) for flight in tuple(self.flights.values())))
+        await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
         await self._guard.aclose()
 
     def drop(self) -> None:
-        """Let go of the connections of a loop that is not running any more."""
+        """Drop the connections of a loop that no longer runs."""
         self.closed = True
         self._drop()
 
@@ -226,18 +225,18 @@ def connect(
     """Make the session of the running loop.
 
     Args:
-        source: An httpx transport for all loops, or a factory that is called once for each; None for aiohttp.
+        source: httpx transport for all loops, or a function that makes one per loop; None for aiohttp.
         https: Whether certificates are needed.
-        max_connections: Most generations at a time.
-        connect_timeout: Seconds for making a connection.
-        headers: Sent with every request.
+        max_connections: Maximum number of concurrent generations.
+        connect_timeout: Seconds to open a connection.
+        headers: Headers of every request.
     """
     drop: Callable[[], None] = lambda: None  # noqa: E731
     if source is None:
         transport, drop = aiohttp_transport(https=https)
     else:
-        transport = LentTransport(source) if isinstance(source, Transport) else source()
-    # The only limit below httpx is the time for a connection: one attempt as a whole is timed by who waits for it.
+        transport = SharedTransport(source) if isinstance(source, Transport) else source()
+    # httpx only limits the time to connect; the waiting side times the attempt as a whole.
     http = httpx.AsyncClient(
         transport=transport,
         headers=headers,
@@ -249,21 +248,21 @@ def connect(
 
 
 class SessionPool:
-    """One `LoopSession` per event loop, made at its first use. Thread-safe."""
+    """One `LoopSession` per event loop, made on first use. Thread-safe."""
 
     def __init__(self, connect: Callable[[], LoopSession], abort_grace: float) -> None:
-        """Open nothing yet.
+        """Create an empty pool.
 
         Args:
-            connect: Makes the running loop's session.
-            abort_grace: Seconds for the answers of what is aborted when a session is closed.
+            connect: Function that makes the running loop's session.
+            abort_grace: Seconds to wait for aborted flights when a session is closed.
         """
         self._connect = connect
         self._abort_grace = abort_grace
         self._lock = threading.Lock()
-        # A session holds its loop, so weak keys would never let go: entries leave when their loop ends, or are swept
-        # out if it was closed without warning. The finalizer keeps them alive for long enough to be closed in order
-        # when nobody has closed the client.
+        # A session references its loop, so weak keys would never be collected: entries are removed when their loop
+        # ends, or swept if it was closed without warning. The finalizer keeps them alive long enough to close them in
+        # order if the client was never closed.
         self._sessions: dict[asyncio.AbstractEventLoop, LoopSession] = {}
         weakref.finalize(self, _abandon, self._sessions, abort_grace)
 
@@ -282,7 +281,7 @@ class SessionPool:
         return session
 
     async def close(self) -> None:
-        """Close the sessions of all loops; those of loops in other threads over there."""
+        """Close the sessions of all loops, each in its own thread."""
         with self._lock:
             sessions = dict(self._sessions)
             self._sessions.clear()
@@ -297,7 +296,7 @@ class SessionPool:
 
 
 def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: float) -> None:
-    """Close what a client that is no more has left open; called in any thread, also at the end of the interpreter."""
+    """Close the sessions of a collected client; runs in any thread, and at interpreter exit."""
     for loop, session in tuple(sessions.items()):
         if loop.is_running():
             asyncio.run_coroutine_threadsafe(session.close(grace), loop)
@@ -306,25 +305,25 @@ def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: floa
     sessions.clear()
 
 
-class LentTransport(httpx.AsyncBaseTransport):
-    """A transport that outlives the sessions which use it."""
+class SharedTransport(httpx.AsyncBaseTransport):
+    """Transport that outlives the sessions that use it."""
 
     def __init__(self, transport: Transport) -> None:
-        """Lend out `transport`."""
+        """Wrap `transport`, which closing this one leaves open."""
         self._transport = transport
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Pass the request on."""
+        """Forward the request."""
         return await self._transport.handle_async_request(request)
 
 
 def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:
-    """An httpx transport over aiohttp for the running loop, and what drops its connections when the loop is gone."""
+    """Make an httpx transport over aiohttp for the running loop, and a function that drops its connections later."""
     import aiohttp
     from httpx_aiohttp import AiohttpTransport
 
-    # The transport wants a context although it uses its session's. Loading certificates takes 20 ms, so for http:// it
-    # gets one that trusts nobody.
+    # The transport requires a context although it uses its session's. Loading certificates takes 20 ms, so for http://
+    # it gets one that trusts no one.
     context = httpx.create_ssl_context(trust_env=False) if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     connector = aiohttp.TCPConnector(
         limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S, ssl=context, socket_factory=_keepalive_socket
@@ -333,8 +332,8 @@ def aiohttp_transport(*, https: bool) -> tuple[Transport, Callable[[], None]]:
 
     def drop() -> None:
         session.detach()
-        # aiohttp only offers a coroutine for this. It closes the connections before it first waits for something, and
-        # there is no loop left to wait in.
+        # aiohttp only has a coroutine for this. It closes the connections before its first await, and there is no loop
+        # left to await in.
         closing = connector.close().__await__()
         with contextlib.suppress(StopIteration, RuntimeError):
             next(closing)
@@ -346,7 +345,7 @@ def _keepalive_socket(address: Any) -> socket.socket:
     family, kind, proto, _, _ = address
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every platform has all of these. The last one covers a peer that vanishes while data are on the way to it.
+    # Not every platform has all of these. The last one covers a peer that vanishes while data is in transit to it.
     for name, value in (
         ("TCP_KEEPIDLE", DEAD_PEER_AFTER_S // 2),
         ("TCP_KEEPALIVE", DEAD_PEER_AFTER_S // 2),
@@ -369,14 +368,14 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Failu
 
 
 def failure_kind(error: Exception) -> FailureKind | None:
-    """Tell by its chain of causes how an attempt failed; None for an error that is not the network's.
+    """Return how an attempt failed, from its chain of causes; None for an error that is not the network's.
 
-    httpx-aiohttp 0.2 reports refused, reset and closed connections alike as `httpx.ConnectTimeout`, and lets some of
-    aiohttp's errors through as they are. So aiohttp's error decides where there is one.
+    httpx-aiohttp 0.2 reports refused, reset and closed connections alike as `httpx.ConnectTimeout`, and passes some
+    aiohttp errors through. An aiohttp error in the chain therefore takes precedence.
     """
     import aiohttp
 
-    of_aiohttp = (
+    aiohttp_kinds = (
         (
             (aiohttp.ClientConnectorCertificateError, aiohttp.ClientSSLError, aiohttp.InvalidURL),
             FailureKind.FINAL,
@@ -388,7 +387,7 @@ def failure_kind(error: Exception) -> FailureKind | None:
     )
     matches = (
         kind
-        for kinds in (of_aiohttp, _KINDS)
+        for kinds in (aiohttp_kinds, _KINDS)
         for link in _causes(error)
         for types, kind in kinds
         if isinstance(link, types)
@@ -397,9 +396,9 @@ def failure_kind(error: Exception) -> FailureKind | None:
 
 
 def root_cause(error: Exception) -> str:
-    """The last error with a text in the chain of causes: what happened, not how it was reported."""
-    telling = [link for link in _causes(error) if isinstance(link, Exception) and str(link)]
-    cause = telling[-1] if telling else error
+    """Return the last error with a message in the chain of causes: what happened, not how it was reported."""
+    with_text = [link for link in _causes(error) if isinstance(link, Exception) and str(link)]
+    cause = with_text[-1] if with_text else error
     return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 

@@ -1,8 +1,7 @@
-"""One request as the attempts that it takes: where each goes, how it ends, and what is left when no other follows.
+"""One request as a series of attempts: where each is sent, how it ends, and what remains after the last.
 
-Promises: an attempt that ends without its answer is aborted where it was sent; of what the aborted attempts of a call
-had sampled the longest partial answer is kept; a complete answer that comes just too late still counts, unless the
-caller has cancelled the call.
+An attempt that ends without a response is aborted on its server. The longest partial response of the aborted attempts
+is kept. A complete response that arrives just too late still counts, unless the caller cancelled the call.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..exceptions import (
 )
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 from .balancer import Server, Servers
-from .cancellation import CLOCK_TOLERANCE_S, Cancellation, let_go
+from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard
 from .connections import (
     JSON_HEADERS,
     AttemptTimeoutError,
@@ -37,7 +36,7 @@ from .connections import (
     root_cause,
 )
 from .retries import (
-    PERHAPS_RUNNING_STATUSES,
+    MAYBE_RUNNING_STATUSES,
     RETRIED_STATUSES,
     Failure,
     FailureKind,
@@ -47,29 +46,29 @@ from .retries import (
 )
 
 PROBE_TIMEOUT_S = 10.0
-"""How long a server that was out may take to say that it is healthy."""
+"""Time limit of a health probe of a server out of rotation."""
 
 ROUTER_ERROR_HEADER = "x-smg-error-code"
-"""Routers put it on errors of their own; those that begin with "call_upstream" were made after a worker was asked."""
+"""Header of a router's own errors; a value that begins with "call_upstream" means that a worker got the request."""
 
 Answer = dict[str, Any]
 
 
 @dataclass
 class Request:
-    """What the attempts of one request have in common, and what has come of them so far.
+    """What the attempts of one request share, and their result so far.
 
     Attributes:
-        session: Sends it.
-        servers: Who may answer it.
-        cancellation: Ends it.
+        session: Connections to send it over.
+        servers: Servers that may answer it.
+        cancellation: Deadline and cancel signal.
         method: HTTP method.
         path: Path below a server's address.
-        only: The one server that is asked; None for any.
-        server: Where the latest attempt went.
-        failure: How that failed; None if it has not.
-        partial: The longest partial answer that aborted attempts gave; None if there is none.
-        signalled: What is done once the cancel signal is set.
+        only: Server to ask; None for any.
+        server: Server of the latest attempt.
+        failure: Failure of the latest attempt; None if it has not failed.
+        partial: Longest partial response of the aborted attempts; None if there is none.
+        signaled: Futures that are done once the cancel signal is set.
     """
 
     session: LoopSession
@@ -81,34 +80,34 @@ class Request:
     server: Server = field(init=False)
     failure: Failure | None = field(init=False, default=None)
     partial: Answer | None = field(init=False, default=None)
-    signalled: Set[asyncio.Future[Any]] = field(init=False, default=frozenset())
+    signaled: Set[asyncio.Future[Any]] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        """Take any server for a start."""
+        """Start with any server."""
         self.server = self.only or self.servers.all[0]
 
     def until(self, *work: asyncio.Future[Any], timeout: float | None = None) -> Awaitable[Any]:
-        """Wait until some of `work` is done, for at most `timeout` seconds and until the call is to end."""
+        """Wait until any of `work` is done, the call ends, or `timeout` seconds are over."""
         limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
         return asyncio.wait(
-            {*work, *self.signalled},
+            {*work, *self.signaled},
             timeout=None if limit == math.inf else max(limit, 0.0),
             return_when=asyncio.FIRST_COMPLETED,
         )
 
     def raise_if_over(self) -> None:
-        """Raise what has ended the call already, if anything has."""
+        """Raise the error of a call that has already ended."""
         cause = None if self.failure is None else self.failure.error
         if self.session.closed:
             raise SGLangConnectionError(f"the client of {self.server.base_url} was closed during a request") from cause
-        if self.cancellation.is_signalled():
+        if self.cancellation.is_signaled():
             message = f"the call was cancelled by its signal{self._after_tokens()}"
             raise SGLangCancelledError(message, response=self.partial) from cause
         if self.cancellation.seconds_left <= CLOCK_TOLERANCE_S:
             raise self.deadline_error() from cause
 
     def deadline_error(self) -> SGLangDeadlineError:
-        """The error for a call that its deadline ends."""
+        """Return the error of a call whose deadline has passed."""
         last = "" if self.failure is None else f"; the last attempt failed: {self.failure.error}"
         seconds = f"{self.cancellation.deadline:.3g} s after the request was made"
         return SGLangDeadlineError(
@@ -121,13 +120,13 @@ class Request:
 
 
 async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: Request, policy: RetryPolicy) -> Answer:
-    """Make attempts until one is answered or there is no point in another one.
+    """Make attempts until one is answered or another one is pointless.
 
     Raises:
-        SGLangClientError: There is no answer.
+        SGLangClientError: There is no response.
     """
     servers, session, retries = request.servers, request.session, RetryState(policy, request.servers)
-    with request.cancellation.watched() as request.signalled:
+    with request.cancellation.watched() as request.signaled:
         while True:
             request.raise_if_over()
             try:
@@ -144,13 +143,13 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             if session.closed:
                 request.raise_if_over()
             servers.note_failure(server, outcome.kind)
-            goes_elsewhere = server.is_out and not all(other.is_out for other in servers.all)
-            # Nobody has to wait for one server that is out while others are not.
-            delay = None if goes_elsewhere and request.only is not None else retries.next_delay(outcome)
+            can_move = server.is_out and not all(other.is_out for other in servers.all)
+            # No caller waits for a server out of rotation while others are in it.
+            delay = None if can_move and request.only is not None else retries.next_delay(outcome)
             if delay is None:
                 raise retries.explain(outcome)
             server.log_failure(outcome)
-            if goes_elsewhere:
+            if can_move:
                 delay = 0.0
             if delay >= request.cancellation.seconds_left:
                 raise request.deadline_error() from outcome.error
@@ -158,14 +157,14 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
 
 
 async def ask_once(request: Request, content: bytes | None, timeout: float) -> Answer | Failure:
-    """Ask one server for a JSON object, once."""
+    """Request a JSON object from one server, once."""
     server = request.server = request.only or request.servers.choose()
     sent = request.session.request(request.method, f"{server.base_url}{request.path}", content, timeout=timeout)
     return await _outcome(request, sent, decode_object)
 
 
 async def ask_health(session: LoopSession, servers: Servers, server: Server, timeout: float) -> Answer | Failure:
-    """Ask one server for its health, once; the answer says nothing but that it is up."""
+    """Request one server's health, once; the result is an empty object if it is up."""
     request = Request(session, servers, Cancellation(), "GET", "/health", server)
     sent = session.request("GET", f"{server.base_url}/health", None, timeout=timeout)
     return await _outcome(request, sent, lambda body, url: {})
@@ -174,15 +173,15 @@ async def ask_health(session: LoopSession, servers: Servers, server: Server, tim
 async def generate_once(
     request: Request, body: GenerateBody, *, key: str | None, prefix: str, timeout: float | None, grace: float
 ) -> Answer | Failure:
-    """Have one server generate, once.
+    """Send a generation to one server, once.
 
     Args:
-        request: What this is an attempt of.
-        body: What is sent.
-        key: Its routing key.
-        prefix: Of the attempt's id.
-        timeout: Seconds for the attempt.
-        grace: Seconds for the answer of an aborted attempt.
+        request: Request of this attempt.
+        body: Body to send.
+        key: Routing key; None for none.
+        prefix: Prefix of the attempt's id.
+        timeout: Seconds for the attempt; None for no limit.
+        grace: Seconds to wait for the response of an aborted attempt.
     """
     session, servers = request.session, request.servers
     await _take_slot(request)
@@ -191,7 +190,7 @@ async def generate_once(
             request.raise_if_over()
         for due in servers.due():
             session.background(("probe", due.base_url), partial(_probe, session, servers, due))
-        server = servers.choose(key, rather_not=None if request.failure is None else request.server)
+        server = servers.choose(key, avoid=None if request.failure is None else request.server)
         request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{uuid.uuid4().hex}"
         headers = JSON_HEADERS if key is None else {**JSON_HEADERS, "x-smg-routing-key": key}
         sent = session.http.request("POST", parsed_url(url), content=body.with_rid(rid), headers=headers)
@@ -201,29 +200,29 @@ async def generate_once(
             try:
                 await request.until(flight.answer, timeout=timeout)
             except asyncio.CancelledError:
-                await _call_back(request, flight, grace)
+                await _recall(request, flight, grace)
                 raise
             if flight.answer.done():
                 outcome = await _outcome(request, flight.answer, decode_generation)
-                if isinstance(outcome, Failure) and outcome.perhaps_running:
+                if isinstance(outcome, Failure) and outcome.maybe_running:
                     await session.abort(rid, (server.base_url,))
                 return outcome
-            signalled = request.cancellation.is_signalled()
-            late = await _call_back(request, flight, grace)
-            if late is not None and not signalled and late["meta_info"]["finish_reason"]["type"] != "abort":
+            signaled = request.cancellation.is_signaled()
+            late = await _recall(request, flight, grace)
+            if late is not None and not signaled and late["meta_info"]["finish_reason"]["type"] != "abort":
                 return late
             request.raise_if_over()
             return _network_failure("POST", url, AttemptTimeoutError(f"the limit is {timeout:g} s"))
         finally:
             del session.flights[rid]
-            let_go(flight.answer)
+            discard(flight.answer)
             servers.count_in_flight(server, -1)
     finally:
         session.slots.release()
 
 
 async def _take_slot(request: Request) -> None:
-    """Wait for the turn to send a generation; releasing the slot is due afterwards."""
+    """Wait for a slot to send a generation; the caller releases it."""
     slots = request.session.slots
     if not slots.locked():
         await slots.acquire()
@@ -235,14 +234,14 @@ async def _take_slot(request: Request) -> None:
             await request.until(turn, request.session.closing)
     except BaseException:
         turn.cancel()
-        turn.add_done_callback(lambda turn: None if turn.cancelled() else slots.release())  # it came after all
+        turn.add_done_callback(lambda turn: None if turn.cancelled() else slots.release())  # acquired after all
         raise
 
 
-async def _call_back(request: Request, flight: Flight, grace: float) -> Answer | None:
-    """Abort an attempt and return its answer, which is kept if it is the longest; also if the caller is cancelled."""
+async def _recall(request: Request, flight: Flight, grace: float) -> Answer | None:
+    """Abort an attempt and return its response; keep the longest, even if the caller is cancelled."""
     try:
-        await request.session.call_back(flight, grace)
+        await request.session.recall(flight, grace)
     finally:
         answer, response = None, flight.response
         if response is not None and response.is_success:
@@ -259,7 +258,7 @@ async def _call_back(request: Request, flight: Flight, grace: float) -> Answer |
 async def _outcome(
     request: Request, sent: Awaitable[httpx.Response], decode: Callable[[bytes, str], Answer]
 ) -> Answer | Failure:
-    """The decoded answer of one attempt, or how it failed."""
+    """Return the decoded response of one attempt, or its failure."""
     method, server = request.method, request.server
     url = f"{server.base_url}{request.path}"
     try:
@@ -274,7 +273,7 @@ async def _outcome(
             FailureKind.REFUSED if status in RETRIED_STATUSES else FailureKind.FINAL,
             http_error(method, url, status, response.content, location=response.headers.get("location")),
             retry_after=retry_after_seconds(response.headers),
-            perhaps_running=status in PERHAPS_RUNNING_STATUSES or code.startswith("call_upstream"),
+            maybe_running=status in MAYBE_RUNNING_STATUSES or code.startswith("call_upstream"),
         )
     try:
         return decode(response.content, url)
@@ -285,7 +284,7 @@ async def _outcome(
 
 
 async def _probe(session: LoopSession, servers: Servers, server: Server) -> None:
-    """Ask a server that is out for its health; if it answers, it gets requests again."""
+    """Probe a server out of rotation; put it back if it answers."""
     outcome = await ask_health(session, servers, server, PROBE_TIMEOUT_S)
     if isinstance(outcome, Failure) and getattr(outcome.error, "status", 500) >= 500:
         server.log_failure(outcome)
@@ -295,19 +294,19 @@ async def _probe(session: LoopSession, servers: Servers, server: Server) -> None
 
 _NETWORK_ERRORS: dict[FailureKind, tuple[type[SGLangClientError], str]] = {
     FailureKind.UNREACHABLE: (SGLangConnectionError, "could not connect ({})"),
-    FailureKind.TIMED_OUT: (SGLangConnectionError, "no answer in time ({})"),
-    FailureKind.UNDECODABLE: (SGLangDecodingError, "the answer is not HTTP ({}); is this an SGLang server?"),
+    FailureKind.TIMED_OUT: (SGLangConnectionError, "no response in time ({})"),
+    FailureKind.UNDECODABLE: (SGLangDecodingError, "the response is not HTTP ({}); is this an SGLang server?"),
     FailureKind.DROPPED: (SGLangConnectionError, "the connection failed ({})"),
     FailureKind.FINAL: (SGLangConnectionError, "the connection failed ({})"),
 }
 
 
 def _network_failure(method: str, url: str, error: Exception) -> Failure:
-    """Name an error of the network; errors of other kinds (a bug in a custom transport) are raised as they are."""
+    """Classify a network error; other errors, such as a bug in a custom transport, are raised unchanged."""
     kind = failure_kind(error)
     if kind is None:
         raise error
     error_type, what = _NETWORK_ERRORS[kind]
     named = error_type(f"{method} {url}: {what.format(root_cause(error))}")
     named.__cause__ = error
-    return Failure(kind, named, perhaps_running=kind in (FailureKind.DROPPED, FailureKind.TIMED_OUT))
+    return Failure(kind, named, maybe_running=kind in (FailureKind.DROPPED, FailureKind.TIMED_OUT))

@@ -1,7 +1,7 @@
-"""When a failed attempt is tried again.
+"""Retry policy: whether and when a failed attempt is repeated.
 
-Promises: retries end; an answer that cannot change (a 4xx, a second timeout, a port where nobody has ever listened) is
-not asked for again.
+Retries are bounded. A failure that cannot change is not retried: a 4xx status, a second timeout, a port where no server
+has ever listened.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from .balancer import Servers
 
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)} - {501, 505})
-"""Statuses that can be different the next time. 501 and 505 say what the server is unable to do at all."""
+"""Statuses that may change on the next attempt. 501 and 505 name what the server cannot do at all."""
 
-PERHAPS_RUNNING_STATUSES = frozenset({408, 502, 504})
-"""Statuses by which something in between gives up on a server that may still be generating."""
+MAYBE_RUNNING_STATUSES = frozenset({408, 502, 504})
+"""Statuses of a proxy that gives up on a server which may still be generating."""
 
 MAX_DELAY_S = 8.0
 MAX_RETRIES_AFTER_TIMEOUT = 1
-MAX_RETRIES_OF_STRANGE_ANSWERS = 3
-"""How often an undecodable answer is asked for again, of a server that never gave a good one; an unfit one of any."""
+MAX_DECODE_RETRIES = 3
+"""Retries after undecodable responses while no server has sent a valid one, and after unfit responses of any server."""
 
 
 class FailureKind(Enum):
-    """How an attempt failed, as far as it matters for what to do next."""
+    """How an attempt failed, as far as the next step depends on it."""
 
     UNREACHABLE = "unreachable"
     """No connection was made; the server has not seen the request."""
     DROPPED = "dropped"
     """The connection broke; the server may still be working on the request."""
     TIMED_OUT = "timed_out"
-    """The client's own time limit; the server is still working on the request."""
+    """The attempt's time limit is over; the server is still working on the request."""
     REFUSED = "refused"
-    """An HTTP status that can be different the next time."""
+    """The server returned an HTTP status that may change."""
     UNDECODABLE = "undecodable"
-    """Bytes that are no HTTP or no JSON, as of an answer that was cut, or a proxy whose server restarts."""
+    """The bytes are not HTTP or not JSON: a truncated response, or a proxy whose server restarts."""
     UNFIT = "unfit"
-    """A whole answer that is not what the endpoint gives. Each costs a generation, and the next one is the same."""
+    """The JSON is complete but lacks required fields. Each attempt costs a generation, and the next is the same."""
     FINAL = "final"
-    """Trying again cannot help."""
+    """A retry cannot help."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,27 @@ class Failure:
     """One failed attempt.
 
     Attributes:
-        kind: What it means for the next attempt.
-        error: What the caller gets if there is none.
-        retry_after: Seconds that the server asked to wait, if it did.
-        perhaps_running: Whether the server may still be working on the request, so that it has to be aborted.
+        kind: How it failed.
+        error: Error to raise if no attempt follows.
+        retry_after: Seconds that the server asked to wait; None if it did not.
+        maybe_running: Whether the server may still be working on the request, so that it must be aborted.
     """
 
     kind: FailureKind
     error: SGLangClientError
     retry_after: float | None = None
-    perhaps_running: bool = False
+    maybe_running: bool = False
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The limits of trying again.
+    """Limits and delays of retries.
 
     Attributes:
-        max_retries: Attempts after the first one.
+        max_retries: Maximum number of attempts after the first.
         retry_delay: Seconds before the first retry; doubles up to `MAX_DELAY_S`.
-        unreachable_after: Seconds after which a server that never answered counts as not being there.
-        retry_refusals: Whether error statuses are retried.
+        unreachable_after: Seconds until a server that never answered counts as absent.
+        retry_refusals: Whether to retry error statuses.
     """
 
     max_retries: int
@@ -85,14 +85,14 @@ class RetryPolicy:
     retry_refusals: bool = True
 
     def delay(self, retries: int, retry_after: float | None = None) -> float:
-        """Seconds before the next attempt, at most `MAX_DELAY_S`.
+        """Return the seconds before the next attempt, at most `MAX_DELAY_S`.
 
-        Half of the backoff is random, so that a thousand agents do not come back in the same instant. A server's
-        `Retry-After` is a lower bound of it.
+        Half of the backoff is random, so that a thousand agents do not return in the same instant. A server's
+        `Retry-After` is its lower bound.
 
         Args:
-            retries: Retries made so far.
-            retry_after: Seconds that the server asked for.
+            retries: Number of retries so far.
+            retry_after: Seconds that the server asked to wait; None if it did not.
         """
         backoff = min(self.retry_delay * 2.0 ** min(retries, 16), MAX_DELAY_S)
         return min(max(backoff * random.uniform(0.5, 1.0), retry_after or 0.0), MAX_DELAY_S)
@@ -107,17 +107,17 @@ class RetryState:
         self._servers = servers
         self._retries = 0
         self._timeouts = 0
-        self._strange = 0
+        self._decode_failures = 0
         self._started = time.monotonic()
         self._unreachable_since: float | None = None
 
     def next_delay(self, failure: Failure) -> float | None:
-        """Seconds until the next attempt; None if there is to be none."""
+        """Return the seconds until the next attempt; None to give up."""
         kind = failure.kind
         self._timeouts += kind is FailureKind.TIMED_OUT
-        self._strange += kind in (FailureKind.UNDECODABLE, FailureKind.UNFIT)
+        self._decode_failures += kind in (FailureKind.UNDECODABLE, FailureKind.UNFIT)
         delay = self._policy.delay(self._retries, failure.retry_after)
-        left = math.inf  # a server that never answered may go on so for a limited time, one that did for ever
+        left = math.inf  # only a server that never answered has a time limit
         if self._servers.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
             self._unreachable_since = None
         else:
@@ -129,10 +129,7 @@ class RetryState:
             or (kind is FailureKind.REFUSED and not self._policy.retry_refusals)
             or self._retries >= self._policy.max_retries
             or self._timeouts > MAX_RETRIES_AFTER_TIMEOUT
-            or (
-                self._strange > MAX_RETRIES_OF_STRANGE_ANSWERS
-                and (kind is FailureKind.UNFIT or not self._servers.usable)
-            )
+            or (self._decode_failures > MAX_DECODE_RETRIES and (kind is FailureKind.UNFIT or not self._servers.usable))
             or left <= 0
         ):
             return None
@@ -140,7 +137,7 @@ class RetryState:
         return min(delay, left)
 
     def explain(self, failure: Failure) -> SGLangClientError:
-        """The failure's error, with what led to giving up in its message."""
+        """Return the failure's error, with the reason to give up in its message."""
         error = failure.error
         notes = []
         if self._retries:
@@ -154,7 +151,7 @@ class RetryState:
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """Seconds from now that a `Retry-After` header asks for: a number or an HTTP date (RFC 9110, 10.2.3)."""
+    """Return the seconds that a `Retry-After` header asks to wait: a number or an HTTP date (RFC 9110, 10.2.3)."""
     value = headers.get("retry-after")
     if value is None:
         return None
