@@ -37,7 +37,6 @@ from strands_sglang.trainers.slime import (
     grpo_rewards_by_group,
     make_generate,
     make_reward,
-    samples,
     to_slime_samples,
 )
 from support.agents import call, make_tools
@@ -834,20 +833,36 @@ def rows(text, first):
     return list(takewhile(lambda line: line.startswith("|"), lines[start + 2 :]))
 
 
-def test_the_table_of_ends_is_the_modules():
-    documented = rows(TEXT, "the episode")
-    assert documented == rows(inspect.getdoc(samples) or "", "the episode")
-    assert len(documented) == 9
+# What brings about each row of the table of ends: the server's answers, why the episode ended, and further arguments.
+EPISODES = [
+    ([CALL, ANSWER], None, {}),
+    ([CALL, LONG], None, {}),
+    ([CALL], "timeout", {}),
+    ([CALL, CUT], None, {"abort_requested": True}),
+    ([CALL, CUT], None, {}),
+    ([CALL], None, {}),
+    ([], None, {}),
+    ([CALL, ANSWER], None, {"reward": math.nan}),
+    ([CALL, CUT], "max_tokens_reached", {"args": slime_args(**moe_args())}),
+]
+
+
+async def test_the_table_of_ends_is_what_samples_hold(chatml_tokenizer):
+    documented = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows(TEXT, "the episode")]
+    for (_, status, tokens, reward, removed), (answers, outcome, others) in zip(documented, EPISODES, strict=True):
+        episode = await play(chatml_tokenizer, answers)
+        sample = export(episode, chatml_tokenizer, outcome, failure_reward=-1.0, **others)
+        assert sample.status.name == status.replace("as above", "COMPLETED")
+        assert sample.remove_sample is (removed == "yes")
+        assert any(sample.loss_mask) is ("masked" not in tokens)
+        assert (sample.response_length == 1) is ("one masked token" in tokens)
+        assert sample.loss_mask[-1] or "partial" not in tokens
+        assert sample.reward == (-1.0 if reward == "`failure_reward`" else None)
 
 
 def test_all_public_names_are_there():
     named = re.findall(r"^\| `(\w+)", "\n".join(rows(TEXT, "name")), re.MULTILINE)
     assert sorted(named) == sorted(slime.__all__)
-
-
-def test_links_lead_to_files():
-    for target in re.findall(r"\]\((?!https:)([^)]+)\)", TEXT):
-        assert (ROOT / "docs" / target).is_file(), target
 
 
 # --- `to_slime_samples`: every end of an episode becomes samples that slime can use ---

@@ -1,19 +1,8 @@
 """From a trajectory to slime's `Sample`s, whatever became of the episode, and their rewards.
 
-| the episode | status | tokens | reward | removed |
-|---|---|---|---|---|
-| ended with an answer | COMPLETED | all | as given; None: slime's reward function | no |
-| was cut off by a limit, or by time behind an answer | TRUNCATED | all | as given; None: slime's reward function | no |
-| ran out of time without an answer | TRUNCATED | all, masked | `failure_reward` | yes |
-| was aborted or cancelled, as slime asked for | ABORTED | all, the partial answer too | None | no |
-| was aborted or cancelled otherwise | TRUNCATED | all, masked | `failure_reward` | yes |
-| failed (server, network, the agent's code) | FAILED | all, masked | `failure_reward` | yes |
-| sampled nothing, not since slime aborted | FAILED | the prompt and one masked token | `failure_reward` | yes |
-| has a reward that is no finite number | as above | all, masked | `failure_reward` | yes |
-| lacks what training replays | FAILED | all, masked | `failure_reward` | yes |
-
-"All" are the tokens of the sequence up to the last sampled one: tool results that no call has shown to the model are
-not in it. A reward that slime asked its function for would score a failure, so removed samples bring theirs along.
+The table in docs/guides/slime.md says what each end of an episode becomes. "All" tokens there are those of the sequence
+up to the last sampled one: no call has shown later tool results to the model. Removed samples bring their reward along,
+since slime would ask its reward function to score them otherwise.
 
 Promises: prompt and response have at least one token each; mask, logprobs and what is replayed belong to the response's
 tokens; logprobs are finite, and 0.0 where the mask is 0; no field of an earlier run stays; samples share nothing with
@@ -209,7 +198,7 @@ def to_slime_samples(
     non_generation_time: float = 0.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Fill slime's sample from a trajectory; the table of this module says how.
+    """Fill slime's sample from a trajectory, as [the slime guide](../guides/slime.md#what-an-episode-becomes) says.
 
     Args:
         trajectory: The episode's calls.
