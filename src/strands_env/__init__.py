@@ -1,1 +1,1 @@
-"""Environments of Strands agents: step, observe, reward. The names are in the packages below this one."""
+"""Environments, rewards and evaluations for Strands agents. Import from the subpackages."""

@@ -1,4 +1,4 @@
-"""Environments: one step is one whole episode of an agent."""
+"""Environments: one step is one episode of an agent."""
 
 from strands_sglang import TerminationReason
 

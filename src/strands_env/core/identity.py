@@ -1,8 +1,8 @@
-"""What makes an environment the one that it is, as plain data: its class and the arguments that it was made with.
+"""Identities: an environment described as plain data, by its class and its constructor arguments.
 
-An evaluation keeps it with every result, so that results of one environment are never taken for another's. It must be
-the same whenever the same program makes the same environment again: nothing in it depends on memory addresses, or on
-what an object has counted or collected since it was made.
+An evaluation stores the identity with every result, so that results of different environments are never mixed. The same
+program must get the same identity in every process. So an identity contains no memory addresses, and nothing that an
+object has counted or collected since its creation.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_DEEPEST = 8
-_LONGEST = 1000
+_MAX_DEPTH = 8
+_MAX_ITEMS = 1000
 _NAMES = ("system_prompt", "model_id", "base_url", "name_or_path")
-"""Texts among the attributes of any object that tell what it is."""
+"""String attributes that identify an object of any class."""
 
 _PLAIN = (numbers.Number, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, range, UUID)
-"""Classes of values that never change, and that their `repr` tells all of."""
+"""Classes of immutable values with a complete `repr`."""
 
 
 class Identified:
-    """Remembers the arguments that it was made with, whatever its subclasses make of them."""
+    """Base class that records the constructor arguments of its subclasses."""
 
     _made_with: dict[type, tuple[tuple[Any, ...], dict[str, Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Have a class's `__init__` remember its arguments."""
+        """Wrap a subclass's `__init__` to record its arguments."""
         super().__init_subclass__(**kwargs)
         function: Any = vars(cls).get("__init__")
         if function is not None:
@@ -55,28 +55,28 @@ class Identified:
             cls.__init__ = init  # type: ignore[method-assign]
 
     def identity(self) -> dict[str, Any]:
-        """What makes it the one that it is, JSON-like: its class and its arguments, defaults left out.
+        """Describe the object by its class and its arguments, as JSON-like data. Default values are left out.
 
-        Override it to leave out arguments that results do not depend on, or to add what they do depend on.
+        Override this method to leave out arguments that results do not depend on, or to add what they depend on.
         """
-        if not hasattr(self, "_made_with"):  # a dataclass, say
+        if not hasattr(self, "_made_with"):  # for example a dataclass
             return {**_object(self, 0), "arguments": describe(_fields(self), 1)}
-        # What was given, by parameter; what equals the default is left out, as if it had not been given. A class that
-        # hands on what it does not name itself says nothing of that, for its base does.
+        # The arguments by parameter, without those that equal the default. Arguments that a class passes on by
+        # `**kwargs` are described by its base class.
         given: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
-        handed_on: dict[str, Any] = {}
+        passed_on: dict[str, Any] = {}
         for cls, (args, kwargs) in self._made_with.items():
             signature = _signature(cls)
             bound = signature.bind(*args, **kwargs).arguments
-            handed_on = {name: value for name, value in handed_on.items() if name not in signature.parameters}
+            passed_on = {name: value for name, value in passed_on.items() if name not in signature.parameters}
             for name, parameter in signature.parameters.items():
                 if name in bound and parameter.kind is parameter.VAR_KEYWORD:
-                    handed_on.update(bound[name])
+                    passed_on.update(bound[name])
                 elif name in bound and (parameter.kind is not parameter.VAR_POSITIONAL or len(self._made_with) == 1):
                     given.setdefault(name, bound[name])
             defaults = {**_defaults(cls), **defaults}
-        described = {name: describe(value, 1) for name, value in {**handed_on, **given}.items()}
+        described = {name: describe(value, 1) for name, value in {**passed_on, **given}.items()}
         arguments = {
             name: value for name, value in described.items() if name not in defaults or value != defaults[name]
         }
@@ -84,20 +84,20 @@ class Identified:
 
 
 def with_identity(function: F, **facts: Any) -> F:
-    """Say what makes a function, such as a factory, the one that it is."""
+    """Set the identity of a function, such as a factory."""
     function.identity = describe(facts)  # type: ignore[attr-defined]
     return function
 
 
 def describe(value: Any, depth: int = 0) -> Any:
-    """A value as plain data that is the same for the same program, in another process, too."""
+    """Describe a value as plain data that is equal in every process of the same program."""
     if isinstance(value, enum.Enum):
         return describe(value.value, depth)
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # NaN is not what it was when it is read back
+        return str(value)  # NaN does not equal itself when it is read back
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if depth >= _DEEPEST:
+    if depth >= _MAX_DEPTH:
         return _name(type(value))
     for kind, described in _FORMS:
         if isinstance(value, kind):
@@ -120,14 +120,14 @@ _CONSTANT = (str, bytes, *_PLAIN, FunctionType, BuiltinFunctionType, type, Ident
 
 
 def _function(function: FunctionType, depth: int) -> Any:
-    told = getattr(function, "identity", None)
-    if told is not None:
-        return told
+    identity = getattr(function, "identity", None)
+    if identity is not None:
+        return identity
     name = f"{function.__module__}.{function.__qualname__}"
     if "<" not in name:
         return name
-    # The name of a lambda or of a function within another one says little: its code, and what of its surroundings
-    # does not change while the program runs.
+    # The name does not identify a lambda or a nested function: add its code, and the captured values that do not
+    # change while the program runs.
     captured: dict[str, Any] = {}
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -136,7 +136,7 @@ def _function(function: FunctionType, depth: int) -> Any:
             continue
         if isinstance(content, str | FunctionType | type | Identified):
             captured[variable] = describe(content, depth + 1)
-    # The same of what its arguments are by default: `lambda answer, limit=limit: ...`.
+    # And the default values of its parameters: `lambda answer, limit=limit: ...`.
     presets = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     constant = {str(name): describe(one, depth + 1) for name, one in presets if isinstance(one, _CONSTANT)}
     code = hashlib.sha256(_code(function.__code__)).hexdigest()[:16]
@@ -144,7 +144,7 @@ def _function(function: FunctionType, depth: int) -> Any:
     return {name: content for name, content in described.items() if content}
 
 
-# The first class that a value is of says how it is described.
+# The first matching class decides how a value is described.
 _FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     ((bytes, bytearray), lambda value, depth: hashlib.sha256(value).hexdigest()),
     ((np.ndarray, np.generic), _array),
@@ -153,9 +153,9 @@ _FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     (re.Pattern, lambda value, depth: [value.pattern, value.flags]),
     (
         Mapping,
-        lambda value, depth: {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_LONGEST]},
+        lambda value, depth: {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_MAX_ITEMS]},
     ),
-    ((list, tuple), lambda value, depth: [describe(item, depth + 1) for item in value[:_LONGEST]]),
+    ((list, tuple), lambda value, depth: [describe(item, depth + 1) for item in value[:_MAX_ITEMS]]),
     (Set, lambda value, depth: sorted((describe(item, depth + 1) for item in value), key=repr)),
     (Identified, lambda value, depth: value.identity()),
     (type, lambda value, depth: _name(value)),
@@ -183,7 +183,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
 
 
 def _code(code: CodeType) -> bytes:
-    """Names and constants rather than instructions, which differ between Python's versions."""
+    """Serialize names and constants; instructions differ between Python versions."""
 
     def constant(value: Any) -> bytes:
         if isinstance(value, CodeType):
@@ -195,7 +195,7 @@ def _code(code: CodeType) -> bytes:
 
 
 def _object(value: Any, depth: int) -> dict[str, Any]:
-    """An object that says nothing itself: its class, and those of its attributes that no episode changes."""
+    """Describe an object without an identity: its class, and the attributes that no episode changes."""
     described: dict[str, Any] = {"class": _name(type(value))}
     for name in (*_NAMES, "reward_fn"):
         content = getattr(value, name, None)

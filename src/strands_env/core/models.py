@@ -1,7 +1,7 @@
-"""Model factories: what makes the model of an episode, from arguments or from plain data.
+"""Model factories: functions that create the model of an episode, from arguments or from plain data.
 
-Arguments that cannot work are errors when the factory is made, not at its first episode. Providers whose packages are
-extras are imported when a factory of theirs is made.
+Invalid arguments are errors when the factory is created, not at its first episode. Optional packages are imported when
+a factory that needs them is created.
 """
 
 from __future__ import annotations
@@ -33,25 +33,31 @@ def sglang_model_factory(
     processor: Any = None,
     **config: Any,
 ) -> Callable[[], SGLangModel]:
-    """A factory of `SGLangModel`s, which record tokens.
+    """Create a factory of [`SGLangModel`][strands_sglang.SGLangModel]s, which record tokens.
+
+    All models share one client and one tokenizer; each has its own configuration.
 
     Args:
         model_id: Name of the model, for logs and traces.
-        tokenizer: The served model's, or its folder or name; by default that of `model_id`.
-        client: The client that all of them share. Exactly one of `client` and `base_url` must be given.
-        base_url: Address of an SGLang server, or of several.
+        tokenizer: Tokenizer of the served model, or its folder or name; None for `model_id`.
+        client: Client that all models share. Exactly one of `client` and `base_url` is required.
+        base_url: URL of an SGLang server, or several.
         sampling_params: SGLang's sampling parameters.
-        tool_parser: See `SGLangModel`, as for `processor`.
-        processor: For images.
-        **config: Further configuration, see `SGLangModel.SGLangConfig`.
+        tool_parser: Tool parser, as for `SGLangModel`.
+        processor: Processor for images, as for `SGLangModel`.
+        **config: Other options of `SGLangModel.SGLangConfig`.
+
+    Returns:
+        A function without arguments that creates a model.
 
     Raises:
-        ValueError: Neither or both of `client` and `base_url`, no tokenizer, or what `SGLangModel` refuses.
-        OSError: There is no such tokenizer.
+        ValueError: Neither or both of `client` and `base_url` are given, the tokenizer is missing, or an option is
+            unknown or invalid.
+        OSError: The tokenizer does not exist.
     """
     tokenizer = tokenizer if tokenizer is not None else model_id
     if tokenizer is None:
-        raise ValueError("tokenizer= must be given, as an object, a folder or a name; model_id= alone would do, too")
+        raise ValueError("pass tokenizer= (an object, a folder or a name) or model_id=")
     loaded: Any = get_tokenizer(tokenizer) if isinstance(tokenizer, str | PathLike) else tokenizer
     known = set(SGLangModel.SGLangConfig.__annotations__)
     if not known.issuperset(config):
@@ -60,7 +66,7 @@ def sglang_model_factory(
         config["model_id"] = model_id
 
     def make() -> SGLangModel:
-        # Each model has its own, so that an episode that changes the configuration changes no other's.
+        # A copy for each model: an episode that changes its configuration must not affect others.
         params = None if sampling_params is None else {"sampling_params": dict(sampling_params)}
         return SGLangModel(
             tokenizer=loaded,
@@ -71,13 +77,13 @@ def sglang_model_factory(
             **cast(Any, {**config, **(params or {})}),
         )
 
-    first = make()  # refuses what cannot work
+    first = make()  # validates the arguments
 
     def factory(*, kept: SGLangModel = first) -> SGLangModel:
-        # Models share what is known of a chat template while one of them lives: `kept` does.
+        # Models share the analysis of a chat template while one of them is alive; `kept` is.
         return make()
 
-    # Where the server is makes no difference, which weights it serves does: `served` asks it.
+    # The server's address is not part of the identity; its weights are, and `served` asks for them.
     with_identity(
         factory,
         backend="sglang",
@@ -92,18 +98,25 @@ def sglang_model_factory(
 
 
 async def served_weights(client: SGLangClient) -> dict[str, str]:
-    """Which weights an SGLang server answers with, as it tells itself; nothing where it does not tell.
+    """Ask an SGLang server which weights it serves.
+
+    Args:
+        client: Client of the server.
+
+    Returns:
+        `model_path` and `weight_version` of the server's `/model_info`, as far as it reports them; empty if the server
+        has no such endpoint.
 
     Raises:
-        SGLangClientError: The server gives no answer.
+        SGLangClientError: The server does not answer.
     """
     try:
-        told = await client.model_info()
+        info = await client.model_info()
     except SGLangHTTPError as error:
-        if error.status not in (404, 405, 501):  # there is such an endpoint
+        if error.status not in (404, 405, 501):  # the endpoint exists
             raise
         return {}
-    return {name: told[name] for name in ("model_path", "weight_version") if told.get(name) is not None}
+    return {name: info[name] for name in ("model_path", "weight_version") if info.get(name) is not None}
 
 
 def openai_model_factory(
@@ -115,23 +128,27 @@ def openai_model_factory(
     client_args: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Callable[[], Model]:
-    """A factory of Strands' `OpenAIModel`, for OpenAI and for servers with its interface; no tokens are recorded.
+    """Create a factory of Strands' `OpenAIModel`, for OpenAI and compatible servers. It records no tokens.
 
     Args:
         model_id: Name of the model.
-        sampling_params: Its parameters in OpenAI's words; `max_new_tokens` is taken for `max_tokens`.
-        base_url: Address of another server, which ends in /v1 as a rule.
-        api_key: Its key; by default the environment's `OPENAI_API_KEY`.
-        client_args: Further arguments of OpenAI's client.
-        **config: Further configuration of `OpenAIModel`.
+        sampling_params: OpenAI's sampling parameters; `max_new_tokens` is an alias of `max_tokens`.
+        base_url: URL of a compatible server, which usually ends in `/v1`; None for OpenAI.
+        api_key: API key; None for the environment variable `OPENAI_API_KEY`.
+        client_args: Other arguments of OpenAI's client.
+        **config: Other options of `OpenAIModel`.
+
+    Returns:
+        A function without arguments that creates a model.
 
     Raises:
-        ImportError: The package is not installed; says how to install it.
+        ImportError: The `openai` extra is not installed.
+        ValueError: `sampling_params` contains both a name and its alias.
     """
     try:
         from strands.models.openai import OpenAIModel
     except ImportError as error:
-        raise ImportError("OpenAI's package is missing: pip install 'strands-sglang[openai]'") from error
+        raise ImportError("the openai package is not installed: pip install 'strands-sglang[openai]'") from error
     arguments = {**dict(client_args or {}), "base_url": base_url, "api_key": api_key}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     params = dict(config.pop("params", None) or {}) | _renamed(sampling_params, {"max_new_tokens": "max_tokens"})
@@ -154,28 +171,34 @@ def bedrock_model_factory(
     region_name: str | None = None,
     **config: Any,
 ) -> Callable[[], Model]:
-    """A factory of Strands' `BedrockModel`: one for all episodes, for its AWS client is costly; no tokens are recorded.
+    """Create a factory of Strands' `BedrockModel`. It records no tokens.
+
+    All episodes share one model, because its AWS client is expensive to create.
 
     Args:
         model_id: Bedrock's id of the model.
         sampling_params: `temperature`, `top_p`, `max_tokens` (or `max_new_tokens`), `stop_sequences` (or `stop`).
-        boto_session: A session of boto3.
-        boto_client_config: A configuration of botocore, e.g. for more connections than 10.
+        boto_session: Session of boto3; None for a new one.
+        boto_client_config: Configuration of botocore, for example to allow more than 10 connections.
         region_name: AWS region.
-        **config: Further configuration of `BedrockModel`.
+        **config: Other options of `BedrockModel`.
+
+    Returns:
+        A function without arguments that returns the model.
 
     Raises:
-        ImportError: The package is not installed; says how to install it.
-        ValueError: A sampling parameter that Bedrock does not have.
+        ImportError: The `bedrock` extra is not installed.
+        ValueError: Bedrock does not support a sampling parameter, or `sampling_params` contains both a name and its
+            alias.
     """
     try:
         from strands.models.bedrock import BedrockModel
     except ImportError as error:
-        raise ImportError("boto3 is missing: pip install 'strands-sglang[bedrock]'") from error
+        raise ImportError("boto3 is not installed: pip install 'strands-sglang[bedrock]'") from error
     params = _renamed(sampling_params, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"})
     unknown = set(params) - {"temperature", "top_p", "max_tokens", "stop_sequences"}
     if unknown:
-        raise ValueError(f"Bedrock has no sampling parameters {', '.join(sorted(unknown))}")
+        raise ValueError(f"Bedrock does not support the sampling parameters {', '.join(sorted(unknown))}")
     model = BedrockModel(
         boto_session=boto_session,
         boto_client_config=boto_client_config,
@@ -190,7 +213,7 @@ def _renamed(params: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict
     for name, other in names.items():
         if name in given:
             if other in given:
-                raise ValueError(f"sampling_params has both {name} and {other}, which are the same")
+                raise ValueError(f"sampling_params contains both {name} and {other}, which mean the same")
             given[other] = given.pop(name)
     return given
 
@@ -206,7 +229,18 @@ class _Plain(BaseModel):
 
 
 class SGLangFactoryConfig(_Plain):
-    """An SGLang server. `client` has arguments of `SGLangClient`, `config` those of `SGLangModel.SGLangConfig`."""
+    """Configuration of a model factory for an SGLang server. Unknown fields are errors.
+
+    Attributes:
+        sampling_params: SGLang's sampling parameters.
+        config: Other options of `SGLangModel.SGLangConfig`.
+        backend: Always `"sglang"`.
+        base_url: URL of the server, or several.
+        model_id: Name of the model, for logs and traces.
+        tokenizer: Folder or name of the served model's tokenizer; None for `model_id`.
+        tool_parser: Name of the tool parser; None for the default.
+        client: Other arguments of [`SGLangClient`][strands_sglang.SGLangClient].
+    """
 
     backend: Literal["sglang"]
     base_url: str | list[str] = "http://localhost:30000"
@@ -217,7 +251,17 @@ class SGLangFactoryConfig(_Plain):
 
 
 class OpenAIFactoryConfig(_Plain):
-    """OpenAI, or a server with its interface. `client` has arguments of its client."""
+    """Configuration of a model factory for OpenAI or a compatible server. Unknown fields are errors.
+
+    Attributes:
+        sampling_params: OpenAI's sampling parameters; `max_new_tokens` is an alias of `max_tokens`.
+        config: Other options of `OpenAIModel`.
+        backend: Always `"openai"`.
+        model_id: Name of the model.
+        base_url: URL of a compatible server; None for OpenAI.
+        api_key: API key; None for the environment variable `OPENAI_API_KEY`.
+        client: Other arguments of OpenAI's client.
+    """
 
     backend: Literal["openai"]
     model_id: str
@@ -227,7 +271,15 @@ class OpenAIFactoryConfig(_Plain):
 
 
 class BedrockFactoryConfig(_Plain):
-    """Amazon Bedrock."""
+    """Configuration of a model factory for Amazon Bedrock. Unknown fields are errors.
+
+    Attributes:
+        sampling_params: Sampling parameters, as for `bedrock_model_factory`.
+        config: Other options of `BedrockModel`.
+        backend: Always `"bedrock"`.
+        model_id: Bedrock's id of the model.
+        region_name: AWS region; None for boto3's default.
+    """
 
     backend: Literal["bedrock"]
     model_id: str
@@ -240,29 +292,43 @@ _FACTORY_CONFIG: TypeAdapter[SGLangFactoryConfig | OpenAIFactoryConfig | Bedrock
 
 
 def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
-    """A model factory from plain data, as it comes from a file or a command line.
-
-    Example:
-        >>> build_model_factory({"backend": "sglang", "base_url": url, "tokenizer": path,
-        ...                      "sampling_params": {"temperature": 0.7}, "config": {"enable_thinking": False}})
+    """Create a model factory from plain data, such as the content of a configuration file.
 
     Args:
-        config: `backend` ("sglang", "openai" or "bedrock") and the fields of `SGLangFactoryConfig`,
-            `OpenAIFactoryConfig` or `BedrockFactoryConfig`.
+        config: `backend` (`"sglang"`, `"openai"` or `"bedrock"`) and the fields of
+            [`SGLangFactoryConfig`][strands_env.core.models.SGLangFactoryConfig],
+            [`OpenAIFactoryConfig`][strands_env.core.models.OpenAIFactoryConfig] or
+            [`BedrockFactoryConfig`][strands_env.core.models.BedrockFactoryConfig].
+
+    Returns:
+        A function without arguments that returns a model.
 
     Raises:
-        ValueError: An unknown backend or field, a wrong value, or what the factory refuses.
-        OSError: There is no such tokenizer.
+        ValueError: The backend or a field is unknown, or a value is invalid.
+        OSError: The tokenizer does not exist.
         ImportError: The backend's package is not installed.
+
+    Examples:
+        ```python
+        factory = build_model_factory(
+            {
+                "backend": "sglang",
+                "base_url": "http://localhost:30000",
+                "tokenizer": "Qwen/Qwen3-4B-Instruct-2507",
+                "sampling_params": {"temperature": 0.7},
+                "config": {"enable_thinking": False},
+            }
+        )
+        ```
     """
     try:
         read = _FACTORY_CONFIG.validate_python(dict(config))
     except ValidationError as error:
-        told = "; ".join(
+        reasons = "; ".join(
             f"{'.'.join(str(part) for part in one['loc'][1:]) or 'backend'}: {one['msg']}" if one["loc"] else one["msg"]
             for one in error.errors()
         )
-        raise ValueError(f"the model's configuration cannot be used: {told}") from error
+        raise ValueError(f"invalid model configuration: {reasons}") from error
     try:
         given = read.model_dump(exclude={"backend", "client", "config"})
         if isinstance(read, SGLangFactoryConfig):
@@ -270,5 +336,5 @@ def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
         if isinstance(read, OpenAIFactoryConfig):
             return openai_model_factory(client_args=read.client, **given, **read.config)
         return bedrock_model_factory(**given, **read.config)
-    except TypeError as error:  # of what is handed on: client and config
-        raise ValueError(f"the model's configuration cannot be used: {error}") from error
+    except TypeError as error:  # an unknown argument in `client` or `config`
+        raise ValueError(f"invalid model configuration: {error}") from error

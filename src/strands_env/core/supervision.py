@@ -1,12 +1,12 @@
-"""Running the code of an episode so that it has an end and is cleaned up however its caller is interrupted.
+"""Supervision of an episode's code: it always ends and is cleaned up, however its caller is interrupted.
 
-All of an episode, from `reset` to `cleanup`, runs in one task: what is entered in one place of it can be left in
-another, as cancel scopes and context variables want it. Whoever interrupts it, the caller or a timer, says so here,
-so that the episode can tell one from the other.
+An episode runs in one task, from `reset` to `cleanup`: cancel scopes and context variables that one part of it enters
+can be left in another. The caller and timers interrupt it only through the `Supervisor`, so that the episode can tell
+the two apart.
 
-Functions that block have a thread of their own each. An event loop's default threads are few and shared: functions
-that hang take them from everybody else, and the process waits for them when it ends. A thread of its own is waited for
-by nobody but its caller.
+Each call of a blocking function runs in its own thread. The default threads of an event loop are few and shared:
+functions that hang would block other users of the pool, and the process would wait for them when it exits. Only the
+caller waits for a thread of its own.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INSIST_AFTER = 5.0
-"""Seconds after which code that went on although it was interrupted is interrupted again."""
+RECANCEL_AFTER = 5.0
+"""Seconds after which code that ignores its cancellation is cancelled again."""
 ABANDON_AFTER = 1.0
-"""Seconds after which cleaning up that goes on although it was interrupted is left to itself."""
+"""Seconds after which a cleanup that ignores its cancellation is abandoned."""
 
-_running: set[asyncio.Task[Any]] = set()  # an event loop holds its tasks weakly
+_running: set[asyncio.Task[Any]] = set()  # an event loop holds only weak references to its tasks
 
 
 class Supervisor:
-    """Interrupts one task.
+    """Runs and interrupts one task.
 
     Attributes:
-        is_cancelled: Whether the caller has cancelled.
+        is_cancelled: Whether the caller was cancelled.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing to interrupt."""
+        """Create a supervisor without a task."""
         self.is_cancelled = False
         self._abandoned_with: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[Any] | None = None
@@ -52,14 +52,14 @@ class Supervisor:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the task goes on for nobody."""
+        """Whether the task still runs but its result is no longer awaited."""
         return self._abandoned_with.done()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in a task of its own, to its end or until it is abandoned.
+        """Run a coroutine in its own task until it ends or is abandoned.
 
         Raises:
-            CancelledError: The caller was cancelled; the task has ended, too.
+            CancelledError: The caller was cancelled; the task has ended.
         """
         self._task = task = asyncio.ensure_future(coroutine)
         _running.add(task)
@@ -67,11 +67,11 @@ class Supervisor:
         cancelled: asyncio.CancelledError | None = None
         while not (task.done() or self.is_abandoned):
             try:
-                # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
+                # Once is enough: anyio's cancel scopes cancel again in every iteration of the event loop.
                 with anyio.CancelScope(shield=self.is_cancelled):
                     await asyncio.wait(
                         {task, self._abandoned_with},
-                        timeout=INSIST_AFTER if self.is_cancelled else None,
+                        timeout=RECANCEL_AFTER if self.is_cancelled else None,
                         return_when=asyncio.FIRST_COMPLETED,
                     )
             except asyncio.CancelledError as error:
@@ -93,18 +93,19 @@ class Supervisor:
         uninterrupted: bool = False,
         outcome: Any = None,
     ) -> T:
-        """Await a coroutine in the task, for so long.
+        """Await a coroutine in the task, with a time limit.
 
         Args:
-            seconds: How long; None for any time.
-            coroutine: What to await.
-            what: Its name, for the error.
-            uninterrupted: Whether the caller's cancellation waits until it has ended.
-            outcome: What `run` is to return should the coroutine not end although its time is up; None to wait for it.
+            seconds: Time limit in seconds; None for no limit.
+            coroutine: Coroutine to await.
+            what: Name for messages.
+            uninterrupted: Whether the caller's cancellation is deferred until the coroutine ends.
+            outcome: Return value of `run` if the coroutine ignores its cancellation after the time limit; None to wait
+                for it.
 
         Raises:
-            asyncio.TimeoutError: The time is up.
-            CancelledError: The caller has cancelled.
+            asyncio.TimeoutError: The coroutine exceeded the time limit.
+            CancelledError: The caller was cancelled.
         """
         if self.is_cancelled and not uninterrupted:
             coroutine.close()
@@ -115,12 +116,12 @@ class Supervisor:
         def interrupt(timer: _Timer) -> None:
             nonlocal is_late
             if is_late and outcome is not None:
-                logger.warning("%s does not end although it was cancelled, and is left to itself", what)
+                logger.warning("%s does not end although it was cancelled, and is abandoned", what)
                 self._abandoned_with.set_result(outcome)
                 return
             is_late = True
             task.cancel()
-            timer.start(ABANDON_AFTER if outcome is not None else INSIST_AFTER)
+            timer.start(ABANDON_AFTER if outcome is not None else RECANCEL_AFTER)
 
         timer = None if seconds is None else _Timer(seconds, interrupt, _timer.get())
         before = _timer.set(timer)
@@ -128,7 +129,7 @@ class Supervisor:
         try:
             return await coroutine
         except asyncio.CancelledError:
-            # It has been noticed, and what cleans up may use timeouts of its own.
+            # The cancellation is handled here; cleanup code may use its own timeouts.
             for _ in range(getattr(task, "cancelling", int)()):
                 task.uncancel()  # type: ignore[attr-defined, unused-ignore]  # Python 3.11
             if is_late and (uninterrupted or not self.is_cancelled):
@@ -143,10 +144,10 @@ class Supervisor:
 
 @contextmanager
 def queued() -> Iterator[Callable[[], None]]:
-    """What waits inside, for a worker that others keep busy, does not count as time of its own.
+    """Pause the timeouts of the current task while it waits for a busy worker.
 
     Yields:
-        What to call, in the event loop, when the waiting is over; the end of the block at the latest.
+        Function that resumes them, to be called in the event loop; the end of the block resumes them at the latest.
     """
     timer = _timer.get()
     with ExitStack() as waiting:
@@ -157,7 +158,7 @@ def queued() -> Iterator[Callable[[], None]]:
 
 
 class _Timer:
-    """Calls a function once its seconds are over, those in queues not counted."""
+    """Calls a function after some seconds, not counting time in queues."""
 
     def __init__(self, seconds: float, call: Callable[[_Timer], None], outer: _Timer | None) -> None:
         self._call = call
@@ -197,22 +198,24 @@ _timer: ContextVar[_Timer | None] = ContextVar("timer", default=None)
 def _forget(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled():
-        task.exception()  # seen, so that nobody complains that it was not
+        task.exception()  # mark the exception as retrieved
 
 
 # --- functions of the user ---
 
 
-async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Run a function in a thread of its own, in this context. If the caller is cancelled, the thread ends by itself.
+async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Run a function in its own thread, in a copy of the current context.
+
+    A cancelled caller does not wait for the thread.
 
     Args:
-        function: The function.
-        *args: Its arguments.
-        **kwargs: Its arguments by name.
+        function: Function to call.
+        *args: Positional arguments.
+        **kwargs: Keyword arguments.
 
     Raises:
-        RuntimeError: It raised what would end a task or an event loop rather than say that something failed.
+        RuntimeError: The function raised an exception that would end the task or the event loop.
     """
     context, outcome = contextvars.copy_context(), Future[T]()
     outcome.set_running_or_notify_cancel()
@@ -221,50 +224,50 @@ async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
         try:
             outcome.set_result(context.run(function, *args, **kwargs))
         except BaseException as error:
-            outcome.set_exception(as_failure(error))
+            outcome.set_exception(as_exception(error))
 
     threading.Thread(target=work, name=getattr(function, "__name__", None), daemon=True).start()
     return await asyncio.wrap_future(outcome)
 
 
-async def called(function: Callable[..., Any], /, *args: Any, grace: float | None = 0.0, **kwargs: Any) -> Any:
-    """Call a function of the user's that may be async; one that is not may block.
+async def invoke(function: Callable[..., Any], /, *args: Any, grace: float | None = 0.0, **kwargs: Any) -> Any:
+    """Call a user's function: await an async one, run a sync one in its own thread.
 
     Args:
-        function: The function.
-        *args: Its arguments.
-        grace: Seconds for which a caller that is cancelled waits for one that blocks; None to wait for its end.
-        **kwargs: Its arguments by name.
+        function: Function to call.
+        *args: Positional arguments.
+        grace: Seconds for which a cancelled caller waits for a sync function; None to wait until it ends.
+        **kwargs: Keyword arguments.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    running = asyncio.ensure_future(in_thread(function, *args, **kwargs))
+    running = asyncio.ensure_future(run_in_thread(function, *args, **kwargs))
     try:
         value = await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait({running}, timeout=grace)
         running.cancel()
         raise
-    return await settled(value)
+    return await maybe_await(value)
 
 
-async def settled(value: Any) -> Any:
-    """What a function of the user's that may be async has returned."""
+async def maybe_await(value: Any) -> Any:
+    """Await a value if it is awaitable; return it otherwise."""
     return await value if inspect.isawaitable(value) else value
 
 
-def as_failure(error: BaseException) -> Exception:
-    """An error as one that says that something failed: no exit, interrupt, cancellation or end of an iterator."""
+def as_exception(error: BaseException) -> Exception:
+    """Convert exits, interrupts, cancellations and ends of iterators to an exception that only reports a failure."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     if isinstance(error, SystemExit):
-        failure = RuntimeError(f"SystemExit: it asked for the process to exit ({error.code!r})")
+        failure = RuntimeError(f"SystemExit: the code called exit ({error.code!r})")
     else:
         try:
-            said = f": {error}" if str(error) else ""
-        except Exception:  # a text that cannot be made must not keep the caller waiting
-            said = ""
-        failure = RuntimeError(f"it raised {type(error).__name__}{said}")
-    if not isinstance(error, asyncio.CancelledError):  # nobody has cancelled what goes on with this error
+            text = f": {error}" if str(error) else ""
+        except Exception:  # its __str__ raises; the caller must not wait forever
+            text = ""
+        failure = RuntimeError(f"the code raised {type(error).__name__}{text}")
+    if not isinstance(error, asyncio.CancelledError):  # as a cause it would make the failure look like a cancellation
         failure.__cause__ = error
     return failure

@@ -1,4 +1,4 @@
-"""The vocabulary of environments: what goes into a step, what comes out of it, and how it is rewarded."""
+"""Inputs and outputs of an environment's step, and the interface of reward functions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from .identity import Identified
 
 
 class TaskContext(BaseModel):
-    """What is known of a task beside its question. Further fields are kept as they are given.
+    """Data of a task besides its message. Additional fields are kept unchanged.
 
     Attributes:
-        id: Names the task; evaluations keep results by it.
-        ground_truth: What rewards compare with.
-        conversation_history: Messages before the question.
+        id: Identifier of the task. Evaluations store results by it.
+        ground_truth: What rewards compare the answer with. The rewards of `strands_env.rewards` accept a string, a
+            number, or a list of right answers.
+        conversation_history: Messages before the task's message, in the same forms. They are not part of the
+            observation and not counted in its metrics.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -34,9 +36,14 @@ class Action(BaseModel):
     """One task for an agent.
 
     Attributes:
-        message: The question: text, one Strands message, or a whole chat (Strands messages, or `{"role", "content"}`
-            with content as text).
-        task_context: What is known of the task beside it.
+        message: The prompt: a string, one message, or a list of messages whose last one is the user's. Messages are in
+            Strands' form or OpenAI's (system, user, assistant and tool roles, tool calls, and images as base64 data
+            URLs). Content that is not supported is an error when the step starts.
+        task_context: Data of the task besides its message.
+
+    Examples:
+        >>> Action(message="What is 25 * 17?", task_context=TaskContext(id="product", ground_truth="425"))
+        >>> Action(message=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
     """
 
     message: str | dict[str, Any] | list[Any]
@@ -44,13 +51,13 @@ class Action(BaseModel):
 
 
 class TokenObservation(BaseModel):
-    """An episode as the token sequence that a trainer takes (models that record tokens only).
+    """The token sequence of an episode, as a trainer uses it. Only models that record tokens have one.
 
     Attributes:
-        token_ids: All ids, shape (T,).
-        prompt_length: Number of tokens of the opening prompt.
-        loss_mask: 1 for tokens that the model sampled, 0 for all others; shape (T,).
-        logprobs: One number or None per token, shape (T,).
+        token_ids: Prompt and response token ids, shape (T,).
+        prompt_length: Number of tokens of the initial prompt, P.
+        loss_mask: 1 for tokens sampled by the model, 0 for all others; shape (T,).
+        logprobs: Logprob of each token, or None for tokens without one; shape (T,).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,7 +69,11 @@ class TokenObservation(BaseModel):
 
     @classmethod
     def from_token_manager(cls, tokens: TokenManager) -> Self | None:
-        """The observation of a recorded sequence; None if nothing was recorded."""
+        """Create an observation from a recorded sequence; return None if nothing was recorded.
+
+        Args:
+            tokens: The recorded sequence.
+        """
         if not len(tokens):
             return None
         return cls(
@@ -74,38 +85,45 @@ class TokenObservation(BaseModel):
 
     @model_serializer(mode="plain")
     def _fields(self) -> dict[str, Any]:
-        # By name, since a subclass may have them elsewhere.
+        # By name: a subclass may store them elsewhere.
         return {name: getattr(self, name) for name in TokenObservation.model_fields}
 
     @property
     def initial_prompt_token_ids(self) -> list[int]:
-        """The ids of the opening prompt, shape (P,)."""
+        """Token ids of the initial prompt, shape (P,)."""
         return self.token_ids[: self.prompt_length]
 
     @property
     def rollout_token_ids(self) -> list[int]:
-        """The ids behind the opening prompt, shape (T - P,)."""
+        """Token ids after the initial prompt, shape (T - P,)."""
         return self.token_ids[self.prompt_length :]
 
     @property
     def rollout_loss_mask(self) -> list[int]:
-        """The loss mask behind the opening prompt, shape (T - P,)."""
+        """Loss mask after the initial prompt, shape (T - P,)."""
         return self.loss_mask[self.prompt_length :]
 
     @property
     def rollout_logprobs(self) -> list[float | None]:
-        """The logprobs behind the opening prompt, shape (T - P,)."""
+        """Logprobs after the initial prompt, shape (T - P,)."""
         return self.logprobs[self.prompt_length :]
 
 
 class Observation(BaseModel):
-    """What an episode left.
+    """Messages, tokens and metrics of an episode.
 
     Attributes:
-        messages: The agent's messages since the start of the step.
-        tokens: The main conversation's latest token sequence; None for models that record none.
-        metrics: Numbers of the episode: model calls, tool calls, tokens, seconds, and what `compute_metrics` adds.
-        trajectory: All recorded model calls; None for models that record none.
+        messages: The agent's messages since the start of the step, without `conversation_history`.
+        tokens: Latest token sequence of the main conversation; None for models that record no tokens.
+        metrics: Numbers of the episode, and what `Environment.compute_metrics` adds:
+
+            - `model_calls`, `tool_iterations`, `tool_calls`, `tool_errors`, `tool_parse_errors`: counts.
+            - `input_tokens` (summed over all prompts), `cached_tokens`, `sampled_tokens`, `total_tokens`: tokens.
+            - `sequences`: token sequences to train on; only for models that record tokens.
+            - `seconds`, `model_seconds`, `reward_seconds`: durations of the episode, its model calls and its reward.
+            - `attempts`: how often the episode ran, retries included.
+            - `tools`: for each tool name its `calls`, `errors`, `parse_errors` and `seconds`.
+        trajectory: All recorded model calls; None for models that record no tokens. It is not serialized.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -117,9 +135,9 @@ class Observation(BaseModel):
 
     @property
     def final_response(self) -> str | None:
-        """The answer: the text of the last message, without what it thinks aloud in `<think>` and the like.
+        """The text of the last message, without reasoning in `<think>` or similar tags.
 
-        None if the assistant did not write that message, or wrote no text but thoughts.
+        None if the last message is not the assistant's, or if it has no text besides reasoning.
         """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return None
@@ -132,11 +150,11 @@ class Observation(BaseModel):
 
 
 class RewardResult(BaseModel):
-    """A reward and how it came about.
+    """A reward and details about it.
 
     Attributes:
-        reward: The reward.
-        info: What a person who looks at it wants to know.
+        reward: The reward; must be finite.
+        info: Details for people and metrics, such as `verdict`. Evaluations store it.
     """
 
     reward: float
@@ -144,16 +162,18 @@ class RewardResult(BaseModel):
 
 
 class StepResult(BaseModel):
-    """One episode.
+    """The result of one episode.
 
     Attributes:
-        observation: What it left.
-        reward: Its reward; None where there is none: no reward function, or an end that says nothing of the policy.
-        termination_reason: How it ended.
-        error: What went wrong, as text; None if nothing did.
-        reward_error: Why there is no reward although this end has one: the reward function failed.
-        reward_error_is_infrastructure: Whether it failed for reasons that no answer can bring about. Every other
-            failure counts as a wrong answer: who can make a reward fail must gain nothing by it.
+        observation: Messages, tokens and metrics of the episode.
+        reward: The reward; None if the environment has no reward function, if the reward function failed, or if the
+            outcome says nothing about the policy.
+        termination_reason: How the episode ended. A failing reward function does not change it.
+        error: What failed, as text; None if nothing did.
+        reward_error: How the reward function failed: it raised, timed out or returned no finite number. None if it did
+            not fail.
+        reward_error_is_infrastructure: Whether it failed for a reason that no answer can cause. Every other failure
+            counts as a wrong answer, so that a policy gains nothing by making its reward function fail.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -170,69 +190,78 @@ class RewardError(RuntimeError):
     """A reward could not be computed.
 
     Attributes:
-        is_infrastructure: Whether the reason is one that no answer can bring about: a judge's server that refuses
-            connections, a machine that starts no process. Only then does an evaluation leave the sample out.
+        is_infrastructure: Whether no answer can cause this failure, such as a judge's server that refuses connections
+            or a machine that starts no process. Evaluations drop the sample only if it is True; otherwise the sample
+            counts as wrong.
     """
 
     def __init__(self, message: str, *, is_infrastructure: bool = False) -> None:
-        """Set the message and whose fault it is."""
+        """Create the error.
+
+        Args:
+            message: What failed, and why.
+            is_infrastructure: Whether no answer can cause this failure.
+        """
         super().__init__(message)
         self.is_infrastructure = is_infrastructure
 
 
 class RewardFunction(Identified, ABC):
-    """Judges an episode."""
+    """Base class of rewards: computes the reward of an episode."""
 
     @abstractmethod
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compute the reward.
+        """Compute the reward. A sync override runs in its own thread and may block.
 
         Args:
             action: The task.
-            step_result: The episode, its reward still None.
+            step_result: The episode; its reward is still None.
+
+        Returns:
+            The reward. A plain number is accepted too.
 
         Raises:
-            RewardError: There is none; it says whether the infrastructure is to blame. Any other exception counts as a
-                failure that the answer could have brought about.
+            RewardError: The reward cannot be computed; `is_infrastructure` says whether an answer can cause this. Any
+                other exception counts as a failure that the answer caused.
         """
 
     def check_truth(self, truth: Any) -> None:
-        """Check that a task's ground truth can be compared with; asked while a data file is loaded, before any episode.
+        """Check that answers can be compared with a ground truth. The default accepts everything.
 
-        Any truth will do unless a reward says otherwise.
+        `load_tasks(..., check_truth=reward_fn.check_truth)` calls it for each row of a file, before any episode runs.
 
         Args:
-            truth: What stands in `TaskContext.ground_truth`.
+            truth: Value of `TaskContext.ground_truth`.
 
         Raises:
-            ValueError: It cannot; says what is wrong with it.
+            ValueError: Answers cannot be compared with it; says why.
         """
         return None
 
 
-_MARKS = re.compile(
+_TAGS = re.compile(
     r"<(?P<end>/)?(?:[a-z]+:)?(?:think|thinking|thought|reasoning)>|\[(?P<end2>/)?THINK\]|◁(?P<end3>/)?think▷",
     re.IGNORECASE,
 )
 
 
 def without_thinking(text: str) -> str:
-    """A text without what stands in `<think>` and the like.
+    """Remove reasoning in `<think>` or similar tags.
 
-    Thinking that the prompt opened ends with a lone `</think>`: all before it goes. Thinking that is never closed lasts
-    to the end of the text. A text without such marks is returned as it is.
+    A `</think>` without an opening tag ends reasoning that the prompt opened: all text before it is removed. Reasoning
+    that is never closed extends to the end. A text without tags is returned unchanged.
     """
-    if _MARKS.search(text) is None:
+    if _TAGS.search(text) is None:
         return text
     kept: list[str] = []
     position, is_thinking = 0, False
-    for mark in _MARKS.finditer(text):
-        if any(mark.groups()):
+    for tag in _TAGS.finditer(text):
+        if any(tag.groups()):
             if not is_thinking:
                 kept.clear()
-            is_thinking, position = False, mark.end()
+            is_thinking, position = False, tag.end()
         elif not is_thinking:
-            kept.append(text[position : mark.start()])
+            kept.append(text[position : tag.start()])
             is_thinking = True
     if not is_thinking:
         kept.append(text[position:])

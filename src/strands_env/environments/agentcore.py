@@ -11,10 +11,10 @@ from strands import tool
 from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
-from ..core.supervision import called
+from ..core.supervision import invoke
 from .backends import BackendError, EndOnBackendErrors
 
-LONGEST_OUTPUT = 32_000
+MAX_OUTPUT_CHARS = 32_000
 """Characters."""
 
 
@@ -92,14 +92,14 @@ class AgentCoreCodeEnvironment(Environment):
         async with self._one_at_a_time:
             client, self._client = self._client, None
             if client is not None:
-                await called(client.stop, grace=None)
+                await invoke(client.stop, grace=None)
 
     async def _execute(self, code: str) -> tuple[str, bool]:
         """Run code in the session: its output, and whether it failed."""
         # A session runs one program at a time, to its end: the next call has to find it in order.
         async with self._one_at_a_time:
             try:
-                return await called(self._execute_now, code, grace=None)
+                return await invoke(self._execute_now, code, grace=None)
             except Exception as error:  # whatever it is, it is not the code's: that comes as a result
                 raise BackendError(f"the code interpreter does not answer: {error}") from error
 
@@ -138,6 +138,6 @@ def _read(answer: Mapping[str, Any]) -> tuple[str, bool]:
         else:
             texts += [block["text"] for block in result.get("content") or [] if block.get("type") == "text"]
     text = "\n".join(part.rstrip("\n") for part in texts if part.strip())
-    if len(text) > LONGEST_OUTPUT:
-        text = f"{text[:LONGEST_OUTPUT]}\n[the output was cut: print less]"
+    if len(text) > MAX_OUTPUT_CHARS:
+        text = f"{text[:MAX_OUTPUT_CHARS]}\n[the output was cut: print less]"
     return text or "[nothing was printed: print what you want to see]", failed

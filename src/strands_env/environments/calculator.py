@@ -19,12 +19,12 @@ from ..core import Environment
 
 Number = int | float
 
-LONGEST_EXPRESSION = 1000
+MAX_EXPRESSION_CHARS = 1000
 """Characters."""
-MOST_BITS = 9966
+MAX_BITS = 9966
 """Bits of a whole number: 3,000 digits."""
-MOST_NESTING = 60
-LARGEST_FACTORIAL = 1000
+MAX_NESTING = 60
+MAX_FACTORIAL = 1000
 
 _CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "\0"})
@@ -67,9 +67,9 @@ def evaluate(expression: str) -> Number:
     Raises:
         ArithmeticExpressionError: It is anything else, too long or nested, too large, or has no real value.
     """
-    if len(expression) > LONGEST_EXPRESSION:
+    if len(expression) > MAX_EXPRESSION_CHARS:
         raise ArithmeticExpressionError(
-            f"the expression has {len(expression)} characters, and {LONGEST_EXPRESSION} are allowed"
+            f"the expression has {len(expression)} characters, and {MAX_EXPRESSION_CHARS} are allowed"
         )
     text = expression.translate(_SIGNS).replace("\0", "**").strip()
     try:
@@ -96,8 +96,8 @@ def as_text(value: Number) -> str:
 
 
 def _value(node: ast.expr, depth: int) -> Number:
-    if depth > MOST_NESTING:
-        raise ArithmeticExpressionError(f"the expression is nested more than {MOST_NESTING} deep")
+    if depth > MAX_NESTING:
+        raise ArithmeticExpressionError(f"the expression is nested more than {MAX_NESTING} deep")
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _checked(number)
@@ -132,7 +132,7 @@ def _checked(value: Any) -> Number:
     if isinstance(value, complex):
         raise ArithmeticExpressionError("the result is not a real number")
     if isinstance(value, int):
-        if value.bit_length() > MOST_BITS:
+        if value.bit_length() > MAX_BITS:
             raise OverflowError
         return value
     if not math.isfinite(value):
@@ -151,7 +151,7 @@ def _power(base: Number, exponent: Number) -> Number:
         isinstance(base, int)
         and isinstance(exponent, int)
         and abs(base) > 1
-        and (base.bit_length() - 1) * exponent > MOST_BITS
+        and (base.bit_length() - 1) * exponent > MAX_BITS
     ):
         raise OverflowError
     return base**exponent
@@ -159,14 +159,14 @@ def _power(base: Number, exponent: Number) -> Number:
 
 def _factorial(value: Number) -> int:
     whole = _whole(value)
-    if not 0 <= whole <= LARGEST_FACTORIAL:
-        raise ArithmeticExpressionError(f"factorial takes 0 to {LARGEST_FACTORIAL}, not {as_text(value)}")
+    if not 0 <= whole <= MAX_FACTORIAL:
+        raise ArithmeticExpressionError(f"factorial takes 0 to {MAX_FACTORIAL}, not {as_text(value)}")
     return math.factorial(whole)
 
 
 def _choose(n: Number, k: Number) -> int:
-    if not 0 <= _whole(k) <= LARGEST_FACTORIAL:
-        raise ArithmeticExpressionError(f"comb takes a second number of 0 to {LARGEST_FACTORIAL}, not {as_text(k)}")
+    if not 0 <= _whole(k) <= MAX_FACTORIAL:
+        raise ArithmeticExpressionError(f"comb takes a second number of 0 to {MAX_FACTORIAL}, not {as_text(k)}")
     return math.comb(_whole(n), _whole(k))
 
 

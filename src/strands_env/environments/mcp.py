@@ -15,14 +15,14 @@ from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
-from ..core.environment import OUT_OF_TIME
-from ..core.supervision import called, in_thread, settled
+from ..core.environment import TOOL_TIMEOUT_PREFIX
+from ..core.supervision import invoke, maybe_await, run_in_thread
 from .backends import BackendError, EndOnBackendErrors
 
 logger = logging.getLogger(__name__)
 
-LONGEST_RESULT = 32_000
-_FAILED = ("Tool execution failed", OUT_OF_TIME)
+MAX_RESULT_CHARS = 32_000
+_FAILED = ("Tool execution failed", TOOL_TIMEOUT_PREFIX)
 """How the result of a call begins that no server answered; Strands' also that of one that a server found no call."""
 
 ClientFactory = Callable[[], "MCPClient | Sequence[MCPClient] | Awaitable[MCPClient | Sequence[MCPClient]]"]
@@ -65,7 +65,7 @@ class MCPEnvironment(Environment):
         *args: Any,
         clients: ClientFactory | MCPClient | Sequence[MCPClient],
         answer_timeout: float = 10.0,
-        max_result_chars: int | None = LONGEST_RESULT,
+        max_result_chars: int | None = MAX_RESULT_CHARS,
         **kwargs: Any,
     ) -> None:
         """Set up the environment; nothing is started yet.
@@ -116,7 +116,7 @@ class MCPEnvironment(Environment):
         await super().reset()
         given: Any = self._clients
         own = not isinstance(given, MCPClient | Sequence)
-        clients = await settled(given() if own else given)
+        clients = await maybe_await(given() if own else given)
         tools: list[Any] = []
         for client in [clients] if isinstance(clients, MCPClient) else clients:
             if own:
@@ -135,7 +135,7 @@ class MCPEnvironment(Environment):
             servers.own.append(client)
 
         try:
-            await called(start, grace=None)  # it cannot be stopped before it has started
+            await invoke(start, grace=None)  # it cannot be stopped before it has started
         except Exception as error:  # such a client has stopped itself
             raise BackendError(f"an MCP server did not start: {error}") from error
 
@@ -205,7 +205,7 @@ def _cut(result: Any, most: int) -> Any:
 
 async def _stop(client: MCPClient) -> None:
     try:
-        await in_thread(client.stop, None, None, None)
+        await run_in_thread(client.stop, None, None, None)
     except Exception:
         logger.warning("an MCP server could not be stopped", exc_info=True)
 
@@ -218,7 +218,7 @@ async def _tools_of(client: MCPClient, seconds: float) -> list[Any]:
         Exception: It has no answer.
     """
     try:
-        return await asyncio.wait_for(in_thread(_list_tools, client), seconds)
+        return await asyncio.wait_for(run_in_thread(_list_tools, client), seconds)
     except asyncio.TimeoutError:
         raise TimeoutError(f"it was silent for {seconds:g} seconds") from None
 

@@ -192,7 +192,7 @@ def with_finite_reward(result: StepResult) -> StepResult:
     return result.model_copy(update={"reward": None, "reward_error": said, "error": result.error or said})
 
 
-def says_something(result: StepResult) -> bool:
+def is_conclusive(result: StepResult) -> bool:
     """Whether an episode's end says something of the policy, so that the sample is finished."""
     if result.reward is not None:
         return True
@@ -798,7 +798,7 @@ def _sync_directory(path: Path) -> None:
 # --- values as lines of JSON ---
 
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Levels. Deeper values, those that contain themselves among them, are written as text from there on."""
 
 
@@ -853,7 +853,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if value - value == 0 else None  # JSON has no infinity; orjson writes null as well
-    if depth >= _DEEPEST:
+    if depth >= _MAX_DEPTH:
         return str(type(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}

@@ -17,7 +17,7 @@ from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termi
 
 from ..core import Action, Environment, Observation, StepResult
 from ..core.identity import describe
-from ..core.supervision import settled
+from ..core.supervision import maybe_await
 from .checkpoint import (
     EvalSample,
     Prompt,
@@ -27,16 +27,16 @@ from .checkpoint import (
     decode,
     digest,
     encode,
+    is_conclusive,
     is_error,
     name_prompts,
-    says_something,
     with_finite_reward,
 )
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 
 logger = logging.getLogger(__name__)
 
-_MOST_CHECKED = 10
+_MAX_CHECKED = 10
 """Environments that are made to compare them with those of earlier results."""
 
 
@@ -248,7 +248,7 @@ class Evaluator:
         # Cancelled by itself: the environment raised it.
         cancelled = (_failed(asyncio.CancelledError()), True, None)
         result, is_judged, identity = cancelled if playing.cancelled() else playing.result()
-        is_finished = says_something(result)
+        is_finished = is_conclusive(result)
         observation = result.observation
         kept = Observation(
             messages=observation.messages,
@@ -286,7 +286,7 @@ class Evaluator:
             return _failed(error), is_judged, identity
 
     async def _make(self, action: Action) -> Environment:
-        env: Environment = await settled(self.env_factory(action))
+        env: Environment = await maybe_await(self.env_factory(action))
         return env
 
     async def _identity(self, env: Any) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class Evaluator:
         """
         self._served, self._identities = {}, {}
         alike = {digest(sample.environment): sample for sample in kept.values() if sample.environment}
-        for sample in list(alike.values())[:_MOST_CHECKED]:
+        for sample in list(alike.values())[:_MAX_CHECKED]:
             try:
                 env = await self._make(prompts[sample.prompt_id].action.model_copy(deep=True))
             except (Exception, SystemExit):

@@ -44,7 +44,7 @@ from ..rewards import last_boxed, value_key
 from .checkpoint import EvalSample, Results, Run
 
 SEED = 0
-_MOST_SUBSETS = 2_000
+_MAX_SUBSETS = 2_000
 
 MetricFn = Callable[[Results], Mapping[str, float]]
 """Further metrics from all samples."""
@@ -354,10 +354,10 @@ def _chance_of_drawing_only(
 @functools.lru_cache(maxsize=16)
 def _subsets(n: int, k: int, seed: int) -> npt.NDArray[np.float64]:
     """Which samples are drawn: one row per draw, 1 in the columns of its samples."""
-    if math.comb(n, k) <= _MOST_SUBSETS:
+    if math.comb(n, k) <= _MAX_SUBSETS:
         drawn = np.array(list(itertools.combinations(range(n), k)))
     else:
-        drawn = np.argsort(np.random.default_rng(seed).random((_MOST_SUBSETS, n)), axis=1)[:, :k]
+        drawn = np.argsort(np.random.default_rng(seed).random((_MAX_SUBSETS, n)), axis=1)[:, :k]
     chosen = np.zeros((len(drawn), n))
     np.put_along_axis(chosen, drawn, 1.0, axis=1)
     return chosen

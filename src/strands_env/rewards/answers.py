@@ -13,7 +13,7 @@ _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(
     r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
 )
-LONGEST_JOINT = 40  # characters between boxes that give one answer together
+MAX_JOINER = 40  # characters between boxes that give one answer together
 
 
 def ground_truths(action: Action) -> list[str]:
@@ -78,7 +78,7 @@ def boxed_answer(text: str) -> str | None:
     parts = [text[begin:end]]
     while boxes:
         earlier, begin, end = boxes.pop()
-        if end < start and _JOINED.fullmatch(text[end + 1 : start][-LONGEST_JOINT:]) and start - end <= LONGEST_JOINT:
+        if end < start and _JOINED.fullmatch(text[end + 1 : start][-MAX_JOINER:]) and start - end <= MAX_JOINER:
             parts.append(text[begin:end])
             start = earlier
         elif end < start:

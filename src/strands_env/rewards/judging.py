@@ -15,7 +15,7 @@ from strands.models.model import Model
 
 from strands_sglang import SGLangModel
 
-from ..core.supervision import settled
+from ..core.supervision import maybe_await
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
 from .answers import question_of
 
@@ -46,7 +46,7 @@ Rubric:
 
 Say briefly why, and give a score from {low} to {high}."""
 FIELDS = ("mark", "question", "ground_truth", "answer", "rubric", "low", "high")
-LONGEST_RETRY_DELAY_S = 30.0
+MAX_RETRY_DELAY_S = 30.0
 
 # Statuses of servers that answer nobody just now. A 500 may be the doing of the text that is graded.
 _BUSY = frozenset({429, 502, 503, 504, 529})
@@ -168,14 +168,14 @@ class JudgeReward(RewardFunction):
                         f"the judge gave no score in {attempt} attempt(s); the last: {said}",
                         is_infrastructure=is_unreachable,
                     ) from error
-                delay = min(LONGEST_RETRY_DELAY_S, self.retry_delay * 2 ** (attempt - 1))
+                delay = min(MAX_RETRY_DELAY_S, self.retry_delay * 2 ** (attempt - 1))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
         score = float(judgement.score)
         info = {"verdict": "judged", "score": score, "reasoning": judgement.reasoning, "attempts": attempt}
         return RewardResult(reward=(score - low) / (high - low), info=info)
 
     async def _ask(self, prompt: str) -> Any:
-        model = self.model if isinstance(self.model, Model) else await settled(self.model())
+        model = self.model if isinstance(self.model, Model) else await maybe_await(self.model())
         judgement: BaseModel | None = None
         # A model that records does so in a trajectory of this call's own, which is dropped.
         with model.episode() if isinstance(model, SGLangModel) else nullcontext():

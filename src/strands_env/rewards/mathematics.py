@@ -31,9 +31,9 @@ from ..core.types import Action, RewardError, RewardFunction, RewardResult, Step
 from .answers import boxed_answer, ground_truths, truth_texts
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
-LONGEST_ANSWER = 20_000
-LONGEST_BOX = 5_000
-LONGEST_SHOWN = 200
+MAX_ANSWER_CHARS = 20_000
+MAX_BOX_CHARS = 5_000
+MAX_SHOWN_CHARS = 200
 
 
 class MathReward(RewardFunction):
@@ -90,7 +90,7 @@ class MathReward(RewardFunction):
         box = boxed_answer(text)
         if box is None and self.require_boxed:
             return _result("not_boxed", None, truths)
-        if box is not None and len(box) > LONGEST_BOX:
+        if box is not None and len(box) > MAX_BOX_CHARS:
             return _result("too_long", box, truths)
         plain = (box if box is not None else text).strip()
         if plain in (truth.strip() for truth in truths):
@@ -98,7 +98,7 @@ class MathReward(RewardFunction):
         pool = shared_pool("mathematics", self.limits, self.n_workers)
         try:
             said = await pool.run(
-                self._request(truths, text[-LONGEST_ANSWER:] if box is None else box, box is not None)
+                self._request(truths, text[-MAX_ANSWER_CHARS:] if box is None else box, box is not None)
             )
         except OverLimitsError as error:
             verdict = "unreadable_truth" if error.stage is None else "over_limits"
@@ -143,7 +143,7 @@ class MathReward(RewardFunction):
 
 
 def _result(verdict: str, extracted: str | None, truths: list[str], **more: str) -> RewardResult:
-    if extracted is not None and len(extracted) > LONGEST_SHOWN:
-        extracted = f"{extracted[:LONGEST_SHOWN]}[...]"
+    if extracted is not None and len(extracted) > MAX_SHOWN_CHARS:
+        extracted = f"{extracted[:MAX_SHOWN_CHARS]}[...]"
     info = {"verdict": verdict, "extracted": extracted, "ground_truth": truths[0] if len(truths) == 1 else truths}
     return RewardResult(reward=float(verdict == "correct"), info={**info, **more})

@@ -1,4 +1,4 @@
-"""What environments share: clients that a process makes once."""
+"""Clients that a process creates once and shares between environments."""
 
 from strands_sglang import clear_clients
 from strands_sglang import get_client as get_cached_client

@@ -50,7 +50,7 @@ from strands_env.core.models import (
     openai_model_factory,
     sglang_model_factory,
 )
-from strands_env.core.supervision import called
+from strands_env.core.supervision import invoke
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
@@ -370,7 +370,7 @@ async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting():
         raise Speechless
 
     with pytest.raises(RuntimeError, match="Speechless"):
-        await asyncio.wait_for(called(fails), 5)
+        await asyncio.wait_for(invoke(fails), 5)
 
 
 @pytest.mark.parametrize("place", ["reset", "compute_metrics"])
@@ -617,7 +617,7 @@ async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
 async def test_a_factory_that_makes_nothing_gets_no_model_of_strands():
     result = await CalculatorEnv(lambda: None).step(ASK)  # type: ignore[arg-type, return-value]
     assert result.termination_reason is TerminationReason.AGENT_ERROR
-    assert result.error is not None and "the model factory made no model" in result.error
+    assert result.error is not None and "the model factory returned None" in result.error
 
 
 @pytest.mark.parametrize("where", ["reset", "get_tools", "get_hooks", "model_factory", "cleanup"])
@@ -742,7 +742,7 @@ async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome, chat
 
 
 async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(chatml_tokenizer, monkeypatch):
-    monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
+    monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.1)
 
     @tool
     async def stubborn() -> str:
@@ -796,7 +796,7 @@ async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by, chatml_to
 
 
 async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(chatml_tokenizer, monkeypatch):
-    monkeypatch.setattr("strands_env.core.supervision.INSIST_AFTER", 0.1)
+    monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.1)
     started, told = asyncio.Event(), []
 
     @tool
@@ -1099,7 +1099,7 @@ async def test_a_tools_parameter_may_have_any_name() -> None:
 
 @pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
 async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(place, monkeypatch):
-    monkeypatch.setattr("strands_env.core.environment.INSIST_AFTER", 0.1)
+    monkeypatch.setattr("strands_env.core.environment.RECANCEL_AFTER", 0.1)
     hang, hung = threading.Event(), threading.Event()
 
     def hangs(*args, **kwargs):
@@ -1223,20 +1223,20 @@ def read(message, history=()):
 )
 def test_text_message_and_chat_are_the_same_question(message):
     found = read(message)
-    assert (found.system, found.before, found.asked) == ([], [], HELLO)
+    assert (found.system, found.history, found.prompt) == ([], [], HELLO)
 
 
 def test_system_messages_come_first_and_apart():
     chat = [{"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}]
     assert read([*chat, HELLO]).system == ["A", "B"]
-    with pytest.raises(ValueError, match=r"message\[1\]: a system message must stand before"):
+    with pytest.raises(ValueError, match=r"message\[1\]: system messages must come before"):
         read([HELLO, chat[0], HELLO])
 
 
 def test_what_stands_before_the_question_is_told_from_the_history():
     answer = {"role": "assistant", "content": "Yes?"}
     found = read([HELLO, answer, HELLO], [HELLO, answer])
-    assert [message["role"] for message in found.before] == ["user", "assistant"] * 2
+    assert [message["role"] for message in found.history] == ["user", "assistant"] * 2
     assert found.history_length == 2
 
 
@@ -1255,7 +1255,7 @@ def test_openais_tool_calls_and_answers_become_those_of_strands():
             HELLO,
         ]
     )
-    _, called, answered, _ = found.before
+    _, called, answered, _ = found.history
     assert [block["toolUse"]["input"] for block in called["content"]] == [{"x": 1}, {"x": 2}]
     assert [block["toolResult"]["toolUseId"] for block in answered["content"]] == ["a", "b"]
 
@@ -1264,7 +1264,7 @@ def test_an_image_is_taken_from_its_data_url():
     pixel = b"\x89PNG-not-really"
     url = "data:image/png;base64," + base64.b64encode(pixel).decode()
     found = read({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
-    assert found.asked["content"] == [{"image": {"format": "png", "source": {"bytes": pixel}}}]
+    assert found.prompt["content"] == [{"image": {"format": "png", "source": {"bytes": pixel}}}]
 
 
 @pytest.mark.parametrize(
@@ -1295,7 +1295,7 @@ def test_what_is_not_understood_is_refused(message):
 def test_nothing_of_the_action_is_shared():
     action = Action(message=HELLO, task_context={"conversation_history": [HELLO]})
     found = read_conversation(action)
-    found.asked["content"][0]["text"] = found.before[0]["content"][0]["text"] = "changed"
+    found.prompt["content"][0]["text"] = found.history[0]["content"][0]["text"] = "changed"
     assert action.message["content"][0]["text"] == "Hello."
     assert action.task_context.conversation_history[0]["content"][0]["text"] == "Hello."
 
@@ -1650,7 +1650,7 @@ def test_bedrocks_factory_shares_one_model_with_its_costly_client():
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"max_tokens": 1, "max_new_tokens": 2}], ids=str)
 def test_bedrock_refuses_what_it_does_not_have(params):
-    with pytest.raises(ValueError, match="top_k|which are the same"):
+    with pytest.raises(ValueError, match="top_k|which mean the same"):
         bedrock_model_factory(model_id="m", region_name="eu-west-1", sampling_params=params)
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, levels, spelled, split
 from .units import UNITS, magnitude, unit_of
 
-LONGEST_NUMBER = 2_000  # digits, and powers of ten
+MAX_NUMBER_CHARS = 2_000  # digits, and powers of ten
 
 
 class UnreadableError(ValueError):
@@ -186,7 +186,7 @@ def read(text: str) -> Value:
 def value_key(text: str) -> str:
     """The same text for answers of the same value, as far as that can be told without algebra; texts as they are."""
     said = " ".join(text.split())
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > MAX_NUMBER_CHARS:
         return said
     try:
         value = read(text)
@@ -441,7 +441,7 @@ _LITERALS = (
 def _number(text: str) -> Number | None:
     """The number that a text is the literal of, if it is one. `25 * 17` is none."""
     text = re.sub(r"(?<![a-zA-Z}^_\]])\{(\d+)\}", r"\1", text.strip().removesuffix("{}"))
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > MAX_NUMBER_CHARS:
         return None
     for form, pattern in _LITERALS:
         if (found := pattern.fullmatch(text)) is not None:
@@ -450,7 +450,7 @@ def _number(text: str) -> Number | None:
             above, below, power = part.get("above") or "0", part.get("below") or "1", part.get("power") or "0"
             if form == "repeating":
                 below = "9" * len(above) + "0" * len(part["fixed"])
-            if not _exact(below) or abs(_exact(power)) > LONGEST_NUMBER:
+            if not _exact(below) or abs(_exact(power)) > MAX_NUMBER_CHARS:
                 return None
             value = (_exact(whole) + _exact(above) / _exact(below)) * Fraction(10) ** int(_exact(power))
             if form == "plain":
@@ -519,8 +519,8 @@ _DOUBT = re.compile(
     r"|\W*(?:or|alternatively|maybe|perhaps|possibly)\b|.*\botherwise\b",
     re.IGNORECASE,
 )
-LONGEST_PHRASE = 400
-LONGEST_WORDS = 4
+MAX_PHRASE_CHARS = 400
+MAX_ANSWER_WORDS = 4
 
 
 def answer_in(text: str) -> str | None:
@@ -532,15 +532,15 @@ def answer_in(text: str) -> str | None:
     """
     whole = text.strip()
     anchors = list(_ANCHOR.finditer(whole))
-    if not anchors and len(whole) <= LONGEST_PHRASE and "\n" not in whole and _is_answer(whole, LONGEST_WORDS - 2):
+    if not anchors and len(whole) <= MAX_PHRASE_CHARS and "\n" not in whole and _is_answer(whole, MAX_ANSWER_WORDS - 2):
         return whole
     if anchors:
         return _phrase(whole[anchors[-1].end() :])
     sentences = (part for part in reversed(_SENTENCE.split(whole)) if part.strip(" *\n\t"))
-    last = next(sentences, "")[-LONGEST_PHRASE:]
+    last = next(sentences, "")[-MAX_PHRASE_CHARS:]
     for verb in reversed(list(_IS.finditer(last))):
         said = last[verb.end() :].strip()
-        if _is_answer(said, LONGEST_WORDS):
+        if _is_answer(said, MAX_ANSWER_WORDS):
             return said
     found = list(_VALUES.finditer(whole))
     is_hedged = found and _HEDGE.search(whole[: found[-1].start()].rstrip("$ "))
@@ -550,7 +550,7 @@ def answer_in(text: str) -> str | None:
 
 def _phrase(text: str) -> str | None:
     """The answer that a text begins with: up to the end of the sentence or to a reason."""
-    text = text.strip()[:LONGEST_PHRASE]
+    text = text.strip()[:MAX_PHRASE_CHARS]
     sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
     if _DOUBT.match(text[len(sentence) :]):
         return text
@@ -558,7 +558,7 @@ def _phrase(text: str) -> str | None:
         if _DOUBT.match(sentence[len(said) :]):
             break
         said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
-        if _is_answer(said, LONGEST_WORDS):
+        if _is_answer(said, MAX_ANSWER_WORDS):
             return said
     return sentence.strip() or None
 
