@@ -111,16 +111,19 @@ def _heading_above(text):
 
 def sampled_text(request):
     """What a model that does as it is told samples for the documentation's prompts."""
-    if "json_schema" in request.sampling_params:
-        return '{"product": 425}'
+    schema = request.sampling_params.get("json_schema")
+    if schema is not None:
+        return '{"reasoning": "It is short.", "score": 8}' if "reasoning" in str(schema) else '{"product": 425}'
     _, _, question = request.text.rpartition("<|im_start|>user\n")
     result = re.search(r"<tool_response>\s*(-?\d+)", question)
     if result:
         return f"It is \\boxed{{{result[1]}}}."
     factors = re.search(r"(\d+) \* (\d+)", question)
-    if factors is None or '"multiply"' not in request.text:
-        return "I don't know."
-    return call("multiply", a=int(factors[1]), b=int(factors[2]))
+    if factors is not None and '"multiply"' in request.text:
+        return call("multiply", a=int(factors[1]), b=int(factors[2]))
+    if factors is not None and '"calculator"' in request.text:
+        return call("calculator", expression=factors[0])
+    return "I don't know."
 
 
 def run_page(page, models, folder, patch):

@@ -18,13 +18,15 @@ from strands import Agent
 import strands_env.cli
 import strands_sglang
 import strands_sglang.cli
-from strands_env.core import Environment
+from strands_env.core import Action, Environment, Observation, StepResult, TaskContext
 from strands_env.eval import standard_metrics
+from strands_env.rewards import MathReward
 from strands_sglang import (
     OUTCOMES,
     SGLangClient,
     SGLangClientError,
     SGLangModel,
+    TerminationReason,
     get_tool_parser,
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
@@ -200,6 +202,17 @@ def test_the_metrics_that_are_named_are_computed():
     kinds = {re.split(r"[@^]", names_in_code(row["Metric"])[0])[0] for row in rows}
     assert kinds == {re.split(r"[@^]", name)[0] for name in computed}
     assert {"pass@1", "pass@4", "pass^4", "majority@4", "avg@4"} <= computed
+
+
+async def test_the_verdicts_on_math_are_those_of_the_code():
+    columns = ("Answer", "Ground truth", "Verdict", "Why")
+    for row in table("How `MathReward` decides", *columns, path=DOCS / "guides/rewards.md"):
+        answer, truth, verdict = (row[name].strip("`") for name in columns[:3])
+        observation = Observation(messages=[{"role": "assistant", "content": [{"text": f"\\boxed{{{answer}}}"}]}])
+        result = StepResult(observation=observation, termination_reason=TerminationReason.TASK_COMPLETE)
+        action = Action(message="?", task_context=TaskContext(ground_truth=truth))
+        reward = await MathReward().compute(action=action, step_result=result)
+        assert (reward.info["verdict"], reward.reward) == (verdict, float(verdict == "correct")), answer
 
 
 # --- files and commands ---
