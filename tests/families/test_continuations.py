@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from strands_sglang.messages import to_chat_messages, to_chat_tools
-from strands_sglang.templates.chat_template import CASES as TEMPLATE_CASES
 from strands_sglang.templates.chat_template import (
+    CASES as TEMPLATE_CASES,
     PROBE_TOOL,
     ChatTemplate,
     ChatTemplateError,

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import jinja2
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from strands_sglang.tool_parsers import UnknownToolParserError, get_tool_parser
 from support.families import FAMILIES, load_template, load_tokenizer

@@ -9,8 +9,7 @@ import re
 from itertools import starmap
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from strands_sglang.tool_parsers import (
     DeepSeekV3ToolParser,

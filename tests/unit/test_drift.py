@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from strands_sglang.drift import measure_drift
 from strands_sglang.trajectory.tokens import TokenManager

@@ -20,8 +20,7 @@ import pytest
 import respx
 import transformers
 from anyio.from_thread import start_blocking_portal
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from strands_sglang.client import balancer as servers_module
 from strands_sglang.client.aborts import worker_urls

@@ -31,9 +31,7 @@ from strands.types.exceptions import ConcurrencyException, EventLoopException, M
 from strands.vended_plugins.context_injector import ContextInjector
 from strands.vended_plugins.context_offloader import ContextOffloader, InMemoryStorage
 from strands.vended_plugins.goal import GoalLoop
-from strands.vended_plugins.steering import Guide as Steer
-from strands.vended_plugins.steering import Proceed as GoOn
-from strands.vended_plugins.steering import SteeringHandler
+from strands.vended_plugins.steering import Guide as Steer, Proceed as GoOn, SteeringHandler
 
 from strands_sglang import SGLangAbortedError, SGLangClientError, SGLangModel, Trajectory, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang

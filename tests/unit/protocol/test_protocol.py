@@ -7,8 +7,7 @@ from array import array
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from strands_sglang import SGLangDecodingError
 from strands_sglang.protocol.generation import join_parts, read_generation, sampling_params_of_the_rest

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangHTTPError, SGLangThrottledError
 from strands_sglang.protocol.generation import read_generation

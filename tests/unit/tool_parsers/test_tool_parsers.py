@@ -8,8 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from strands_sglang.tool_parsers import (
     TOOL_PARSER_REGISTRY,

@@ -25,8 +25,7 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from strands import tool

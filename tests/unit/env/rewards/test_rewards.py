@@ -15,8 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from strands_env.core import Action, Environment, RewardFunction, RewardResult, TaskContext
 from strands_env.rewards import (
