@@ -18,7 +18,7 @@ from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.trajectory import Place
 from strands_sglang.trajectory.export import sequence_of
 from strands_sglang.trajectory.tokens import Segment
-from support.histories import ANSWERS, ARRIVALS, ATTEMPTS, EDITS, ENDS, FATES, NOBODY, PLANS, Edit, Plan, Player, Step
+from support.histories import ANSWERS, ARRIVALS, ATTEMPTS, EDITS, ENDS, FATES, OUTSIDE, PLANS, Edit, Plan, Player, Step
 from support.judge import ViolationError
 
 CASES = int(os.environ.get("HISTORY_CASES", "2000"))
@@ -75,9 +75,9 @@ def test_what_is_recorded_is_what_was_seen_and_sampled(play, shard):
 
 
 FOUND = {
-    "calls from outside the loops go on in one sequence": Plan((Step(), Step(who=NOBODY), Step(who=NOBODY))),
+    "calls from outside the loops go on in one sequence": Plan((Step(), Step(who=OUTSIDE), Step(who=OUTSIDE))),
     "an agent goes on from an outside call all but its stop token": Plan(
-        (Step(who=NOBODY, end="other stop"), Step(edits=(Edit("copy", at=NOBODY, to=2),)))
+        (Step(who=OUTSIDE, end="other stop"), Step(edits=(Edit("copy", at=OUTSIDE, to=2),)))
     ),
     "an answer was thrown away, and a structured one stands in its place": Plan(
         (Step(who=1, attempt="thrown away", answer="structured"), Step(who=1))

@@ -23,7 +23,7 @@ from .judge import Judge, as_line, as_sent, require, require_equal
 
 AGENTS = 3
 # Who asks from outside every agent's loop: a summary, a judge.
-NOBODY = AGENTS
+OUTSIDE = AGENTS
 
 EDITS = {"insert": 3, "delete": 3, "change": 4, "reorder": 2, "truncate": 3, "forget": 2, "summarise": 2}
 EDITS |= {"duplicate": 2, "merge": 2, "split": 1, "tools": 2, "system": 2, "copy": 3, "cache point": 3}
@@ -58,7 +58,7 @@ class Step:
     """One turn of somebody: edits, what arrives, an attempt that comes to nothing, the call, and what becomes of it.
 
     Attributes:
-        who: An agent, or `NOBODY`.
+        who: An agent, or `OUTSIDE`.
         edits: What happens to the history before.
         arrives: The new messages; "turn" is what Strands adds, tool results or a user's text; "same question" is what
             another agent was asked last, and it gets the same answer in other tokens.
@@ -108,7 +108,7 @@ _NUMBERS = st.integers(0, 11)
 _EDIT = st.builds(Edit, _one(EDITS), _NUMBERS, _NUMBERS)
 _STEP = st.builds(
     Step,
-    who=_one({0: 12, 1: 3, 2: 1, NOBODY: 1}),
+    who=_one({0: 12, 1: 3, 2: 1, OUTSIDE: 1}),
     edits=_one({0: 12, 1: 4, 2: 1}).flatmap(lambda edits: st.tuples(*[_EDIT] * edits)),
     arrives=_one(ARRIVALS),
     attempt=_one(ATTEMPTS),
@@ -301,7 +301,7 @@ class Player:
     async def play(self, plan):
         system, tools = self._marks.system(), self._marks.tools(0)
         for number in range(AGENTS + 1):
-            is_agent = plan.has_agents and number != NOBODY
+            is_agent = plan.has_agents and number != OUTSIDE
             name, state = (f"agent {number}", {}) if is_agent else (None, None)
             self.everybody.append(Someone(name, system, tools, state=state))
         try:

@@ -93,7 +93,7 @@ async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
         ({"unchecked_request_fields": {"deadline": 3}}, "argument of SGLangClient.generate"),
         ({"unchecked_request_fields": "newer"}, "must be a dict"),
         ({"request_fields": {"priority": 1}, "unchecked_request_fields": {"priority": 1}}, "among request_fields, too"),
-        ({"sampling_params": {"lora_path": "a"}}, "lora_path.* put them into request_fields"),
+        ({"sampling_params": {"lora_path": "a"}}, "lora_path.* put them in request_fields"),
         ({"request_fields": {"sampling_logprobs_mode": "selected"}}, "needs .*return_sampling_mask"),
         (
             {"request_fields": {"sampling_logprobs_mode": "support", "return_sampling_mask": True}},
@@ -225,7 +225,7 @@ async def test_a_server_that_does_not_tell_masks_is_an_error(rollout, monkeypatc
         lambda request, sampled, **kwargs: body_of(request, replace(sampled, sampling_masks=None), **kwargs),
     )
     _, model = rollout(["ok"], **MASKS)
-    with pytest.raises(SGLangDecodingError, match="masks were asked for and not returned.*older"):
+    with pytest.raises(SGLangDecodingError, match="masks were requested and not returned.*too old"):
         await make_agent(model).invoke_async("go")
     assert not any(model.token_manager.loss_mask)
 

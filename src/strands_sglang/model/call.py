@@ -1,11 +1,11 @@
 """One model call: from a conversation to a recorded turn with the tokens that the server sampled for it.
 
-A call is attached to the recorded turn that it extends, and adds what the chat template puts after that turn. Where
-that cannot be proven, or the user wants the template's own form of history, it opens a new sequence from a full render
-instead, and its place says why. As a rule one request samples the answer; where the server aborts it and the call
-continues, several.
+A call is attached to the recorded turn that it extends, and adds what the chat template writes after that turn. If that
+text cannot be proven, or the user wants the template's own form of history, the call opens a new sequence from a full
+render, and `Place.reason` says why. Usually one request samples the answer; if the server aborts it and the call
+continues, several do.
 
-Promise: whatever ends the call, what the server had sampled until then is recorded; the turn is failed or cut.
+Promise: however the call ends, the tokens sampled until then are recorded, and the turn is failed or cut.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class RequestPlan:
     Attributes:
         sampling_params: SGLang's sampling parameters.
         fields: Further top-level keys of `/generate`.
-        clamped: Whether the context, not the caller, decided `max_new_tokens`.
-        sampled: How many tokens of the answer are there already, from requests that the server aborted.
+        clamped: Whether the context, not the caller, limits `max_new_tokens`.
+        sampled: Number of tokens of the answer that earlier, aborted requests have sampled.
     """
 
     sampling_params: Mapping[str, Any]
@@ -82,13 +82,13 @@ class RequestPlan:
 
     @property
     def has_no_budget_left(self) -> bool:
-        """Whether the answer is as long as it may be."""
+        """Whether the answer has reached its maximum length."""
         budget = self.sampling_params.get("max_new_tokens")
         return budget is not None and self.sampled >= budget
 
 
 OnRequest = Callable[[Turn, RequestPlan], RequestPlan]
-"""Called before each request with its turn; returns what to ask for, or raises so that nothing is asked."""
+"""Called before each request with its turn and plan; returns the plan to use, or raises to prevent the request."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ChatRequest:
         messages: The conversation.
         tool_specs: The tools that the model may call.
         system: The system prompt.
-        conversation: The same as fingerprints.
+        conversation: The fingerprint of all of them.
     """
 
     messages: Messages
@@ -110,24 +110,24 @@ class ChatRequest:
 
 @dataclass(eq=False)
 class ModelCall:
-    """One call of a model, as the model is when the call is made.
+    """One call of a model, with the model's state at the time of the call.
 
     Attributes:
         chat: What is asked.
-        trajectory: Where it is recorded.
+        trajectory: Records the call.
         client: Sends the requests.
-        template: Makes prompt tokens.
-        parser: Reads the answer.
-        images: Expands placeholders; None for a model that takes no images.
+        template: Renders the prompt tokens.
+        parser: Parses the answer.
+        images: Expands placeholders; None for a model without images.
         config: The model's configuration.
         on_request: A trainer's hook.
         caller: Who asks.
-        names: By toolUseId, names that the model wrote and Strands does not hand back, of calls that the trajectory
-            does not have.
-        cancel_signal: Ends the call once it is set.
-        json_schema: Forces an answer that fits it, which is text alone; None for none.
-        turn: The recorded turn, once it is asked.
-        parts: What was sampled so far, in the order of the requests.
+        names: Tool names that the model wrote and Strands does not hand back, by toolUseId, for calls that the
+            trajectory does not hold.
+        cancel_signal: Event that cancels the call.
+        json_schema: JSON schema that constrains the answer to text that fits it; None for no constraint.
+        turn: The recorded turn, once the call is asked.
+        parts: The sampled tokens so far, one entry per request.
     """
 
     chat: ChatRequest
@@ -155,22 +155,22 @@ class ModelCall:
     # --- sampling ---
 
     async def sample(self, tool_choice: Any = None) -> Generation:
-        """Ask the server, and return a complete answer, which `record` takes.
+        """Ask the server and return a complete answer, to be passed to `record`.
 
         Args:
             tool_choice: A Strands tool choice.
 
         Raises:
-            ContextWindowOverflowException: The context has no room for the prompt.
-            SGLangAbortedError: The server aborted the request; what it had sampled is recorded as a cut turn.
-            SGLangCancelledError: The signal was set; what had been sampled is recorded as a cut turn.
-            SGLangDeadlineError: The client's deadline has passed; recorded likewise.
+            ContextWindowOverflowException: The prompt leaves no room in the context.
+            SGLangAbortedError: The server aborted the request; the sampled tokens are recorded as a cut turn.
+            SGLangCancelledError: The signal was set; the sampled tokens are recorded as a cut turn.
+            SGLangDeadlineError: The client's deadline passed; the sampled tokens are recorded as a cut turn.
             SGLangClientError: The server or the network failed after all retries.
-            ModelThrottledException: The server is too busy and the client was told not to retry.
+            ModelThrottledException: The server is too busy and the client does not retry.
             UnsupportedContentError: A message holds content that cannot be rendered.
         """
         if self.cancel_signal is not None and self.cancel_signal.is_set():
-            raise SGLangCancelledError("the call was cancelled by its signal before it was made")
+            raise SGLangCancelledError("the call was cancelled by its signal before its first request")
         self._cancellation = Cancellation(self.client.deadline, self.cancel_signal)
         await self._ask(tool_choice)
         client = self.client
@@ -180,7 +180,7 @@ class ModelCall:
                 server = await self._cancellation.finish(check_server(client, self.template))
             if self.turn.resumes is not None:
                 self.parts.append(self.turn.resumes)
-            closings, fruitless = client.closings, 0
+            closings, empty_attempts = client.closings, 0
             while True:
                 plan = self._plan(server)
                 if plan.has_no_budget_left:
@@ -194,27 +194,29 @@ class ModelCall:
                         raise
                     reserve_last_token(client)
                     planned_with, server = server, await check_server(client, self.template)
-                    if server == planned_with:  # the token was reserved already
+                    if server == planned_with:  # the token was already reserved
                         raise
                     continue
                 self.parts.append(part)
                 answer = join_parts(self.parts)
-                if answer.stop_string in self._begun:  # the rest of one that an earlier part began
+                if answer.stop_string in self._begun:  # the rest of a stop string that an earlier part began
                     text = self.template.decode(answer.output_ids)
                     whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), None)
                     answer = replace(answer, stop_string=whole or answer.stop_string)
-                fruitless = 0 if part.output_ids else fruitless + 1
+                empty_attempts = 0 if part.output_ids else empty_attempts + 1
                 if answer.stop_string not in self._begun and part.finish_type != "abort":
                     return answer
                 if answer.stop_string not in self._begun and (
-                    self.config.on_abort != "resume" or fruitless > client.max_retries or client.closings != closings
+                    self.config.on_abort != "resume"
+                    or empty_attempts > client.max_retries
+                    or client.closings != closings
                 ):
                     raise self._aborted(answer, closed=client.closings != closings)
                 if self.turn.constrained:
-                    self.parts.clear()  # a grammar begins at the first token; nobody trains on what it forced
+                    self.parts.clear()  # a grammar begins at the first token, and its tokens are not trained
                 logger.debug("call=<%d>, tokens=<%d> | aborted, continuing", self.turn.index, answer.completion_tokens)
-                if fruitless:
-                    await self._cancellation.finish(asyncio.sleep(client.retry_policy.delay(fruitless - 1)))
+                if empty_attempts:
+                    await self._cancellation.finish(asyncio.sleep(client.retry_policy.delay(empty_attempts - 1)))
                     if client.closings != closings:
                         raise self._aborted(answer, closed=True)
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
@@ -226,7 +228,7 @@ class ModelCall:
             raise
 
     async def _ask(self, tool_choice: Any) -> None:
-        """Record what is about to be asked."""
+        """Record the call before its first request."""
         place, prompt = self._attach()
         prompt_ids, images = prompt.token_ids, None
         if self.images is not None and prompt.pictures:
@@ -254,13 +256,13 @@ class ModelCall:
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
     def _plan(self, server: ServerFacts) -> RequestPlan:
-        """What is asked of the server next, as the turn notes it.
+        """Plan the next request, and record the plan on the turn.
 
         Raises:
             ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
         """
         config, turn, prompt_tokens = self.config, self.turn, len(self._input_ids)
-        grammar = self._grammar or {}  # a parameter that is None in it takes out what is configured
+        grammar = self._grammar or {}  # None in it removes a configured parameter
         configured = {name: value for name, value in config.sampling_params.items() if name not in grammar}
         sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
         asked = sampling_params.pop("max_new_tokens", None)
@@ -272,7 +274,7 @@ class ModelCall:
                 f"the prompt has {prompt_tokens} tokens and the model's context {limit}: no room is left for an answer"
             )
         least = sampling_params.get("min_new_tokens") or 0
-        if room is not None and room < least:  # sent as it is, the server would call it a wrong parameter
+        if room is not None and room < least:  # the server would reject it as an invalid parameter
             raise ContextWindowOverflowException(
                 f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
                 "tokens (min_new_tokens) does not fit"
@@ -334,7 +336,7 @@ class ModelCall:
         if images:
             check_prompt(self._response, ids)
         part = self._read(self._response)
-        if part.output_ids or part.finish_type != "length" or not self.parts:  # else whoever gives the budget had none
+        if part.output_ids or part.finish_type != "length" or not self.parts:  # else no budget was left
             before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
             check_answer(part, self.config, len(ids), len(ids) - self._known, parent=before)
         return part
@@ -346,30 +348,30 @@ class ModelCall:
         generation = read_generation(
             response, logprobs_expected=self.config.wants_logprobs, end_token_ids=self.template.stop_ids
         )
-        # SGLang ends a request at a text that was neither asked for nor sampled when its model fails: with logits that
-        # are no numbers it puts a stop token in the place of what was sampled and calls the end "NaN happened".
+        # When SGLang's model fails, it ends a request at a text that was neither requested nor sampled: for logits that
+        # are NaN it replaces the sampled token by a stop token and calls the end "NaN happened".
         stop, sent = generation.stop_string, self.turn.sampling_params
         asked = {*stop_strings(sent), *stop_strings(sent, "stop_regex"), *self._begun}
-        # A server may have stop strings of its own, which are in the text then.
+        # A server may have stop strings of its own; those are in the text.
         if stop is not None and stop not in asked and stop not in self.template.decode(generation.output_ids):
             raise SGLangDecodingError(
-                f"the server ended the answer with {stop!r}, which is no stop string of the request and not in the "
-                "answer: its model has failed, or something on the way has changed the answer"
+                f"the server ended the answer with {stop!r}, which is neither a stop string of the request nor in the "
+                "answer: its model failed, or a proxy changed the answer"
             )
         return generation
 
     def _sampled(self) -> Generation | None:
-        """What was sampled until the call failed; None if nothing was and no server told of the request."""
+        """Return what was sampled until the call failed; None if nothing was and no server reported on the request."""
         parts = list(self.parts)
         if self._partial is not None:
             try:
                 parts.append(self._read(self._partial))
             except SGLangDecodingError as error:
-                logger.warning("call=<%d>, error=<%s> | a partial answer is not readable", self.turn.index, error)
+                logger.warning("call=<%d>, error=<%s> | a partial answer is unreadable", self.turn.index, error)
         try:
             return join_parts(parts) if parts else None
-        except SGLangDecodingError as error:  # must not take the place of what has ended the call
-            logger.warning("call=<%d>, error=<%s> | kept without routed experts", self.turn.index, error)
+        except SGLangDecodingError as error:  # must not hide the error that ended the call
+            logger.warning("call=<%d>, error=<%s> | recorded without routed experts", self.turn.index, error)
             return join_parts([replace(part, routed_experts=None) for part in parts])
 
     def _aborted(self, answer: Generation, *, closed: bool) -> SGLangAbortedError:
@@ -377,32 +379,32 @@ class ModelCall:
         message = (
             f"the client was closed while the request ran, which aborted it after {count} tokens"
             if closed
-            else f"the server aborted the request after {count} tokens: {answer.abort_message}; this happens "
-            "at weight updates and pauses"
+            else f"the server aborted the request after {count} tokens: {answer.abort_message}; servers do this at "
+            "weight updates and pauses"
         )
         return SGLangAbortedError(message, response=self._response)
 
     # --- recording ---
 
     def record(self, generation: Generation) -> tuple[ParsedTurn, list[ContentBlock]]:
-        """Take an answer apart and record it; one that cannot be read, as by a parser's error, is kept as a cut turn.
+        """Parse an answer and record it; an answer that cannot be parsed is recorded as a cut turn.
 
         Returns:
-            Its reasoning, text and tool calls, and the same as the agent gets them.
+            The parsed answer, and its content blocks for the agent.
         """
         template, parser, turn = self.template, self.parser, self.turn
         try:
             if self.json_schema is None:
                 parsed = parser.parse_turn(
                     sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
-                    # A grammar forces the characters of a mark, and not its token.
+                    # A grammar forces the characters of a mark, not its token.
                     token_ids=None if turn.constrained else _answer_ids(template, generation),
                     tokenizer=template.tokenizer,
                     tools=self.chat.tool_specs,
                     reasoning_open=turn.reasoning_open,
                     truncated=generation.finish_type == "length",
                 )
-            else:  # a grammar leaves no room for reasoning or calls, and what looks like them is a part of the JSON
+            else:  # the grammar allows no reasoning or calls; what looks like them is part of the JSON
                 parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
             errors = [call for call in parsed.tool_calls if call.is_error]
@@ -429,7 +431,7 @@ class ModelCall:
     # --- prompts ---
 
     def _attach(self) -> tuple[Place, Prompt]:
-        """Where the call belongs, and the prompt tokens that it adds there.
+        """Find where the call belongs, and render the prompt tokens that it adds there.
 
         Raises:
             UnsupportedContentError: A message holds content that cannot be rendered.
@@ -441,7 +443,7 @@ class ModelCall:
         if turn is None:
             return place, self._opening()
         known = len(messages) - len(place.new_messages)
-        # One walk over what is known: which kinds of blocks it holds.
+        # Count the kinds of blocks in the known messages.
         blocks = Counter(kind for message in messages[:known] for block in message["content"] for kind in block)
         try:
             prompt = self._continuation(
@@ -458,15 +460,15 @@ class ModelCall:
         return place, prompt
 
     async def count(self) -> int:
-        """How many tokens the messages have in front of the model: those recorded, and those to be added.
+        """Count the prompt tokens of the messages: the recorded ones, and those that a call would add.
 
-        Nothing is recorded. Without tools and a system prompt, the messages may be a part of a conversation, those
-        after an answer, as Strands counts them.
+        Nothing is recorded. Without tools and a system prompt, the messages may be the part of a conversation after an
+        answer, as Strands counts them.
 
         Raises:
             UnsupportedContentError: A message holds content that cannot be rendered.
             ChatTemplateError: The template refuses the messages.
-            UnprovenContinuationError: The messages are a part, and what follows their turn cannot be told.
+            UnprovenContinuationError: The messages are a part, and what follows their turn cannot be derived.
         """
         counted, prompt = self._counted_prompt()
         if prompt is None:
@@ -519,21 +521,19 @@ class ModelCall:
         had_tool_results: bool,
         ahead: bool = False,
     ) -> Prompt:
-        """The prompt that follows a turn, for the messages from `known` on."""
+        """Render the prompt that follows a turn: the messages from position `known`."""
         new = self._chat(
             self.chat.messages[known:], known_calls=turn.tool_calls, calls_before=calls_before, first=known
         )
         if self.images is not None and self.images.numbered and pictures_of(new):
             raise UnprovenContinuationError("the chat template numbers the images of a conversation")
-        # After an answer that is not among the messages that are counted, only what they add can be told.
+        # If the answer is not among the counted messages, only what they add is known.
         if self.config.history_policy == "template" and (known or not ahead):
             reasoning = any(earlier.has_reasoning for earlier in turn.path())
             for role, tool_result in (("user", False), ("tool", True)):
                 follows = any(message["role"] == role for message in new)
                 if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
-                    raise UnprovenContinuationError(
-                        f"the chat template writes earlier turns anew behind a {role} message"
-                    )
+                    raise UnprovenContinuationError(f"the chat template rewrites earlier turns after a {role} message")
         stop = turn.generation.stop_token_id if turn.generation is not None else None
         return self.template.continuation(
             SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),
@@ -545,7 +545,7 @@ class ModelCall:
         )
 
     def _opening(self, *, ahead: bool = False) -> Prompt:
-        """The prompt of the whole conversation."""
+        """Render the prompt of the whole conversation."""
         chat = self._chat(self.chat.messages)
         if self.chat.system is not None:
             chat.insert(0, {"role": "system", "content": self.chat.system})
@@ -567,7 +567,7 @@ class ModelCall:
         )
 
 
-# --- whether an answer answers what was asked ---
+# --- checking answers ---
 
 
 def check_answer(
@@ -578,19 +578,19 @@ def check_answer(
     *,
     parent: Generation | None = None,
 ) -> None:
-    """Refuse an answer to something else than what was asked.
+    """Reject an answer that does not match the request.
 
-    An aborted request may have been answered in part, and one that was aborted in the queue never ran.
+    An aborted request may be answered in part; one that was aborted in the queue never ran.
 
     Args:
-        generation: What the server returned.
+        generation: The server's answer.
         config: The model's configuration.
-        prompt_tokens: Length of the prompt that was sent.
-        new_tokens: How many of its tokens the call added.
-        parent: The answer that the prompt goes on from, if there is one.
+        prompt_tokens: Number of prompt tokens sent.
+        new_tokens: Number of prompt tokens that the call added.
+        parent: The answer that the prompt continues, if any.
 
     Raises:
-        SGLangDecodingError: The prompt was cut, or something that was asked for did not come back, or not as asked.
+        SGLangDecodingError: The prompt was truncated, or a requested part of the answer is missing or wrong.
     """
     aborted = generation.finish_type == "abort"
     if aborted and not generation.prompt_tokens:
@@ -598,53 +598,51 @@ def check_answer(
     if generation.prompt_tokens != prompt_tokens:
         raise SGLangDecodingError(
             f"the server answered a prompt of {generation.prompt_tokens} tokens, but {prompt_tokens} were sent; "
-            "a server started with --allow-auto-truncate does this: start it without"
+            "start the server without --allow-auto-truncate"
         )
     if config.return_routed_experts and not (aborted and generation.routed_experts is None):
         if generation.routed_experts is None:
             raise SGLangDecodingError(
-                "routed experts were asked for and not returned: the model has none, the server was started without "
-                "--enable-return-routed-experts, or a router drops the request's key"
+                "routed experts were requested and not returned: the model has none, the server was started without "
+                "--enable-return-routed-experts, or a router drops the request's field"
             )
         before, width = parent.routed_width if parent is not None else None, generation.routed_width
         if None not in (before, width) and before != width:
             raise SGLangDecodingError(
-                f"the server returned {width} ids of routed experts per token and {before} for the turn before: the "
-                f"number of rows is not that of the {generation.routed_rows} tokens of prompt and answer without the "
-                "last"
+                f"the server returned {width} ids of routed experts per token, but {before} for the previous turn: the "
+                f"rows do not match the {generation.routed_rows} tokens of prompt and answer without the last"
             )
-        # SGLang keeps the rows by the places of the key-value cache. What comes back from another tier gets new places,
-        # where the rows of others still stand (github.com/sgl-project/sglang/issues/26975, and the source of 0.5.23).
+        # SGLang stores the rows by slot of the key-value cache. Tokens restored from another tier get new slots, which
+        # still hold the rows of other tokens (github.com/sgl-project/sglang/issues/26975, and the source of 0.5.23).
         tiers = generation.meta_info.get("cached_tokens_details") or {}
         restored = {tier: tiers[tier] for tier in ("host", "storage") if tiers.get(tier)}
         if restored:
             raise SGLangDecodingError(
-                f"prompt tokens came from other tiers of the server's cache ({restored}), and SGLang does not keep "
-                "routed experts there: those of such tokens are wrong; start the server without "
-                "--enable-hierarchical-cache"
+                f"prompt tokens came from other tiers of the server's cache ({restored}), where SGLang keeps no routed "
+                "experts, so theirs are wrong; start the server without --enable-hierarchical-cache"
             )
     asked_for_mask = config.request_fields.get("return_sampling_mask")
     if asked_for_mask and generation.output_ids and generation.sampling_mask is None and not aborted:
         raise SGLangDecodingError(
-            "sampling masks were asked for and not returned: the server is older than they are, or a router drops "
+            "sampling masks were requested and not returned: the server is too old for them, or a router drops "
             "`return_sampling_mask`"
         )
     returned = len(generation.prompt_logprobs)
     if config.return_prompt_logprobs and returned < new_tokens and not aborted:
         raise SGLangDecodingError(
-            f"logprobs of {new_tokens} prompt tokens were asked for and {returned} returned; a proxy that drops "
-            "`logprob_start_len` does this"
+            f"logprobs of {new_tokens} prompt tokens were requested and {returned} returned; a proxy may drop "
+            "`logprob_start_len`"
         )
 
 
 def sampled_text(template: ChatTemplate, turn: Turn, generation: Generation, *, kept_stop: str | None = None) -> str:
-    """The sampled text without the control token or the stop string that ended it.
+    """Return the sampled text without the control token or stop string that ended it.
 
     Args:
         template: Decodes, and knows the control tokens.
-        turn: Tells the sampling parameters.
+        turn: Holds the sampling parameters.
         generation: The sampled tokens.
-        kept_stop: A stop string that is part of the text, such as the end mark of a tool call.
+        kept_stop: Stop string that is part of the text, such as the end mark of a tool call.
     """
     text = template.decode(_answer_ids(template, generation))
     stop = generation.stop_string
@@ -660,33 +658,33 @@ def _answer_ids(template: ChatTemplate, generation: Generation) -> list[int]:
 
 
 def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:
-    """The answer as the agent sees it."""
+    """Return the answer's content blocks, as the agent sees them."""
     blocks: list[ContentBlock] = []
     if parsed.reasoning:
         blocks.append({"reasoningContent": {"reasoningText": {"text": parsed.reasoning}}})
     if parsed.text:
         blocks.append({"text": parsed.text})
     for call in parsed.tool_calls:
-        # As Strands will hand it back; a parser's input that JSON cannot hold fails here, before it is recorded.
+        # As Strands hands it back. An input that is not JSON fails here, before it is recorded.
         tool_input = {} if call.is_error else json.loads(json.dumps(call.input))
         blocks.append({"toolUse": {"toolUseId": call.id, "name": shown_name(call), "input": tool_input}})
     return blocks
 
 
 def shown_name(call: ToolParseResult) -> str:
-    """The name under which the agent sees a call: for one that did not parse, a name that no tool has."""
+    """Return the name that the agent sees: for a call that did not parse, a name that no tool has."""
     return ToolParseResult.UNKNOWN_NAME if call.is_error else call.name
 
 
 def stop_reason(generation: Generation, parsed: ParsedTurn) -> str:
-    """Strands' stop reason for an answer. A cut-off answer never looks complete, tool calls or not."""
+    """Return Strands' stop reason. A truncated answer never looks complete, with or without tool calls."""
     if generation.finish_type == "length":
         return "max_tokens"
     return "tool_use" if parsed.tool_calls else "end_turn"
 
 
 def stream_events(blocks: list[ContentBlock], reason: str, generation: Generation) -> Iterator[StreamEvent]:
-    """An answer as Strands stream events: one delta a block, since every delta costs the agent's loop time."""
+    """Yield an answer as Strands stream events: one delta per block, since each delta costs the agent's loop time."""
     yield {"messageStart": {"role": "assistant"}}
     for block in blocks:
         start: Any = {}

@@ -1,6 +1,6 @@
-"""The configuration of a model, checked when it is given: what can only fail later is an error here.
+"""The configuration of a model, checked when it is given, so that a mistake fails before the first call.
 
-`SGLangModel.SGLangConfig` explains the keys.
+`SGLangModel.SGLangConfig` documents the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RENDERING_ARGUMENTS = frozenset(
     {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
     | {"tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
 )
-"""Arguments of `apply_chat_template` that say what is rendered, not how."""
+"""Arguments of `apply_chat_template` that choose what is rendered, not how."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "history_policy": ("append", "template"),
@@ -28,29 +28,29 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse keys that would have no effect, such as `lora_path`: the run would be another one than was meant.
+    """Reject unknown keys. They would have no effect, so the run would differ from the intended one.
 
     Raises:
-        ValueError: Names them, and what was probably meant.
+        ValueError: A key is unknown. The message names the keys and what was probably meant.
     """
     unknown = sorted(set(config) - set(known))
     if not unknown:
         return
     close = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
-    meant = [f"{key!r} may be meant as {names[0]!r}" for key, names in close.items() if names]
-    meant += [f"{key!r} goes into request_fields" for key in unknown if key in REQUEST_FIELDS]
+    meant = [f"did you mean {names[0]!r} instead of {key!r}?" for key, names in close.items() if names]
+    meant += [f"{key!r} belongs in request_fields" for key in unknown if key in REQUEST_FIELDS]
     hint = f" ({'; '.join(meant)})" if meant else ""
     raise ValueError(
-        f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. What "
-        "SGLang samples with (temperature, top_p, ...) goes into sampling_params"
+        f"unknown configuration: {', '.join(map(repr, unknown))}{hint}; the keys are {', '.join(sorted(known))}. "
+        "SGLang's sampling parameters (temperature, top_p, ...) belong in sampling_params"
     )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checked configuration, with the defaults in place of what is None.
+    """A checked configuration, with defaults for the keys that are None.
 
-    `request_fields` are all further fields of a request, those of `unchecked_request_fields` too.
+    `request_fields` holds all further fields of a request, including `unchecked_request_fields`.
     """
 
     model_id: str | None = None
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the logprobs of sampled tokens are recorded; with those of prompts, always."""
+        """Whether to record the logprobs of sampled tokens; those of prompt tokens imply it."""
         return self.return_logprob or self.return_prompt_logprobs
 
     @property
@@ -86,19 +86,19 @@ class ModelConfig:
         """Check a configuration whose keys are known.
 
         Returns:
-            It, and the same as it was given, in values of its own.
+            The checked configuration, and a copy of the given one.
 
         Raises:
-            ValueError: A value can only fail later, at the first call or when the episode is saved. Names the key,
-                what it holds and what it takes.
+            ValueError: A value would fail later, at the first call or when the episode is saved. The message names the
+                key, its value and what it accepts.
         """
         params = given.get("sampling_params")
         if not isinstance(params, Mapping | None):
             raise ValueError(f"sampling_params must be a dict of SGLang's sampling parameters, not {params!r}")
         misplaced = sorted(set(params or ()) & set(REQUEST_FIELDS))
         if misplaced:
-            raise ValueError(f"{misplaced} are fields of the request: put them into request_fields")
-        # A chat template may take arguments of any kind.
+            raise ValueError(f"{misplaced} are fields of the request; put them in request_fields")
+        # A chat template may take arguments of any type.
         own = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()}
         values = {name: value for name, value in own.items() if value is not None}
         values["request_fields"] = checked_fields(
@@ -107,7 +107,7 @@ class ModelConfig:
         return cls(**values), own
 
     def __post_init__(self) -> None:
-        """Refuse values that contradict each other or cannot work."""
+        """Reject values that contradict each other or cannot work."""
         params = self.sampling_params
         check_sampling_mask(self.request_fields, params)
         for name, choices in _CHOICES.items():
@@ -129,7 +129,7 @@ class ModelConfig:
         if least is not None and not _is_whole(least, at_least=0):
             raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
         if least is not None and most is not None and least > most:
-            raise ValueError(f"sampling_params ask for at least {least} new tokens and at most {most}")
+            raise ValueError(f"sampling_params ask for at least {least} and at most {most} new tokens")
 
 
 def _is_whole(number: Any, *, at_least: int) -> bool:

@@ -1,15 +1,15 @@
-"""`SGLangModel`: a Strands model provider whose every call is one request with token ids in and token ids out.
+"""`SGLangModel`: a Strands model provider whose calls send token ids and get token ids back.
 
-Orchestration only. A call is attached to the recorded conversation that it extends (`trajectory`), its new messages
-become prompt tokens (`chat_template`), one request is made (`client`), the sampled tokens are recorded, taken apart
-into reasoning, text and tool calls (`tool_parsers`), and handed to the agent as stream events. The agent sees clean
+This module only orchestrates. A call is attached to the recorded conversation that it extends (`trajectory`), and its
+new messages become prompt tokens (`templates`). The client makes the request. The sampled tokens are recorded, parsed
+into reasoning, text and tool calls (`tool_parsers`), and streamed to the agent as events. The agent sees clean
 messages; the exact tokens stay in the trajectory.
 
-By its hooks a recording knows what became of an answer, where it would have to infer it from later calls. Strands tells
-hooks when a model call begins and ends, whether it is repeated, and which message comes into the agent's history. An
-answer that does not come into it was thrown away; one that another message stands for was replaced, or kept in another
-form. Tool calls that did not parse get the provider's own error text as their result, so the history holds what the
-model reads.
+With the model's hooks, a trajectory knows which answers an agent kept; without them it infers this from later calls.
+Strands tells hooks when a model call begins and ends, whether it is retried, and which message enters the agent's
+history. An answer that does not enter the history was discarded. If another message enters instead, the answer was
+replaced or kept in another form. The hooks also replace Strands' result of a tool call that did not parse with the
+parser's error message, so that the history holds what the model reads.
 """
 
 from __future__ import annotations
@@ -73,62 +73,62 @@ T = TypeVar("T", bound=BaseModel)
 
 DEFAULT_TOOL_PARSER = "hermes"
 
-_LONGEST_LOOK_S = 1.0
+_CONTEXT_LENGTH_TIMEOUT_S = 1.0
 
 
 class RecordingHooks(HookProvider):
-    """What a model listens to: `Agent(model=model, hooks=[model.hooks])`. It serves any number of agents."""
+    """Hooks that record which answers an agent keeps; they serve any number of agents."""
 
     def __init__(self, model: Any, episodes: Episodes) -> None:
-        """Listen for a model.
+        """Create the hooks of a model.
 
         Args:
             model: The model.
-            episodes: Its trajectories.
+            episodes: The model's trajectories.
         """
         self._model = model
         self._episodes = episodes
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Register the callbacks: before other hooks, and where these may have a call repeated, after them."""
+        """Register the callbacks: first for most events, last for those on which other hooks may retry a call."""
         first, last = HookOrder.SDK_FIRST, HookOrder.SDK_LAST
-        registry.add_callback(AgentInitializedEvent, self._made, order=first)
-        registry.add_callback(BeforeModelCallEvent, self._asks, order=first)
-        registry.add_callback(AfterModelCallEvent, self._answered, order=last)
-        registry.add_callback(MessageAddedEvent, self._added, order=first)
-        registry.add_callback(AfterToolCallEvent, self._ran_tool, order=first)
-        registry.add_callback(AfterInvocationEvent, self._ended, order=last)
+        registry.add_callback(AgentInitializedEvent, self._on_agent_initialized, order=first)
+        registry.add_callback(BeforeModelCallEvent, self._before_model_call, order=first)
+        registry.add_callback(AfterModelCallEvent, self._after_model_call, order=last)
+        registry.add_callback(MessageAddedEvent, self._on_message_added, order=first)
+        registry.add_callback(AfterToolCallEvent, self._after_tool_call, order=first)
+        registry.add_callback(AfterInvocationEvent, self._after_invocation, order=last)
 
-    def _made(self, event: AgentInitializedEvent) -> None:
+    def _on_agent_initialized(self, event: AgentInitializedEvent) -> None:
         self._episodes.adopt(known_agent(event.agent))
 
-    def _asks(self, event: BeforeModelCallEvent) -> None:
+    def _before_model_call(self, event: BeforeModelCallEvent) -> None:
         agent = known_agent(event.agent)
         if event.agent.model is self._model:
             self._episodes.expect(agent)
         for call in list(agent.calls):
-            is_of_this = call.invocation_state is event.invocation_state
-            if call.is_over and (is_of_this or call.message is not None):
+            is_same_invocation = call.invocation_state is event.invocation_state
+            if call.is_over and (is_same_invocation or call.message is not None):
                 call.close("the agent asked again without it")
         begin_call(agent, event.invocation_state)
 
-    def _answered(self, event: AfterModelCallEvent) -> None:
+    def _after_model_call(self, event: AfterModelCallEvent) -> None:
         call = end_call(known_agent(event.agent), event.invocation_state)
         if call is not None and event.exception is not None:
-            call.close(f"the call failed behind it: {type(event.exception).__name__}")
+            call.close(f"the call failed after it: {type(event.exception).__name__}")
         elif call is not None and event.retry:
-            call.close("a hook had the call repeated")
+            call.close("a hook retried the call")
 
-    def _added(self, event: MessageAddedEvent) -> None:
+    def _on_message_added(self, event: MessageAddedEvent) -> None:
         agent, message = known_agent(event.agent), event.message
         waiting = [call for call in agent.calls if call.is_over and call.message is None]
         if waiting and message["role"] == "assistant":
             digest = message_digest(message)
-            fitting = [call for call in waiting if any(turn.answer_digest == digest for turn in call.answers)]
-            call = (fitting or waiting)[0]
+            matching = [call for call in waiting if any(turn.answer_digest == digest for turn in call.answers)]
+            call = (matching or waiting)[0]
             call.message, call.position = message, len(event.agent.messages) - 1
 
-    def _ran_tool(self, event: AfterToolCallEvent) -> None:
+    def _after_tool_call(self, event: AfterToolCallEvent) -> None:
         trajectory = known_agent(event.agent).trajectory
         recorded = None if trajectory is None else trajectory()
         if recorded is not None and is_unknown_tool(event.result):
@@ -136,57 +136,89 @@ class RecordingHooks(HookProvider):
             if notice is not None:
                 event.result = {**event.result, "content": [{"text": notice}]}
 
-    def _ended(self, event: AfterInvocationEvent) -> None:
+    def _after_invocation(self, event: AfterInvocationEvent) -> None:
         for call in list(known_agent(event.agent).calls):
             if call.invocation_state is event.invocation_state:
                 call.close("the agent's invocation ended without it")
 
 
 class SGLangModel(Model):
-    """Strands model provider for SGLang's native `/generate`, recording every token exactly.
+    """Strands model provider for SGLang's native `/generate` endpoint that records every token exactly.
 
-    One object may serve several agents, event loops and threads; what it records is keyed by the conversations
-    themselves. Call `reset()` before each episode.
+    One model may serve several agents, event loops and threads: calls are matched by their conversations, never by a
+    cursor. Call `reset()` before each episode, or give each episode a trajectory of its own with `episode()`.
 
-    Example:
-        >>> model = SGLangModel(tokenizer=tokenizer, base_url="http://localhost:30000")
-        >>> agent = Agent(model=model, tools=[calculator])
-        >>> result = await agent.invoke_async("What is 25 * 17?")
-        >>> model.token_manager.token_ids, model.token_manager.loss_mask, model.token_manager.logprobs
+    Attributes:
+        client: The client that sends the requests.
+        tokenizer: The tokenizer that was passed.
+        processor: The processor that was passed; None for a model without images.
+        chat_template: The chat template in use.
+        tool_parser: The parser of the model's tool calls.
+        images: The image processor of the chat template; None without `processor`.
+        config: The configuration, by key.
+        on_request: Called with each turn and its planned request; returns the request to send. Trainers set it.
+
+    Examples:
+        >>> from strands import Agent
+        >>> from strands_sglang import SGLangModel, get_tokenizer
+        >>> model = SGLangModel(
+        ...     tokenizer=get_tokenizer("Qwen/Qwen3-4B-Instruct-2507"),
+        ...     base_url="http://localhost:30000",
+        ...     sampling_params={"temperature": 1.0, "max_new_tokens": 1024},
+        ... )
+        >>> agent = Agent(model=model, callback_handler=None)
+        >>> result = agent("What is 25 * 17?")
+        >>> rollout = model.token_manager
+        >>> len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.logprobs)
+        True
     """
 
     class SGLangConfig(TypedDict, total=False):
-        """Configuration of an `SGLangModel`.
+        """Configuration of an `SGLangModel`: its keyword arguments, and those of `update_config`.
 
         Attributes:
-            model_id: Name of the model, for logs and traces.
-            sampling_params: SGLang's sampling parameters. `max_new_tokens` left out means: what still fits the context.
-            params: Earlier spelling of `sampling_params`.
+            model_id: Name of the model in logs and traces.
+            sampling_params: SGLang's sampling parameters. Without `max_new_tokens`, an answer may fill the rest of the
+                context. A grammar among them (`json_schema`, `regex`, ...) makes all sampled tokens off-policy: they
+                get loss mask 0.
+            params: Alias of `sampling_params`. Passing both is an error.
             return_logprob: Record the logprobs of sampled tokens (default True).
-            return_prompt_logprobs: Record those of prompt tokens too (default False: it defeats the prefix cache).
-            return_routed_experts: Ask for the experts that each token was routed to (default False).
-            enable_thinking: Shorthand for `chat_template_kwargs={"enable_thinking": ...}`.
+            return_prompt_logprobs: Record the logprobs of prompt tokens too, and those of sampled tokens in any case
+                (default False). The server then cannot use its prefix cache.
+            return_routed_experts: Record the experts that each token was routed to (default False).
+                `turn.generation.expert_ids()` returns them. An answer without them is an error. Start the server with
+                `--enable-return-routed-experts` and without `--enable-hierarchical-cache`, which returns stale rows.
+            enable_thinking: Shorthand for `chat_template_kwargs={"enable_thinking": ...}`, for models that think on
+                demand.
             chat_template: Jinja text that replaces the tokenizer's chat template.
-            chat_template_kwargs: Arguments for the chat template.
-            family: Name of the model family (see `strands_sglang.families`), where the chat template does not tell it.
-            escape_control_tokens: Encode control tokens such as `<|im_end|>` that stand in messages, tool results and
-                tools as ordinary text, so that a prompt holds none but those that the chat template writes. By default
-                they become control tokens, as on the server's own chat endpoint, and a warning says so once.
-            history_policy: What becomes of sampled reasoning once a user message arrives, where the chat template
-                strips it. "append" (default): it stays in context, and the sequence goes on. "template": the template's
-                own form, which is a new sequence wherever the template would strip something.
-            on_abort: What becomes of a call whose request the server aborts, as it does at weight updates and pauses.
-                "raise" (default): `SGLangAbortedError`, with what was sampled recorded as a cut turn. "resume": the
-                call goes on from the tokens that it has, within the same budget, and the agent notices nothing.
-            context_window_limit: Context length in tokens by which Strands' context managers go; by default what the
-                server tells, or `max_context_tokens` if that is less. It ends no call.
-            max_context_tokens: Most tokens of prompt and answer together; a call that would have more ends as it does
-                where the server's context is full, which always holds.
-            routing_key: Sends all calls to the same server; by default one key per root conversation of an episode,
-                so that what is said next finds its prefix in that server's cache.
-            request_fields: Further top-level fields of SGLang's `/generate`, sent with every request and recorded on
-                its turn: `lora_path`, `priority`, `return_sampling_mask`, ... (`strands_sglang.request_fields` lists
-                them). Names and types are checked.
+            chat_template_kwargs: Arguments of the chat template.
+            family: Name of the model family, for a chat template that does not identify it.
+            escape_control_tokens: Encode control tokens such as `<|im_end|>` in messages, tool results and tools as
+                ordinary text (default False). A prompt then holds only the control tokens that the chat template
+                writes. Otherwise they become real control tokens, as on the server's own chat endpoint, and a warning
+                is logged once.
+            history_policy: What to do with sampled reasoning when a user message arrives and the chat template strips
+                it. `"append"` (default) keeps it in the context and extends the sequence. `"template"` uses the
+                template's own form, and starts a new sequence wherever the template would strip something.
+            on_abort: What to do when the server aborts a request, as it does at weight updates and pauses. `"raise"`
+                (default) raises [`SGLangAbortedError`][strands_sglang.SGLangAbortedError] and records what was sampled
+                as a cut turn. `"resume"` continues from the sampled tokens within the same token budget; the agent
+                notices nothing. An answer under a grammar begins again.
+            context_window_limit: Context length in tokens that Strands' context managers use. It ends no call. By
+                default the server's context length, or `max_context_tokens` if that is less.
+            max_context_tokens: Maximum number of tokens of prompt and answer together. At the limit a call ends as it
+                does at the end of the server's context, which always applies.
+            routing_key: Key that sends all calls to the same one of several servers. By default each root conversation
+                of an episode has its own key, so that its next call finds its prefix in that server's cache.
+            request_fields: Further top-level fields of SGLang's `/generate`. They are sent with every request,
+                including those of helpers, and recorded as `turn.request_fields`. Allowed are `lora_path`, `priority`,
+                `custom_logit_processor`, `max_thinking_tokens`, `require_reasoning`, `return_entropy`,
+                `return_sampling_mask`, `sampling_logprobs_mode`, `extra_key`, `cache_salt`, `session_id`,
+                `conversation_id`, `custom_labels`, `routed_dp_rank`, `data_parallel_rank`, `log_metrics`, `no_logs`,
+                `external_trace_header` and `kv_hints`. Names and types are checked, because SGLang ignores fields that
+                it does not know. Fields that exact recording depends on, such as `input_ids`, `stream` or `rid`, are
+                errors. With `custom_logit_processor` or `max_thinking_tokens` the server may force tokens: those are
+                not sampled by the policy, and the server does not report which they are.
             unchecked_request_fields: The same without the check, for fields that only a newer server knows.
         """
 
@@ -222,19 +254,20 @@ class SGLangModel(Model):
         """Set up the model. Nothing is sent until the first call.
 
         Args:
-            tokenizer: The Hugging Face tokenizer of the served model. A copy of it is used, as it is now.
-            client: A client to use. Exactly one of `client` and `base_url` must be given.
-            base_url: URL of an SGLang server, or those of several; models with the same share one pooled client.
-            tool_parser: How the model writes tool calls: a parser, or the name of one. By default the one of the model
-                family that the chat template belongs to, and "hermes" for a family that has none or is not known.
-            processor: The Hugging Face processor of a served model that takes images; its tokenizer must be
-                `tokenizer`. Without it, images are an error.
-            **config: See `SGLangConfig`.
+            tokenizer: The Hugging Face tokenizer of the served model. The model uses a copy. Tokens that you add to the
+                tokenizer later are known only to models that you create, or reconfigure, after that.
+            client: The client to use. Pass exactly one of `client` and `base_url`.
+            base_url: URL of an SGLang server, or the URLs of several. Models with the same URLs share one client.
+            tool_parser: How the model writes tool calls: a parser, or the name of one. By default the parser of the
+                model family that the chat template belongs to, or `"hermes"` if the family has none or is unknown.
+            processor: The Hugging Face processor of a model that takes images. Its tokenizer must be `tokenizer`.
+                Without it, images are an error.
+            **config: See `SGLangConfig`. `update_config` can change these later.
 
         Raises:
-            ValueError: Neither or both of `client` and `base_url`; a tokenizer without a chat template; an unknown tool
-                parser; both `sampling_params` and `params`; a processor for a chat template without images; an unknown
-                key of the configuration.
+            ValueError: Neither or both of `client` and `base_url` are given, the tokenizer has no chat template, the
+                tool parser or a configuration key is unknown, a value is invalid, both `sampling_params` and `params`
+                are given, or a processor is given for a chat template without images.
         """
         if (client is None) == (base_url is None):
             given = "neither was" if client is None else "both were"
@@ -245,7 +278,7 @@ class SGLangModel(Model):
         self.images: ImageProcessor | None = None
         self.config: dict[str, Any] = {}
         self.on_request: OnRequest | None = None
-        # A parser that is not named goes with the chat template, which can be changed later.
+        # An unnamed parser follows the chat template, which can change later.
         self._parser_name = tool_parser
         if isinstance(tool_parser, ToolParser):
             self.tool_parser = tool_parser
@@ -255,7 +288,7 @@ class SGLangModel(Model):
         self._episodes = Episodes()
 
     def _find_tool_parser(self, template: ChatTemplate, chat_template: str | None) -> ToolParser:
-        """The parser of the model family; where none is known, "auto" is an error and the default is Hermes."""
+        """Find the parser of the model family. If it is unknown, "auto" is an error and the default is Hermes."""
         known = template.family.tool_parser if template.family is not None else None
         if self._parser_name == AUTO and known is None:
             return get_tool_parser(AUTO, tokenizer=self.tokenizer, chat_template=chat_template)
@@ -265,18 +298,21 @@ class SGLangModel(Model):
 
     @override
     def update_config(self, **model_config: Unpack[SGLangConfig]) -> None:  # type: ignore[override]
-        """Change the configuration; the next call uses it.
+        """Change the configuration, starting with the next call.
+
+        Args:
+            **model_config: The keys to change; see `SGLangConfig`.
 
         Raises:
-            ValueError: An unknown key; both `sampling_params` and `params`; a value that cannot be used, or such a chat
-                template.
+            ValueError: A key is unknown, both `sampling_params` and `params` are given, or a value or chat template is
+                invalid.
         """
         changed = dict(model_config)
         check_keys(changed, self.SGLangConfig.__annotations__)
         earlier = changed.pop("params", None)
         if earlier is not None:
             if changed.get("sampling_params") is not None:
-                raise ValueError("pass sampling_params= only; params= is its earlier spelling")
+                raise ValueError("pass only sampling_params=; params= is an alias of it")
             changed["sampling_params"] = earlier
         settings, config = ModelConfig.read({**self.config, **changed})
         template = get_chat_template(
@@ -293,88 +329,96 @@ class SGLangModel(Model):
 
     @override
     def get_config(self) -> SGLangConfig:
-        """The configuration in force."""
+        """Return the current configuration."""
         return cast(SGLangModel.SGLangConfig, self.config)
 
     @property
     def _settings(self) -> ModelConfig:
-        """The configuration as it is now: whoever has it from `config` may have changed it."""
+        """The checked configuration. It is read again each time, because callers can change `config` in place."""
         return ModelConfig.read(self.config)[0]
 
-    # --- what was recorded ---
+    # --- the record ---
 
     def reset(self) -> None:
-        """Start a new episode: an empty trajectory. What was read from the old one stays valid.
+        """Start a new episode with an empty trajectory. Objects read from the old one stay valid.
 
         Raises:
-            RuntimeError: The code is inside `with model.episode()`, which has a trajectory of its own.
+            RuntimeError: The caller is inside `with model.episode()`, which has a trajectory of its own.
         """
         self.trajectory = Trajectory()
 
     def episode(self) -> AbstractContextManager[Trajectory]:
-        """Give an episode a trajectory of its own: `with model.episode() as trajectory:`.
+        """Open a trajectory for one episode: `with model.episode() as trajectory:`.
 
-        Several episodes can run on one model at once, in tasks or threads of their own; inside, `trajectory`,
-        `token_manager` and the rest are the episode's. Once it has ended it takes no further call: what its tasks still
-        ask is recorded in the episode that then runs, or, with a warning, outside where there is none or several.
+        Several episodes can run on one model at once, each in its own task or thread. Inside, `trajectory`,
+        `token_manager` and the other properties are the episode's. An episode that has ended records no further calls.
+        Later calls of its tasks are recorded in the only episode still running; if there is none or more than one, they
+        are recorded outside of all episodes, with a warning.
+
+        Returns:
+            A context manager that yields the episode's [`Trajectory`][strands_sglang.Trajectory].
         """
         return self._episodes.episode()
 
     @property
     def auxiliary(self) -> AuxiliaryModel:
-        """This model for helpers: a judge, a writer of summaries, any agent whose answers are not to be trained.
+        """This model for helpers whose answers are not trained: judges, guards, summarizers.
 
-        `Agent(model=model.auxiliary)` for a helper of your own, `Agent(model=model, aux_model=model.auxiliary)` for
-        those that Strands makes. Their calls are recorded in the same trajectory as auxiliary: `token_manager` leaves
-        them aside, and `trajectory.sequences(auxiliary=True)` has them.
+        Your own helpers take it as their model: `Agent(model=model.auxiliary)`. For helpers that Strands creates, pass
+        it as `Agent(model=model, aux_model=model.auxiliary)`. Their calls are recorded in the same trajectory as
+        auxiliary: `token_manager` skips them, and `trajectory.sequences(auxiliary=True)` includes them.
         """
         return AuxiliaryModel(self)
 
     @property
     def hooks(self) -> RecordingHooks:
-        """Hooks by which Strands tells what becomes of an answer: `Agent(model=model, hooks=[model.hooks])`.
+        """Hooks that record which answers an agent keeps: `Agent(model=model, hooks=[model.hooks])`.
 
-        Without them that is inferred from the agent's later calls and its messages, which cannot tell everything; see
-        docs/histories.md. With them, a tool call that did not parse also has the provider's error text as its result in
-        the agent's history.
+        Without them the trajectory infers this from the agent's later calls and its messages, which cannot always tell.
+        With them, the result of a tool call that did not parse is also replaced by the parser's error message in the
+        agent's history.
         """
         return RecordingHooks(self, self._episodes)
 
     @property
     def trajectory(self) -> Trajectory:
-        """All calls of the episode that the running code belongs to."""
+        """All calls of the current episode: the one of the running code, else the one since `reset()`.
+
+        It can be set, for example to a loaded trajectory, except inside `with model.episode()`.
+        """
         return self._episodes.current
 
     @trajectory.setter
     def trajectory(self, trajectory: Trajectory) -> None:
         if self._episodes.is_inside:
-            raise RuntimeError("inside `with model.episode()` the trajectory is the episode's: open another one")
+            raise RuntimeError("the trajectory cannot be replaced inside `with model.episode()`; open another episode")
         self._episodes.outside = trajectory
 
     @property
     def tool_parse_errors(self) -> dict[str, int]:
-        """How many tool calls of this episode did not parse, by the name that they seemed to mean."""
+        """Number of tool calls of this episode that did not parse, by the tool name that they seemed to mean."""
         return self.trajectory.tool_parse_errors
 
     @property
     def token_manager(self) -> TokenManager:
-        """The latest sequence of the main conversation, as a snapshot; all sequences are in `trajectory`.
+        """The latest sequence of the main conversation, as a snapshot.
 
-        A warning says once per trajectory if there is more than that one to train.
+        `trajectory.sequences()` returns all sequences. If others hold tokens to train too, a warning is logged once per
+        trajectory.
         """
         return self.trajectory.latest_main_sequence(warn=True)
 
     @property
     def rollout(self) -> TokenManager:
-        """The same as `token_manager`."""
+        """Alias of `token_manager`."""
         return self.token_manager
 
-    # --- what Strands' context managers ask ---
+    # --- for Strands' context managers ---
 
     @property
     @override
     def context_window_limit(self) -> int | None:
-        """Context length in tokens: what is configured, or what the server said; None before it was asked."""
+        """Context length in tokens: the configured one, or the server's. None if neither is known yet."""
         settings = self._settings
         if settings.context_window_limit is not None:
             return settings.context_window_limit
@@ -390,24 +434,27 @@ class SGLangModel(Model):
         system_prompt: str | None = None,
         system_prompt_content: list[SystemContentBlock] | None = None,
     ) -> int:
-        """Count the tokens that messages have in front of the model: those recorded, and exactly those to be added.
+        """Count the prompt tokens of messages: the recorded ones exactly, plus those that a call would add.
 
-        Strands counts before every call, as a rule only the messages behind the last answer; without `tool_specs` and a
-        system prompt, messages are taken for such a part unless they begin a recorded conversation. Nothing is
-        recorded. What no prompt can be made of is counted as plain text. The first time, the server is asked for its
-        context length.
+        Strands counts before every call, usually only the messages after the last answer. Messages without `tool_specs`
+        and a system prompt count as such a part, unless they begin a recorded conversation. Nothing is recorded.
+        Messages that cannot be rendered are counted as plain text. The first count asks the server for its context
+        length.
 
         Args:
             messages: A conversation, or messages that follow an answer.
             tool_specs: The tools of a whole conversation.
-            system_prompt: Its system prompt.
-            system_prompt_content: The same as content blocks, used if `system_prompt` is None.
+            system_prompt: The system prompt of a whole conversation.
+            system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
+
+        Returns:
+            Number of tokens.
         """
         if known_facts(self.client, self.chat_template) is None:
-            try:  # the call itself waits for the server as it has to
-                await asyncio.wait_for(check_server(self.client, self.chat_template), _LONGEST_LOOK_S)
+            try:  # the call itself waits as long as needed
+                await asyncio.wait_for(check_server(self.client, self.chat_template), _CONTEXT_LENGTH_TIMEOUT_S)
             except Exception as error:
-                logger.debug("error=<%s> | counting before the server has said its context length", error)
+                logger.debug("error=<%s> | counting before the server's context length is known", error)
         system = system_text(system_prompt, cast(Any, system_prompt_content))
         try:
             return await self._call(messages, tool_specs, system, self.trajectory).count()
@@ -420,7 +467,7 @@ class SGLangModel(Model):
 
     @property
     def _supports_structured_output(self) -> bool:  # type: ignore[override]
-        """Whether Strands' forced retry leaves the list of tools as it is, so that the sequence is extended."""
+        """Whether Strands' forced retry leaves the tools unchanged, so that it extends the sequence."""
         return can_force(self.tool_parser)
 
     @override
@@ -438,48 +485,50 @@ class SGLangModel(Model):
     ) -> AsyncGenerator[StreamEvent, None]:
         """Make one model call and stream its answer as Strands events.
 
-        The answer is recorded before the first event is given out, so the record is complete even if the consumer
-        stops.
+        The answer is recorded before the first event is yielded, so the record is complete even if the consumer stops
+        early.
 
         Args:
             messages: The whole conversation.
             tool_specs: The tools that the model may call.
             system_prompt: The system prompt.
-            tool_choice: `{"any": {}}` or `{"tool": {"name": ...}}` forces a call by constrained decoding; its tokens
-                are off-policy and have loss mask 0. Where the format has no grammar, a warning says so.
+            tool_choice: `{"any": {}}` or `{"tool": {"name": ...}}` forces a call by constrained decoding. Its tokens
+                are off-policy and get loss mask 0. If the tool's format or schema has no exact grammar, a warning is
+                logged and nothing is forced.
             system_prompt_content: The system prompt as content blocks, used if `system_prompt` is None.
-            cancel_signal: Once it is set, the request is aborted, what was sampled until then is recorded as a cut
-                turn, and the stream ends with the stop reason "cancelled". `agent.cancel()` sets it.
-            auxiliary: Whether the call is a helper's, and not to be trained; see the property of this name. Left out,
-                a call from outside an agent's loop is one if an agent has asked before it. It stays what it is.
-            **kwargs: Whatever else Strands passes.
+            cancel_signal: Event that cancels the call. Once set, the request is aborted, the sampled tokens are
+                recorded as a cut turn, and the stream ends with the stop reason `"cancelled"`. `agent.cancel()` sets
+                it.
+            auxiliary: Whether the call belongs to a helper and is not trained. By default a call from outside an
+                agent's loop is auxiliary if an agent has asked before it. The value is fixed once the call is made.
+            **kwargs: Further arguments from Strands.
 
         Yields:
             Strands stream events.
 
         Raises:
-            ContextWindowOverflowException: The context has no room for the prompt.
-            SGLangAbortedError: The server aborted the request; what it had sampled is recorded as a cut turn.
+            ContextWindowOverflowException: The prompt leaves no room in the context.
+            SGLangAbortedError: The server aborted the request; the sampled tokens are recorded as a cut turn.
             SGLangClientError: The server or the network failed after all retries.
-            ModelThrottledException: The server is too busy and the client was told not to retry (`max_retries=0`).
+            ModelThrottledException: The server is too busy and the client does not retry (`max_retries=0`).
             UnsupportedContentError: A message holds content that cannot be rendered.
-            ValueError: A tool has the name that stands for calls that do not parse; the tool choice names a tool that
-                is not there, or `sampling_params` hold a grammar already.
+            ValueError: A tool has the name reserved for calls that do not parse, the tool choice names an unknown tool,
+                or `sampling_params` already hold a grammar.
         """
         if any(spec["name"] == ToolParseResult.UNKNOWN_NAME for spec in tool_specs or ()):
             raise ValueError(
-                f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, as calls that do not parse are, so every such call "
-                "would run it; give the tool another name"
+                f"a tool is named {ToolParseResult.UNKNOWN_NAME!r}, the name of calls that do not parse, so every such "
+                "call would run it; rename the tool"
             )
         if kwargs.get("structured_output_model") is not None and not can_force(
             self.tool_parser, tool_specs, cast(Any, tool_choice)
         ):
-            # The tool that a choice names alone, which Strands hands to models that cannot force it; else all of them.
+            # As Strands does for models that cannot force a call: only the chosen tool; without a choice, all tools.
             name = cast(Any, tool_choice or {}).get("tool", {}).get("name")
             tool_specs = [spec for spec in tool_specs or () if spec["name"] == name] or tool_specs
         state, invocation = kwargs.get("model_state"), kwargs.get("invocation_state")
         origin = self._episodes.of_call(state, invocation)
-        # Made of what the model is now: `update_config` and `reset` while the request is on its way are for the next.
+        # Built from the current state: `update_config` and `reset` during the request affect the next call.
         call = self._call(
             messages,
             tool_specs,
@@ -492,7 +541,7 @@ class SGLangModel(Model):
         try:
             generation = await call.sample(tool_choice)
         except SGLangCancelledError:
-            # Strands looks at its signal when an event arrives, so it needs one, and goes no further than that.
+            # Strands checks its signal when an event arrives, so it needs one; it reads no further.
             yield {"messageStart": {"role": "assistant"}}
             yield {"messageStop": {"stopReason": "cancelled"}}
             return
@@ -507,22 +556,22 @@ class SGLangModel(Model):
     async def structured_output(
         self, output_model: type[T], prompt: Messages, system_prompt: str | None = None, **kwargs: Any
     ) -> AsyncGenerator[dict[str, T | Any], None]:
-        """Sample an instance of a pydantic model, constrained by its JSON schema.
+        """Sample an instance of a Pydantic model, constrained by its JSON schema.
 
-        The tokens are recorded in a sequence of their own with loss mask 0: a grammar chose among them, so they are not
-        on-policy.
+        The tokens are recorded in a sequence of their own with loss mask 0: a grammar constrains them, so they are
+        off-policy. `trajectory.sequences(auxiliary=True)` includes the sequence.
 
         Args:
-            output_model: What to produce.
+            output_model: The Pydantic model to sample.
             prompt: The conversation.
             system_prompt: The system prompt.
-            **kwargs: A `cancel_signal`, as for `stream`; whatever else is ignored.
+            **kwargs: A `cancel_signal`, as for `stream`; other arguments are ignored.
 
         Yields:
             `{"output": <instance of output_model>}`.
 
         Raises:
-            ValueError: The sampled text is not valid for `output_model`, e.g. because it was cut off.
+            ValueError: The sampled text is not valid for `output_model`, for example because it was cut off.
             SGLangCancelledError: The signal was set.
             SGLangClientError: As for `stream`.
         """
@@ -541,7 +590,8 @@ class SGLangModel(Model):
             output = output_model.model_validate_json(parsed.text)
         except ValidationError as error:
             raise ValueError(
-                f"the sampled text is no {output_model.__name__} (finish reason {generation.finish_type}): {error}"
+                f"the sampled text is not a valid {output_model.__name__} (finish reason {generation.finish_type}): "
+                f"{error}"
             ) from error
         yield {"output": output}
 
@@ -553,7 +603,7 @@ class SGLangModel(Model):
         trajectory: Trajectory,
         **about: Any,
     ) -> ModelCall:
-        """A call of the model as it is now."""
+        """Create a call with the model's current configuration."""
         template, parser = self.chat_template, self.tool_parser
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
         chat = ChatRequest(messages, tool_specs, system, fingerprint(parts, messages))
@@ -563,14 +613,14 @@ class SGLangModel(Model):
 
 
 def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event | None) -> None:
-    """Let a signal that the agent's caller has set take effect now.
+    """Apply a cancel signal of the agent's caller now.
 
-    Strands copies it to the agent's own, `cancel_signal`, by a task that looks every 50 ms, and an answer that has all
-    come is given out in less. Graphs share an invocation state, so its agent may be another one.
+    Strands copies that signal to the agent's own, `cancel_signal`, in a task that polls every 50 ms, and a complete
+    answer is streamed in less. Graphs share an invocation state, so its agent may be a different one.
 
     Args:
-        invocation_state: What Strands passed under that name.
-        cancel_signal: Likewise.
+        invocation_state: Strands' argument of that name.
+        cancel_signal: Strands' argument of that name.
     """
     agent = invocation_state.get("agent") if isinstance(invocation_state, dict) else None
     observe = getattr(agent, "_observe_cancellation", None)
@@ -579,29 +629,29 @@ def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event 
 
 
 class AuxiliaryModel(Model):
-    """A view of a model: the same server, configuration and trajectory, and every call is auxiliary.
+    """A view of a model whose every call is auxiliary; server, configuration and trajectory are shared.
 
-    Strands does not tell a provider what a call is for, so an agent that judges looks like one that is trained. Whoever
-    makes the agent knows, and says so by the model that the agent gets. That holds in every thread, event loop and
-    context, and for helpers that Strands makes by itself from `Agent(aux_model=...)`.
+    Strands does not tell a provider what a call is for, so a judge looks like an agent that is trained. The code that
+    creates the agent knows, and passes this model. That works in every thread, event loop and context, and for helpers
+    that Strands creates from `Agent(aux_model=...)`.
 
     Attributes:
         model: The model.
     """
 
     def __init__(self, model: Model) -> None:
-        """Look at a model, which must take `auxiliary=True` in `stream`."""
+        """Wrap a model whose `stream` accepts `auxiliary=True`."""
         self.model = model
 
     def __getattr__(self, name: str) -> Any:
-        """What else there is of the model: its tokenizer, client, trajectory, configuration and so on."""
+        """Return an attribute of the model, such as its tokenizer, client or trajectory."""
         if name == "model":  # a copy that has nothing yet
             raise AttributeError(name)
         return getattr(self.model, name)
 
     @property
     def auxiliary(self) -> AuxiliaryModel:
-        """This."""
+        """This view itself."""
         return self
 
     @property
@@ -611,32 +661,32 @@ class AuxiliaryModel(Model):
     @property
     @override
     def context_window_limit(self) -> int | None:
-        """As the model's."""
+        """The model's `context_window_limit`."""
         return self.model.context_window_limit
 
     @override
     async def count_tokens(self, *args: Any, **kwargs: Any) -> int:
-        """As the model's `count_tokens`."""
+        """Call the model's `count_tokens`."""
         return await self.model.count_tokens(*args, **kwargs)
 
     @override
     def update_config(self, **model_config: Any) -> None:
-        """Change the configuration of the model, for everybody."""
+        """Change the configuration of the model itself."""
         self.model.update_config(**model_config)
 
     @override
     def get_config(self) -> Any:
-        """The configuration of the model, as it is now."""
+        """Return the model's current configuration."""
         return self.model.get_config()
 
     @override
     def stream(self, *args: Any, **kwargs: Any) -> AsyncIterable[StreamEvent]:
-        """As the model's `stream`; the call is auxiliary."""
+        """Call the model's `stream` with `auxiliary=True`."""
         return self.model.stream(*args, **{**kwargs, "auxiliary": True})
 
     @override
     def structured_output(
         self, output_model: type[T], prompt: Messages, system_prompt: str | None = None, **kwargs: Any
     ) -> AsyncGenerator[dict[str, T | Any], None]:
-        """As the model's `structured_output`, which is auxiliary in any case."""
+        """Call the model's `structured_output`, which is always auxiliary."""
         return self.model.structured_output(output_model, prompt, system_prompt, **kwargs)

@@ -1,8 +1,7 @@
-"""What a server says of itself, asked once: its context length, and whether its tokenizer is the model's.
+"""Facts about a server, requested once: its context length, and whether its tokenizer is the model's.
 
-A tokenizer that is not the served model's gives plausible text and worthless training data, so it is an error at the
-first call, before anything is sampled. Behind a router, which has no `/tokenize`, the match stays unproven and a log
-line says so.
+The wrong tokenizer gives plausible text and worthless training data, so a mismatch is an error at the first call,
+before anything is sampled. A router has no `/tokenize`; then the match stays unproven and a warning is logged.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _PROBED_MARKS = 256  # some vocabularies hold a thousand reserved tokens
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server, or several of one client together, say of themselves.
+    """What a server, or all servers of one client together, report.
 
     Attributes:
-        context_length: Longest prompt plus answer, in tokens; None if the server does not tell.
-        tokenizer_proven: Whether its tokenizer was seen to be the model's.
+        context_length: Maximum length of prompt and answer together, in tokens; None if the server does not report it.
+        tokenizer_proven: Whether the server's tokenizer was compared with the model's and is the same.
     """
 
     context_length: int | None
@@ -42,10 +41,10 @@ class ServerFacts:
 _facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[Any, dict[str, ServerFacts]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What was told, by client, tokenizer and address."""
+"""The facts by client, tokenizer and address."""
 
 _reserving: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
-"""Clients whose servers refuse requests that fill their context to the last token."""
+"""Clients whose servers reject requests that fill their context to the last token."""
 
 _lock = threading.Lock()
 
@@ -56,9 +55,9 @@ def _facts_of(client: SGLangClient, template: ChatTemplate) -> dict[str, ServerF
 
 
 def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
-    """What is known already of the servers that requests go to now; None if one of them was not asked yet.
+    """Return the facts about the servers that get requests now; None if one of them was not asked yet.
 
-    Of several servers the shortest context counts, and the tokenizer is proven if it is for all of them.
+    Of several servers the shortest context counts, and the tokenizer is proven if it is proven for all of them.
     """
     by_url = _facts_of(client, template)
     facts = [by_url[base_url] for base_url in client.available_urls if base_url in by_url]
@@ -69,18 +68,18 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
 
 
 def reserve_last_token(client: SGLangClient) -> None:
-    """Note that a client's servers refuse requests that fill their context to the last token, as older SGLang does."""
+    """Note that a client's servers reject requests that fill their context to the last token, as older SGLang does."""
     _reserving.add(client)
 
 
 async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
-    """What the client's servers say of themselves. Success is kept per server and tokenizer; a failure never is.
+    """Ask the client's servers for their facts. Success is remembered per server and tokenizer; a failure never is.
 
-    Calls that come while a check is running share it, so a thousand agents that start together ask once. One of several
-    servers that cannot be reached is left out, and asked when it gets requests again.
+    Concurrent calls share a running check, so a thousand agents that start together ask once. With several servers, one
+    that cannot be reached is skipped, and asked when it gets requests again.
 
     Raises:
-        TokenizerMismatchError: The server's tokenizer gives other ids.
+        TokenizerMismatchError: The server's tokenizer gives different ids.
         SGLangClientError: The server cannot be reached.
     """
     while (facts := known_facts(client, template)) is None:
@@ -92,37 +91,38 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     """Ask all servers that get requests and were not asked yet.
 
     Raises:
-        SGLangClientError: A tokenizer is not the model's, or none of the servers could be asked.
+        SGLangClientError: A tokenizer is not the model's, or no server could be asked.
     """
     facts = _facts_of(client, template)
     base_urls = [base_url for base_url in client.available_urls if base_url not in facts]
     answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
-        # A server that takes no connections is not available any more, unless all of them are such.
+        # A server that refuses connections is no longer available, unless all of them refuse.
         if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
             raise error
     facts.update((url, one) for url, one in zip(base_urls, answers, strict=True) if isinstance(one, ServerFacts))
     if errors and any(base_url not in facts for base_url in client.available_urls):
-        raise errors[0]  # it answers other requests, but not these
+        raise errors[0]  # the server answers other requests, but not these
 
 
 async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str) -> ServerFacts:
     context_length = await client.context_length(base_url)
     if context_length is None:
         logger.warning(
-            "base_url=<%s> | the server does not tell its context length: without max_new_tokens its default of 128 "
-            "tokens holds, and context managers have nothing to go by; set max_new_tokens or max_context_tokens "
-            "for the one, context_window_limit for the other",
+            "base_url=<%s> | the server does not report its context length: set max_new_tokens or max_context_tokens, "
+            "since its default is 128 new tokens, and context_window_limit for context managers",
             base_url,
         )
-    # Added tokens are what tokenizers of one family differ in: `<think>` is one token for Qwen3 and three for Qwen2.5.
+    # Tokenizers of one family differ in their added tokens: `<think>` is one token for Qwen3 and three for Qwen2.5.
     added = template.tokenizer.added_tokens_decoder.values()
     marks = " ".join(token.content for token in list(added)[:_PROBED_MARKS])
     text = _PROBE + marks + template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     served = await client.tokenize(text, base_url)
     if served is None:
-        logger.warning("base_url=<%s> | no usable /tokenize there, so the tokenizer's match is unproven", base_url)
+        logger.warning(
+            "base_url=<%s> | the server has no usable /tokenize, so the tokenizer's match is unproven", base_url
+        )
         return ServerFacts(context_length, tokenizer_proven=False)
     own = template.encode(text)
     if served == own:
@@ -130,7 +130,7 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
     first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
     raise TokenizerMismatchError(
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "
-        f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here, and the server has "
-        f"{served[first : first + 3]} there; load the tokenizer from the path that the server's /model_info names as "
-        "tokenizer_path, and add no tokens to it"
+        f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here and "
+        f"{served[first : first + 3]} there; load the tokenizer from the tokenizer_path in the server's /model_info, "
+        "and add no tokens to it"
     )

@@ -1,4 +1,4 @@
-"""What was recorded: the turns of an episode, and what is made of them."""
+"""The record of an episode: its turns, and the sequences that they form."""
 
 from .trajectory import Caller, ParsedAnswer, Place, Trajectory
 from .turn import Turn, TurnStatus

@@ -1,19 +1,21 @@
-"""What became of an agent's answers: built on, kept in another form, or thrown away.
+"""What an agent did with its answers: built on them, kept them in another form, or threw them away.
 
-Where an agent has the model's hooks (`hooks`), Strands tells which message comes into its history for an answer, and
-what is left to find out is whether that message was edited later. Elsewhere the agent's later calls show it, and at the
-end its messages: by what stands behind a question that was answered. The rules:
+With the model's hooks, Strands reports which message enters the history for an answer; only later edits of that message
+remain to be found. Without hooks, the agent's later calls show it, and at the end its messages: what follows a question
+that was answered. The rules:
 
-- Attempts at one question in one turn of the agent's loop are rivals (a hook retried, middleware took the best of
-  several): one stands, the others were thrown away. Attempts in other turns of its loop are not judged by it: the agent
-  began anew, or a copy of it was asked.
-- An answer is kept in another form where one of its tool calls stands, or where it has none its texts, with more or
-  less beside them (a hook took the reasoning out): what was sampled was used, and is trained.
+- Attempts at one question in one cycle of the agent's loop are rivals (a hook retried, middleware took the best of
+  several): one was kept, the others were thrown away. Attempts in other cycles are not judged by it: the agent started
+  over, or a copy of it was asked.
+- An answer is kept in another form if one of its tool calls is in the history or, without tool calls, its texts are,
+  with more or fewer blocks next to them (a hook removed the reasoning). What was sampled was used, so it is trained.
 - An answer whose text was replaced was thrown away.
-- An answer in whose place a user's message stands was thrown away if that came in the same turn of the loop (a guide).
-  Else the agent went back to the question, as between attempts at a goal, and the answer is an attempt like the others.
-- An answer that was cut at `max_new_tokens` is rewritten by Strands, and not thrown away.
-- An answer whose question is gone from the history (shortened, summed up, redacted) is not judged; its note says so.
+- If a user message replaces an answer, the answer was thrown away if the message came in the same cycle of the loop (a
+  guide). Otherwise the agent went back to the question, as between attempts at a goal, and the answer is an attempt
+  like the others.
+- An answer that was cut off at `max_new_tokens` is rewritten by Strands, not thrown away.
+- If the question of an answer is gone from the history (shortened, summarized, redacted), its note says that the answer
+  is not judged.
 """
 
 from __future__ import annotations
@@ -28,66 +30,66 @@ from .turn import Turn, TurnStatus
 
 _OPEN = TurnStatus.ANSWERED
 
-UNKNOWN = "whether the agent kept it is not known: nothing that it asked later tells; its model.hooks would"
-"""The note of an answer of which nothing tells what became. It is trained: it was sampled, and given to the agent."""
+UNKNOWN = "it is not known whether the agent kept this answer: no later call shows it, but model.hooks would"
+"""The note of an answer whose fate is unknown. It is trained: it was sampled, and given to the agent."""
 
 
 @dataclass(frozen=True)
 class After:
-    """What stands after a question in an agent's history.
+    """What follows a question in an agent's history.
 
     Attributes:
-        digests: Of the messages after it.
-        messages: As many of the last messages as are at hand.
-        position: Of the first message after it.
-        kept: The status of an answer that the agent kept: committed by a later call, final by the messages at the end,
-            still answered by the message that came into the history.
-        cycle: The turn of the agent's loop in which a later call is made.
+        digests: Digests of the messages after the question.
+        messages: The last messages, as far as they are available.
+        position: Position of the first message after the question.
+        kept_status: Status of an answer that the agent kept: committed if a later call shows it, final if the last
+            messages do, still answered if the message that entered the history does.
+        cycle: Event-loop cycle in which a later call is made.
     """
 
     digests: tuple[bytes, ...]
     messages: Messages
     position: int
-    kept: TurnStatus
+    kept_status: TurnStatus
     cycle: str | None = None
 
     @property
     def first(self) -> Message | None:
-        """The first message after it, if it is at hand."""
+        """The first message after the question, if available."""
         at = len(self.messages) - len(self.digests)
         return self.messages[at] if 0 <= at < len(self.messages) else None
 
     def is_in_cycle_of(self, turn: Turn) -> bool:
-        """Whether it is a later call, in the turn of the agent's loop in which the question was asked."""
-        return self.kept is TurnStatus.COMMITTED and turn.cycle == self.cycle
+        """Whether this is a later call in the event-loop cycle in which the question was asked."""
+        return self.kept_status is TurnStatus.COMMITTED and turn.cycle == self.cycle
 
 
 def judge(attempts: Sequence[Turn], undecided: Sequence[Turn], after: After) -> Iterator[Turn]:
     """Settle which answers to one question an agent kept.
 
     Args:
-        attempts: All answered turns that asked the question, in their order.
-        undecided: Those that are to be settled.
-        after: What stands after the question.
+        attempts: All answered turns that asked the question, in order.
+        undecided: The turns to settle.
+        after: What follows the question.
 
     Yields:
-        The turns in whose place stands an answer that nobody sampled.
+        The turns whose answers were replaced by text that was not sampled.
     """
     if not undecided:
         return
-    standing = _that_stands(attempts, after)
+    standing = _standing_answer(attempts, after)
     if standing is not None:
         judged_cycle = standing.cycle
     else:
         in_cycle = [turn for turn in attempts if after.is_in_cycle_of(turn)]
-        asks_again = after.kept is TurnStatus.COMMITTED and not after.digests
+        asks_again = after.kept_status is TurnStatus.COMMITTED and not after.digests
         judged_cycle = after.cycle if in_cycle or asks_again else attempts[-1].cycle
     for turn in undecided:
         if turn.cycle != judged_cycle:
             _note_unknown(turn)
         elif _is_replaced(turn, after, taken=standing not in (None, turn)):
             yield turn
-    if standing is not None and after.kept is _OPEN:
+    if standing is not None and after.kept_status is _OPEN:
         standing.was_added = True
 
 
@@ -99,17 +101,17 @@ def judge_end(turns: Sequence[Turn], messages: Messages) -> Iterator[Turn]:
         messages: The agent's messages.
 
     Yields:
-        The turns in whose place stands an answer that nobody sampled.
+        The turns whose answers were replaced by text that was not sampled.
     """
     digests = tuple(message_digest(message) for message in messages)
     lengths = covered(turns, digests)
     asked = [turn for turn in turns if id(turn) in lengths and turn.answer_digest and not turn.is_auxiliary]
     kept = [turn for turn in asked if (turn.answer_digest,) == digests[lengths[id(turn)] :][:1]]
-    # The messages are whose question is the longest one in them, and whose answer stands there if any does.
+    # The messages belong to the agent with the longest question in them, and whose answer follows it if any does.
     longest = max((lengths[id(turn)] for turn in asked), default=0)
     last = [turn for turn in asked if lengths[id(turn)] == longest]
     agents = {turn.agent for turn in [turn for turn in last if turn in kept] or last}
-    is_known = len(agents) <= 1  # several have asked the same, and nothing tells them apart
+    is_known = len(agents) <= 1  # else several asked the same, and nothing tells them apart
     for turn in kept:
         if turn.status is _OPEN and not (is_known and turn.agent in agents):
             settle(turn, TurnStatus.FINAL)
@@ -124,7 +126,7 @@ def judge_end(turns: Sequence[Turn], messages: Messages) -> Iterator[Turn]:
     for attempts in rivals.values():
         known = lengths[id(attempts[0])]
         after = After(digests[known:], messages, known, TurnStatus.FINAL)
-        standing = _that_stands(attempts, after)
+        standing = _standing_answer(attempts, after)
         if standing is not None and standing.status is TurnStatus.DISCARDED:
             standing.status, standing.note = _OPEN, ""
         yield from judge(attempts, [turn for turn in attempts if turn.status is _OPEN], after)
@@ -135,11 +137,11 @@ def judge_end(turns: Sequence[Turn], messages: Messages) -> Iterator[Turn]:
 
 
 def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
-    """The lengths in messages of the questions that stand at the beginning of a history, by `id` of their turns.
+    """Return the length in messages of each question that a history begins with, by `id` of its turn.
 
     Args:
         turns: All turns in the order of their calls.
-        digests: Of the messages of the history.
+        digests: Digests of the messages of the history.
     """
     known = tuple(digests)
     lengths: dict[int, int] = {}
@@ -157,14 +159,14 @@ def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
 
 
 def settle(turn: Turn, status: TurnStatus) -> None:
-    """Fix the status of a turn, of which nothing is unknown now."""
+    """Set the status of a turn, whose fate is now known."""
     turn.status = status
     if turn.note == UNKNOWN:
         turn.note = ""
 
 
 def note_if_gone(turn: Turn, digests: Sequence[bytes]) -> None:
-    """Note of an answer whose question is gone that nothing tells what became of it, unless it stands in a history."""
+    """Note that the fate of an answer is unknown if its question is gone, unless the answer is in a history."""
     if turn.answer_digest not in digests:
         _note_unknown(turn)
 
@@ -175,26 +177,26 @@ def _note_unknown(turn: Turn) -> None:
 
 
 def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
-    """Settle the status of an answer, and tell whether an answer that nobody sampled stands in its place.
+    """Settle the status of an answer, and return whether text that was not sampled replaced it.
 
     Args:
         turn: The turn.
-        after: What stands after its question.
-        taken: Whether another recorded answer stands there.
+        after: What follows its question.
+        taken: Whether another recorded answer was kept there.
     """
     first = after.first
     stands = turn.answer_digest in after.digests
     recorded = turn.trajectory.turns if turn.trajectory is not None and turn.was_added and not stands else ()
     if any(other.answer_digest in after.digests[:1] for other in recorded if other.answer_digest):
-        return False  # the agent has begun again, in another history or with other tools
+        return False  # the agent started over, in another history or with other tools
     if not taken and (stands or _is_kept_in_another_form(turn, after)):
-        settle(turn, after.kept)
+        settle(turn, after.kept_status)
         if not stands and first is not None and first["role"] == "assistant":
             difference = block_difference(turn.answer_blocks, first)
             turn.note = f"kept in another form: message {after.position} (assistant) holds {difference}"
         return False
     if turn.is_cut_short:
-        if after.kept is TurnStatus.FINAL:
+        if after.kept_status is TurnStatus.FINAL:
             settle(turn, TurnStatus.FINAL)
         return False
     role = None if first is None else first["role"]
@@ -202,15 +204,15 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
         _note_unknown(turn)
         return False
     if turn.was_added and (taken or role != "assistant"):
-        return False  # it has come into the history, and the agent went back behind it
+        return False  # it entered the history, and the agent then went back to before it
     turn.status = TurnStatus.DISCARDED
     if not after.digests:
-        ends = after.kept is TurnStatus.FINAL
+        ends = after.kept_status is TurnStatus.FINAL
         turn.note = "the agent's messages end before it" if ends else "the agent asked the same again"
     elif taken or first is None:
         turn.note = "another answer was kept"
     else:
-        turn.note = f"message {after.position} ({role}) stands in its place"
+        turn.note = f"message {after.position} ({role}) replaced it"
         if role == "assistant":
             turn.note += f", with {block_difference(turn.answer_blocks, first)}"
             return True
@@ -218,7 +220,7 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
 
 
 def _is_kept_in_another_form(turn: Turn, after: After) -> bool:
-    """Whether one of its tool calls stands in the history, or where it has none its texts, more or less beside them."""
+    """Whether one of its tool calls is in the history or, without tool calls, its texts are."""
     calls = {call["toolUseId"] for call in turn.tool_calls}
     if calls:
         blocks = (block for message in after.messages for block in message["content"])
@@ -231,15 +233,15 @@ def _is_kept_in_another_form(turn: Turn, after: After) -> bool:
     return texts <= there if texts else bool(sampled & there)
 
 
-def _that_stands(attempts: Sequence[Turn], after: After) -> Turn | None:
-    """Of the attempts at a question, the one whose answer stands after it, and most likely is the one that was kept."""
+def _standing_answer(attempts: Sequence[Turn], after: After) -> Turn | None:
+    """Return the attempt at a question whose answer follows it, and was most likely kept."""
     same = [turn for turn in attempts if turn.answer_digest in after.digests[:1]]
     groups = [
         [turn for turn in same if turn.status is TurnStatus.COMMITTED],
         [turn for turn in same if turn.status is not TurnStatus.DISCARDED],
         same,
     ]
-    if after.kept is _OPEN:  # what came into the history is made of one of these answers, or of none
+    if after.kept_status is _OPEN:  # the message in the history was made from one of these answers, or from none
         groups.append([turn for turn in attempts if _is_kept_in_another_form(turn, after)])
         groups.append([turn for turn in attempts if turn.is_cut_short])
     return next((group[-1] for group in groups if group), None)

@@ -1,12 +1,12 @@
-"""Whose call it is: which episode a call belongs to, and which agent asks.
+"""Which episode a call belongs to, and which agent makes it.
 
 A model has one trajectory at a time, or one per `with model.episode()`. A call belongs to the running episode that its
-code is inside of (context variables: tasks and threads started with a copied context inherit it), or else to the one in
-which its agent asked before, as Strands keeps it for each agent. Context and agents hold names of episodes, never their
-trajectories: an episode that has ended is found by nobody, takes no call, and is not kept alive.
+code is inside of (by context variables, which tasks and threads with a copied context inherit). Otherwise it belongs to
+the episode in which its agent asked before, which Strands keeps for each agent. Contexts and agents hold names of
+episodes, never trajectories, so an episode that has ended is not found, takes no call and is not kept alive.
 
-Where an agent has the model's hooks (`hooks`), the agent itself is known: copies of one agent are told apart, and an
-agent whose first call failed is recognised.
+With the model's hooks the agent itself is known: copies of one agent are distinguished, and an agent whose first call
+failed is recognized.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _NAMES_KEY = "strands_sglang_names"
 
 
 _entered: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("strands_sglang_episodes", default=())
-"""The episodes that the running code is inside of, as (model, episode), the innermost one last; some may have ended."""
+"""The episodes that the running code is inside of, as (model, episode), innermost last; some may have ended."""
 
 
 def written_names(model_state: Any) -> dict[str, str]:
-    """The names that an agent's model wrote and no tool may have, by toolUseId.
+    """Return the tool names that an agent's model wrote and no tool may have, by toolUseId.
 
-    Strands hands such calls back under another name. The agent's `model_state` has the written one, also after its
+    Strands hands such calls back under another name. The agent's `model_state` keeps the written one, even after its
     session was restored.
 
     Args:
-        model_state: What Strands passed under that name.
+        model_state: Strands' argument of that name.
     """
     names = model_state.get(_NAMES_KEY) if isinstance(model_state, dict) else None
     return names if isinstance(names, dict) else {}
 
 
 def keep_written_names(model_state: Any, names: Mapping[str, str]) -> None:
-    """Add to `written_names`."""
+    """Add names to `written_names`."""
     if names and isinstance(model_state, dict):
         model_state[_NAMES_KEY] = {**written_names(model_state), **names}
 
 
 @dataclass(eq=False)
 class KnownAgent:
-    """What is known of an agent that has the model's hooks.
+    """What is known about an agent that has the model's hooks.
 
     Attributes:
         id: Its id; None before its first call.
-        episode: The episode that it was made in, or asked in last.
-        trajectory: Where its latest call is recorded.
-        calls: Its model calls under way, and the latest one, until it is known what became of its answer.
+        episode: The episode that it was created in, or asked in last.
+        trajectory: The record of its latest call.
+        calls: Its model calls under way, and the latest one until its answer is settled.
     """
 
     id: str | None = None
@@ -74,16 +74,16 @@ class KnownAgent:
 
 @dataclass(eq=False)
 class AgentCall:
-    """A model call of an agent's loop, for which middleware may ask the model several times, or not at all.
+    """One model call of an agent's loop. Middleware may ask the model several times for it, or not at all.
 
     Attributes:
-        agent: Whose.
-        invocation_state: What tells its requests from those of others that are made meanwhile.
-        outer: The call during which it is made; None if it is made during none.
+        agent: The agent.
+        invocation_state: Tells its requests from concurrent ones.
+        outer: The call during which this one is made, if any.
         is_over: Whether Strands has the answer.
-        answers: What was sampled for it.
-        message: What came into the agent's history for it; None if nothing has yet.
-        position: Of that message.
+        answers: The turns sampled for it.
+        message: The message that entered the agent's history for it; None until then.
+        position: Position of that message.
     """
 
     agent: KnownAgent
@@ -95,10 +95,10 @@ class AgentCall:
     position: int = 0
 
     def close(self, why_not: str) -> None:
-        """Record what became of its answers, and forget the call, of which contexts may be left.
+        """Settle its answers, and drop the references that leftover contexts would keep alive.
 
         Args:
-            why_not: Why none of them came into the history, where none did.
+            why_not: Why none of the answers entered the history, if none did.
         """
         self.agent.calls.remove(self)
         for trajectory in dict.fromkeys(turn.trajectory for turn in self.answers if turn.trajectory is not None):
@@ -116,9 +116,9 @@ class Origin:
     """Where a request to the model comes from.
 
     Attributes:
-        trajectory: Where it is recorded.
-        agent: The id of the agent that asks; None outside of an agent's loop.
-        call: The agent's model call that it is made for, if the agent has the model's hooks.
+        trajectory: The record of the request.
+        agent: Id of the agent that asks; None outside of an agent's loop.
+        call: The agent's model call that the request serves, if the agent has the model's hooks.
     """
 
     trajectory: Trajectory
@@ -137,11 +137,11 @@ _asking: ContextVar[AgentCall | None] = ContextVar("strands_sglang_asking", defa
 
 _known: WeakKeyDictionary[Any, KnownAgent] = WeakKeyDictionary()
 _holders: WeakValueDictionary[str, KnownAgent] = WeakValueDictionary()
-"""Who has an id, so that copies of an agent get others."""
+"""The agents by id, so that copies of an agent get other ids."""
 
 
 def known_agent(agent: Any) -> KnownAgent:
-    """What is known of an agent.
+    """Return what is known about an agent.
 
     Args:
         agent: A Strands agent.
@@ -150,14 +150,14 @@ def known_agent(agent: Any) -> KnownAgent:
 
 
 def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
-    """Note that an agent's model call begins: what is asked inside is the agent's."""
+    """Note that an agent's model call begins; requests inside it are the agent's."""
     call = AgentCall(agent, invocation_state, _asking.get())
     agent.calls.append(call)
     _asking.set(call)
 
 
 def end_call(agent: KnownAgent, invocation_state: Any) -> AgentCall | None:
-    """Note that the latest one of an agent's model calls is over, and return it."""
+    """Note that the latest of an agent's model calls is over, and return it."""
     calls = (call for call in reversed(agent.calls) if not call.is_over)
     call = next((call for call in calls if call.invocation_state is invocation_state), None)
     if call is not None:
@@ -168,10 +168,10 @@ def end_call(agent: KnownAgent, invocation_state: Any) -> AgentCall | None:
 
 
 def cycle_of(invocation_state: Any) -> str | None:
-    """The turn of the agent's loop that a call belongs to, as Strands names it; None where it does not.
+    """Return Strands' id of the event-loop cycle that a call belongs to; None if there is none.
 
     Args:
-        invocation_state: What Strands passed under that name.
+        invocation_state: Strands' argument of that name.
     """
     cycle = invocation_state.get("event_loop_cycle_id") if isinstance(invocation_state, dict) else None
     return None if cycle is None else str(cycle)
@@ -211,41 +211,41 @@ class Episodes:
         finally:
             with self._lock:
                 del self._running[name]
-            # Perhaps in another task than the one that entered it, where nothing has to be undone.
+            # This may be another task than the one that entered; then there is nothing to undo.
             _entered.set(tuple(other for other in _entered.get() if other != (self._id, name)))
 
     def of_call(self, model_state: Any, invocation_state: Any = None) -> Origin:
-        """Where a call comes from.
+        """Find where a call comes from.
 
-        What tells it stays in the agent's `model_state`. Strands hands out a copy of it with each call, and takes it
-        back only if the call succeeds. An agent that asks in another episode than before has another id there: it may
-        be one of several copies.
+        The agent's `model_state` remembers it. Strands passes a copy of that state to each call, and takes it back only
+        if the call succeeds. An agent that asks in another episode than before gets another id there, because it may be
+        one of several copies.
 
         Args:
-            model_state: What Strands passed under that name, a dictionary that may be written to.
-            invocation_state: What Strands passed under that name.
+            model_state: Strands' argument of that name, a dictionary that may be written to.
+            invocation_state: Strands' argument of that name.
         """
         call = _asking.get()
         if call is not None and (call.is_over or call.invocation_state is not invocation_state):
-            call = None  # it is somebody else's, whose code runs inside of it
+            call = None  # the running code belongs to another caller inside that call
         state = model_state.get(_STATE_KEY) if isinstance(model_state, dict) else None
         before: dict[str, Any] = state if isinstance(state, dict) else {"agent": state, "episode": None}
         with self._lock:
             name = self._find(call.agent.episode if call is not None else before["episode"])
             trajectory = self._running.get(name or "", self.outside)
-            # It outlived its own episode, or came from a thread without the context.
+            # The call outlived its own episode, or came from a thread without the context.
             if name is None and not self._warned and (self._running or self._was_inside()):
                 self._warned = True
                 logger.warning(
                     "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and "
-                    "is recorded in none of them; threads need their context: asyncio.to_thread, or "
+                    "is recorded in none of them; run threads with their context, by asyncio.to_thread or "
                     "contextvars.copy_context().run",
                     len(self._running),
                 )
             agent = None
             if call is not None:
                 call.agent.episode, call.agent.trajectory = name, ref(trajectory)
-                if call.agent.id is None:  # the one that Strands remembers, unless a copy of the agent has that one
+                if call.agent.id is None:  # use the id that Strands remembers, unless a copy of the agent has it
                     is_free = before["agent"] is not None and before["agent"] not in _holders
                     call.agent.id = before["agent"] if is_free else uuid.uuid4().hex
                     _holders[call.agent.id] = call.agent
@@ -258,17 +258,17 @@ class Episodes:
         return Origin(trajectory, agent, call)
 
     def adopt(self, agent: KnownAgent) -> None:
-        """Note that an agent is made here."""
+        """Note that an agent is created here."""
         agent.episode = self._of_context()
 
     def expect(self, agent: KnownAgent) -> None:
-        """Note that an agent is about to ask, so that what is asked on its behalf before is known for a helper's."""
+        """Note that an agent is about to ask, so that earlier requests on its behalf count as a helper's."""
         with self._lock:
             trajectory = self._running.get(self._find(agent.episode) or "", self.outside)
         trajectory.expect_agent()
 
     def _find(self, asked_before: str | None) -> str | None:
-        """The running episode that the running code belongs to; None if none does.
+        """Find the running episode that the running code belongs to; None if there is none.
 
         Args:
             asked_before: The episode in which the agent asked before.
@@ -277,13 +277,13 @@ class Episodes:
         if name is None and asked_before in self._running:
             name = asked_before
         if name is None and self._was_inside() and len(self._running) == 1:
-            (name,) = self._running  # its own has ended, and this one has what it works for
+            (name,) = self._running  # its own episode has ended; the only other one continues its work
         return name
 
     def _of_context(self) -> str | None:
-        """The innermost running episode that the running code is inside of."""
+        """Return the innermost running episode that the running code is inside of."""
         return next((episode for _, episode in reversed(_entered.get()) if episode in self._running), None)
 
     def _was_inside(self) -> bool:
-        """Whether the running code was started inside an episode that has ended, and outlived it."""
+        """Whether the running code was started inside an episode that has ended."""
         return any(model == self._id for model, _ in _entered.get())

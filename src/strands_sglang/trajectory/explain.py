@@ -1,4 +1,4 @@
-"""Why a call extends a recorded turn or opens a sequence, in words: the first thing that differs."""
+"""Why a call extends a recorded turn or opens a sequence, in words: the first difference."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from strands.types.content import Messages
 from ..messages import Conversation, block_difference
 from .turn import Turn, TurnStatus
 
-_COMPARED_TURNS = 64  # how many recorded turns an explanation looks at; more would make forests of thousands slow
+_COMPARED_TURNS = 64  # recorded turns that an explanation compares; more would be slow in forests of thousands
 
 
-def why_here(turns: Sequence[Turn], turn: Turn, known: int, conversation: Conversation, messages: Messages) -> str:
-    """Why a conversation extends a turn, and if another call extended it before, what differs from that one.
+def reason_to_extend(
+    turns: Sequence[Turn], turn: Turn, known: int, conversation: Conversation, messages: Messages
+) -> str:
+    """Explain why a conversation extends a turn, and how it differs from another call that extended the turn before.
 
     Args:
         turns: All recorded turns.
-        turn: The one that is extended.
-        known: How many messages of the conversation it covers.
-        conversation: What arrived.
-        messages: The same as messages.
+        turn: The turn that is extended.
+        known: Number of messages of the conversation that the turn covers.
+        conversation: Fingerprint of the conversation.
+        messages: The messages of the conversation.
     """
     if turn.status is TurnStatus.COMMITTED:
         later = [(leaf, leaf.path(turn)) for leaf in _leaves(turns)]
@@ -31,27 +33,27 @@ def why_here(turns: Sequence[Turn], turn: Turn, known: int, conversation: Conver
     return f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)"
 
 
-def why_new(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> str:
-    """Why nothing recorded is a prefix of a conversation: the first thing that differs from the closest one.
+def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> str:
+    """Explain why no recorded turn is a prefix of a conversation: the first difference from the closest one.
 
     Args:
         turns: All recorded turns.
-        conversation: What arrived.
-        messages: The same as messages.
+        conversation: Fingerprint of the conversation.
+        messages: The messages of the conversation.
     """
     leaves = _leaves(turns)
     if not leaves:
         return "opens the first sequence"
     differences = []
     for leaf in leaves:
-        # Most differ in their first message, and long paths are worth their walk only where they do not.
+        # Most conversations differ in their first message; only the others are worth walking a long path.
         path = [leaf.root] if leaf.root.digests[:1] != conversation.digests[:1] else leaf.path()
         differences.append(_first_difference(leaf, path, 0, conversation))
     return "opens a sequence: " + _deepest(differences, messages)
 
 
 def explain(turns: Iterable[Turn]) -> str:
-    """One line per turn; those of a sequence stand below its first one, and those of a fork one step further in."""
+    """Describe each turn in one line. Turns of a sequence are below its first one, and forks are indented."""
     lines = []
     steps: dict[int, int] = {}
     extended: set[int] = set()
@@ -68,7 +70,7 @@ def explain(turns: Iterable[Turn]) -> str:
         flags = {
             "auxiliary": turn.is_auxiliary,
             "constrained": turn.constrained,
-            "waits to go on": turn.waits_to_go_on,
+            "waits to be resumed": turn.waits_to_go_on,
         }
         marks = [turn.status.value, *(flag for flag, is_set in flags.items() if is_set)]
         notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
@@ -78,36 +80,37 @@ def explain(turns: Iterable[Turn]) -> str:
 
 
 def _leaves(turns: Sequence[Turn]) -> list[Turn]:
-    """The latest answered turns that no other turn extends, those outside the agents' loops left aside."""
+    """Return the latest answered turns that no other turn extends, without auxiliary ones."""
     recent = turns[-_COMPARED_TURNS:]
     inner = {id(turn.parent) for turn in recent}
     return [turn for turn in recent if turn.answer_digest and id(turn) not in inner and not turn.is_auxiliary]
 
 
 class _Difference(NamedTuple):
-    """What differs first between a conversation and a recorded one.
+    """The first difference between a conversation and a recorded one.
 
     Attributes:
-        agreement: How far they agree; the part that differs counts.
+        depth: Number of matching parts, counting the one that differs.
         what: What differs, in words.
-        leaf: The last turn of the recorded one.
-        answer: The turn whose answer differs, and the position of the message in its place; None if it is no answer.
+        leaf: The last turn of the recorded conversation.
+        answer: The turn whose answer differs, and the position of the message that replaces it; None if it is no
+            answer.
     """
 
-    agreement: int
+    depth: int
     what: str
     leaf: Turn
     answer: tuple[Turn, int] | None = None
 
 
 def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation: Conversation) -> _Difference:
-    """How far a conversation agrees with a recorded one, and what differs first.
+    """Find the first difference between a conversation and a recorded one.
 
     Args:
-        leaf: The last turn of the recorded one.
-        path: Its turns, those left out whose messages are known to agree.
-        known: How many messages that are.
-        conversation: What arrived.
+        leaf: The last turn of the recorded conversation.
+        path: Its turns, without those whose messages are known to match.
+        known: Number of messages that are known to match.
+        conversation: Fingerprint of the conversation.
     """
     for name in {**leaf.parts, **conversation.parts}:
         if conversation.parts.get(name) != leaf.parts.get(name):
@@ -122,12 +125,12 @@ def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation
                 is_answer = recorded == turn.answer_digest and conversation.roles[i] == role
                 return _Difference(i + 1, what, leaf, (turn, i) if is_answer else None)
             i += 1
-    return _Difference(i + 1, f"it goes on after message {i - 1}", leaf)
+    return _Difference(i + 1, f"it continues after message {i - 1}", leaf)
 
 
 def _deepest(differences: Sequence[_Difference], messages: Messages) -> str:
-    """The difference from the recorded conversation that agrees the furthest, the latest of several, in words."""
-    chosen = max(reversed(differences), key=lambda difference: difference.agreement)
+    """Describe the difference from the recorded conversation that matches the furthest, the latest of several."""
+    chosen = max(reversed(differences), key=lambda difference: difference.depth)
     what = chosen.what
     if chosen.answer is not None:
         turn, position = chosen.answer

@@ -1,4 +1,4 @@
-"""From a forest of turns to the token sequences that a trainer takes."""
+"""From a forest of turns to the token sequences for a trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NONE: Mapping[int, int] = {}
 
 
 def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[tuple[Turn, TokenManager]]:
-    """The sequences from each root to each leaf, each behind its leaf; by their last call, auxiliary and cut ones last.
+    """Return the sequences from each root to each leaf, as pairs of leaf and sequence.
 
-    Every sampled token has loss mask 1 in exactly one of them, the first that contains it, unless a grammar constrained
-    it.
+    They are ordered by their last call, with auxiliary and cut ones last. Every sampled token has loss mask 1 in
+    exactly one of them, the first that contains it, unless a grammar constrained it.
 
     Args:
         turns: All turns in the order of their calls.
-        discarded: Whether answers that the agent threw away are given out, too.
-        auxiliary: Whether calls from outside the agents' loops are given out, too.
+        discarded: Whether to include answers that the agent threw away.
+        auxiliary: Whether to include calls from outside the agents' loops.
     """
     shown = [
         turn
@@ -30,23 +30,23 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
         and (discarded or turn.status is not TurnStatus.DISCARDED)
         and (auxiliary or not turn.is_auxiliary)
     ]
-    given_out = {id(turn) for turn in shown}
+    exported = {id(turn) for turn in shown}
     inner: set[int] = set()
     for turn in shown:
         step = turn
-        # A turn whose last token no later call kept ends a sequence of its own, where that token is trained.
-        # An auxiliary call goes on in a sequence of its own, which the main one must not need.
+        # If no later call kept a turn's last token, the turn ends a sequence of its own, which trains that token.
+        # An auxiliary call continues in a sequence of its own, which the main one must not need.
         while (
             step.parent is not None and step.parent_kept is None and (step.parent.is_auxiliary or not turn.is_auxiliary)
         ):
             step = step.parent
             inner.add(id(step))
-            if id(step) in given_out:
+            if id(step) in exported:
                 break
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
     trained: dict[int, int] = {}
-    if not auxiliary:  # what an agent goes on from is context there, and a helper's tokens are not trained
+    if not auxiliary:  # a helper's tokens that an agent continues from are context, and not trained
         trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
     sequences = []
     for leaf in leaves:
@@ -57,11 +57,11 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
 
 
 def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> TokenManager:
-    """The tokens from the root to a turn.
+    """Return the tokens from the root to a turn.
 
     Args:
         leaf: The turn that the sequence ends with.
-        already_trained: By `id` of a turn, how many of its sampled tokens other sequences train: they have loss mask 0
+        already_trained: Number of sampled tokens that other sequences train, by `id` of a turn. They get loss mask 0
             here.
     """
     return TokenManager(
@@ -71,10 +71,10 @@ def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> Token
 
 
 def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:
-    """A turn's prompt, and the first `kept` of its sampled tokens; another sequence trains the first `trained`."""
+    """Yield a turn's prompt and the first `kept` of its sampled tokens; another sequence trains the first `trained`."""
     logprobs: array[float] | None = turn.prompt_logprobs
     if logprobs is None and turn.parent is not None:
-        # Observations carry logprob 0.0, which trainers ask for; the opening prompt's are unknown.
+        # Observations have logprob 0.0, which trainers expect; those of the opening prompt are unknown.
         logprobs = array("d", bytes(8 * len(turn.prompt_ids)))
     yield Segment(turn.prompt_ids, logprobs, is_response=False)
     generation = turn.generation

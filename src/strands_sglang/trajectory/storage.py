@@ -1,18 +1,18 @@
 """Trajectories as files: one safetensors file, bit-equal when read back, readable without this library.
 
-Layout (format version 2). Tensors hold the tokens of all turns, one after the other: `prompt_ids` and `output_ids`
-(int32), `logprobs` (float64, of the sampled tokens), `prompt_logprobs` (float64, of the turns that recorded them), and
-`routed_experts.<n>` (int32, rows x columns, of turn n) where there are any. Turns with sampling masks have the ids of
-all rows in `sampling_mask.ids` and the lengths of the rows in `sampling_mask.lengths` (int32), their logprobs in
-`sampling_logprobs` (float64). The images of turn n's prompt are in `images.<n>.sent_ids` (int32, the prompt with one
-placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (what the model's
-processor made of them; bfloat16 as int16, named in `bfloat16` of the turn's description).
+Layout (format version 2). Tensors hold the concatenated tokens of all turns: `prompt_ids` and `output_ids` (int32),
+`logprobs` (float64, of the sampled tokens) and `prompt_logprobs` (float64, of the turns that recorded them).
+`routed_experts.<n>` (int32, rows x columns) belongs to turn n, if recorded. For turns with sampling masks,
+`sampling_mask.ids` holds the ids of all rows and `sampling_mask.lengths` the row lengths (int32), and
+`sampling_logprobs` (float64) their logprobs. The images of turn n's prompt are in `images.<n>.sent_ids` (int32, the
+prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (the
+processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in the turn's description).
 
-`trajectory` (uint8) is JSON with `turns` in the order of their calls (`parent` is a position in that list;
-`prompt_tokens`, `sampled_tokens` say how many entries of the tensors are theirs), and what else the trajectory knows:
-`agents` and `helpers` that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls. Digests are
-hexadecimal. The file's metadata has `format` and `version`. Version 1 has `trajectory` in the metadata, too, where
-safetensors takes 100 MB.
+`trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and
+`prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. Other keys hold what else the trajectory
+knows: `agents` and `helpers` that have asked, and `result_notices`, `call_ids` and `tool_parse_errors` of tool calls.
+Digests are hexadecimal. The file's metadata holds `format` and `version`. Version 1 also has `trajectory` in the
+metadata, which safetensors limits to 100 MB.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _GENERATION_FIELDS: tuple[str, ...] = (
 
 
 class TrajectoryFileError(ValueError):
-    """A file is no trajectory, or one of a version that this library does not know."""
+    """A file is not a trajectory, or has a version that this library does not know."""
 
 
 def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
-    """The content of a file with these turns.
+    """Return the content of a file with these turns.
 
     Args:
-        turns: In the order of their calls, parents first.
-        facts: What is known beside them; JSON-like.
+        turns: The turns in the order of their calls, parents first.
+        facts: Further JSON-like facts about the trajectory.
 
     Raises:
-        TypeError: A tensor of an image's processor is of a type that numpy lacks.
+        TypeError: An image processor's tensor has a type that numpy lacks.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -137,14 +137,14 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
 
 
 def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]:
-    """Read the turns of a file, and what was known beside them.
+    """Read the turns of a file, and the further facts about its trajectory.
 
     Args:
-        content: The file's content.
-        name: What an error calls it.
+        content: Content of the file.
+        name: Name of the file in errors.
 
     Raises:
-        TrajectoryFileError: It is no trajectory, or one of another version.
+        TrajectoryFileError: The content is not a trajectory, or has an unknown version.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -152,12 +152,12 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]
     try:
         tensors = load(content)
     except SafetensorError as error:
-        raise TrajectoryFileError(f"{name}: not a safetensors file, or cut off: {error}") from error
+        raise TrajectoryFileError(f"{name}: not a safetensors file, or truncated: {error}") from error
     # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
     if metadata.get("format") != FORMAT or metadata.get("version") not in _READABLE:
         found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-        raise TrajectoryFileError(f"{name}: holds {found}, and not {FORMAT!r}, version {' or '.join(_READABLE)}")
+        raise TrajectoryFileError(f"{name}: holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
     reader = _Reader(tensors)
     turns: list[Turn] = []
@@ -171,7 +171,7 @@ def _is_bfloat16(values: Any) -> bool:
 
 
 class _Reader:
-    """Hands out the tokens of one turn after the other."""
+    """Returns the tokens of one turn after the other."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
@@ -247,12 +247,12 @@ class _Reader:
         if answer is not None:
             turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
             if answer.get("is_resumed"):
-                turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files call it failed
+                turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
         return turn
 
 
 def write_file(path: str | PathLike[str], content: bytes) -> None:
-    """Put a whole file in place at once: a full disk or a kill leaves what was there.
+    """Write a whole file atomically: a full disk or a kill leaves the previous content.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,15 +1,16 @@
 """The model calls of an episode as a forest of turns: recorded as they are asked and answered, then read and saved.
 
 A *turn* is one model call: the prompt tokens that it added, and the tokens that it sampled. A call extends the recorded
-turn whose conversation (what it was asked, plus its own answer) is an exact prefix of what arrived; anything else opens
-a new sequence, with the reason why. The key is the conversation itself, never a cursor, so rewritten histories,
-retries, several agents and several threads on one model object cannot corrupt what is recorded.
+turn whose conversation (what was asked, plus the answer) is an exact prefix of the new messages. Any other call opens a
+new sequence, and its reason says why. Turns are found by the conversation itself, never by a cursor. So rewritten
+histories, retries, several agents and several threads on one model cannot corrupt the record.
 
 Invariants:
+
 - A turn's token ids are fixed once it is answered; failed turns hold no sampled token.
 - The ids sent for a turn are `parent.token_ids() + prompt_ids`.
-- In `sequences()` every sampled token has loss mask 1 in exactly one sequence, the first that contains it, unless its
-  turn was sampled under a grammar (off-policy), which has mask 0 everywhere.
+- In `sequences()` every sampled token has loss mask 1 in exactly one sequence, the first that contains it. Turns
+  sampled under a grammar are off-policy and have mask 0 everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..messages import Conversation, block_digests, chain_of, message_digest, ne
 from ..protocol.generation import Generation
 from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
-from .explain import explain, why_here, why_new
+from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, sequence_of
 from .storage import decode_turns, encode_turns, write_file
 from .tokens import TokenManager
@@ -45,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call belongs.
+    """Where a call belongs in the forest.
 
     Attributes:
-        turn: The turn that it extends; None if it opens a sequence.
-        new_messages: The messages that came since.
-        reason: Why, for people.
-        kept: How many of that turn's sampled ids stay before the call's prompt; None for all of them.
+        turn: The turn that the call extends; None if it opens a sequence.
+        new_messages: The messages since that turn's answer.
+        reason: Why it belongs there, in words.
+        kept: Number of that turn's sampled ids that precede the call's prompt; None for all.
     """
 
     turn: Turn | None
@@ -62,14 +63,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks.
+    """Who makes a call.
 
     Attributes:
-        agent: The agent; None for a call from outside an agent's loop. Of two turns that said the same after the same,
-            its own one is extended.
-        cycle: The turn of the agent's loop that it asks in.
-        auxiliary: Whether the call is none of a rollout's own (a summary, a judge). Left out, one from outside an
-            agent's loop is, if an agent has asked before.
+        agent: Id of the agent; None for a call from outside an agent's loop. If two turns match equally, the agent's
+            own turn is extended.
+        cycle: Strands' id of the event-loop cycle that asks.
+        auxiliary: Whether the call is not part of the rollout itself (a summary, a judge). None decides: a call from
+            outside an agent's loop is auxiliary if an agent has asked before.
     """
 
     agent: str | None = None
@@ -77,20 +78,20 @@ class Caller:
     auxiliary: bool | None = None
 
 
-NOBODY = Caller()
-"""Who asks from outside of any agent's loop."""
+OUTSIDE = Caller()
+"""The caller outside of any agent's loop."""
 
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What was read in an answer.
+    """What the parser found in an answer.
 
     Attributes:
-        tool_calls: Its tool uses, `{"toolUseId", "name", "id"}` in order.
-        result_notices: By toolUseId, the text that replaces the result of a call that did not parse.
-        parse_errors: The names that the calls which did not parse seemed to mean.
-        ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
-        has_reasoning: Whether it holds reasoning.
+        tool_calls: Its tool calls in order, each as `{"toolUseId", "name", "id"}`.
+        result_notices: Text that replaces the result of a call that did not parse, by toolUseId.
+        parse_errors: The tool names that the calls that did not parse seemed to mean.
+        ends_in_reasoning: Whether the answer ends inside unclosed reasoning.
+        has_reasoning: Whether the answer holds reasoning.
     """
 
     tool_calls: Sequence[Mapping[str, Any]] = ()
@@ -101,42 +102,48 @@ class ParsedAnswer:
 
 
 NOTHING_PARSED = ParsedAnswer()
-"""What was read in an answer that is text alone."""
+"""The parsed form of an answer that is only text."""
 
 
 class Trajectory:
-    """The recorded turns of an episode. Safe to use from several threads.
+    """The record of an episode: all its model calls, as a forest of turns. Thread-safe.
+
+    [`SGLangModel`][strands_sglang.SGLangModel] fills it. Read it with `turns`, `sequences()` and `explain()`, and keep
+    it with `save()` and `load()`.
 
     Attributes:
-        tool_calls: The recorded tool calls by toolUseId: under `id` and `name`, as the model knows them and wrote them.
-        result_notices: By toolUseId, what the model is told instead of the result of a call that did not parse.
-        tool_parse_errors: How many tool calls did not parse, by the name that they seemed to mean.
+        tool_calls: The recorded tool calls by toolUseId. Their `id` and `name` are those that the model saw and wrote.
+        result_notices: What the model reads as the result of a call that did not parse, by toolUseId.
+        tool_parse_errors: Number of tool calls that did not parse, by the tool name that they seemed to mean.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty trajectory."""
         self._id = uuid.uuid4().hex
         self._turns: list[Turn] = []
         self._calls = 0
         self._by_answer: dict[bytes, list[Turn]] = {}  # by the conversation that ends with their answer
         self._by_question: dict[tuple[str, bytes], list[Turn]] = {}  # answered ones, by who asked what
         self._latest: dict[str, Turn] = {}  # answered ones, by agent
-        self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: what a retry takes the place of
+        self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: a retry replaces them
         self.tool_calls: dict[str, Mapping[str, Any]] = {}
         self.result_notices: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
-        self._has_agents = False  # one has asked, or is about to
+        self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
         self._warned_of_several = False
         self._warned_of_rewriting = False
 
-    def attach(self, conversation: Conversation, messages: Messages, caller: Caller = NOBODY) -> Place:
-        """Find the deepest recorded turn whose conversation and answer are an exact prefix of what arrived.
+    def attach(self, conversation: Conversation, messages: Messages, caller: Caller = OUTSIDE) -> Place:
+        """Find the deepest recorded turn whose conversation and answer are an exact prefix of the messages.
 
         Args:
-            conversation: What arrived, as fingerprints.
-            messages: The same as messages.
+            conversation: Fingerprint of the messages and of what precedes them.
+            messages: The messages.
             caller: Who asks.
+
+        Returns:
+            Where the call belongs.
         """
         with self._lock:
             retried = self._retried(conversation.key, caller.agent)
@@ -146,33 +153,36 @@ class Trajectory:
             found = self.recorded(conversation, agent=caller.agent)
             if found is not None:
                 turn, known = found
-                return Place(turn, messages[known:], why_here(self._turns, turn, known, conversation, messages))
-            return Place(None, messages, why_new(self._turns, conversation, messages))
+                return Place(turn, messages[known:], reason_to_extend(self._turns, turn, known, conversation, messages))
+            return Place(None, messages, reason_to_open(self._turns, conversation, messages))
 
     def ask(
         self,
         place: Place,
         conversation: Conversation,
         prompt_ids: Iterable[int],
-        caller: Caller = NOBODY,
+        caller: Caller = OUTSIDE,
         *,
         reasoning_open: bool = False,
         constrained: bool = False,
         images: ImageInputs | None = None,
     ) -> Turn:
-        """Record that a call is about to be made: its prompt is known from here on.
+        """Record a call that is about to be made, with its prompt.
 
-        What the same agent asked in vain is replaced, so that retrying never duplicates anything; a cut turn only by a
-        call that goes on from its tokens.
+        The call replaces an unanswered call of the same agent with the same conversation, so retries never duplicate
+        anything. It replaces a cut turn only if it continues from its tokens.
 
         Args:
             place: Where the call belongs.
             conversation: What it asks.
-            prompt_ids: The prompt tokens that it adds, shape (P,).
+            prompt_ids: Ids of the prompt tokens that it adds, shape `(P,)`.
             caller: Who asks.
             reasoning_open: Whether the prompt ends inside reasoning.
             constrained: Whether a grammar constrains the sampling.
             images: The images of the prompt.
+
+        Returns:
+            The new turn.
         """
         known = len(conversation.digests) - len(place.new_messages)
         agent = caller.agent
@@ -183,7 +193,7 @@ class Trajectory:
             retried = self._retried(conversation.key, agent, caller.cycle)
             resumed = None
             if retried is not None and retried.parent is place.turn:
-                # What was sampled goes on behind exactly the tokens that it was sampled behind.
+                # Sampled tokens may only follow the exact prompt that they were sampled after.
                 if retried.waits_to_go_on and not constrained and retried.prompt_ids == ids:
                     resumed = retried
                 if resumed is not None or not retried.waits_to_go_on:
@@ -217,17 +227,16 @@ class Trajectory:
             return turn
 
     def expect_agent(self) -> None:
-        """Note that an agent asks, or is about to: a call from outside its loop is auxiliary from here on."""
+        """Note that an agent asks, or is about to; later calls from outside its loop are auxiliary."""
         with self._lock:
             if self._has_agents:
                 return
             self._has_agents = True
             own = [turn for turn in self._turns if turn.agent is None and not turn.is_auxiliary]
-            if own:  # what is recorded stays what it is
+            if own:  # recorded turns never change their kind
                 logger.warning(
-                    "call=<%d>, calls=<%d> | what was asked from outside an agent's loop before the first agent asked "
-                    "is trained, and later calls of that kind are auxiliary; stream(auxiliary=...) and model.auxiliary "
-                    "say which they are",
+                    "call=<%d>, calls=<%d> | calls from outside an agent's loop before the first agent asked are "
+                    "trained, and later ones are auxiliary; decide it with stream(auxiliary=...) or model.auxiliary",
                     own[0].index,
                     len(own),
                 )
@@ -239,9 +248,9 @@ class Trajectory:
 
         Args:
             turn: The turn that was asked.
-            generation: What the server returned.
+            generation: The server's answer.
             message: The answer as the agent will hand it back.
-            parsed: What was read in it.
+            parsed: What the parser found in it.
         """
         with self._lock:
             turn.tool_calls = tuple(parsed.tool_calls)
@@ -256,7 +265,13 @@ class Trajectory:
             self._record(turn, generation, TurnStatus.ANSWERED)
 
     def cut(self, turn: Turn, generation: Generation, cause: BaseException) -> None:
-        """Record what a turn had sampled when it was aborted or found unreadable. Nothing extends a cut turn."""
+        """Record what a turn had sampled when it was aborted or could not be parsed. No call extends a cut turn.
+
+        Args:
+            turn: The turn that was asked.
+            generation: What was sampled.
+            cause: The error that ended the call.
+        """
         with self._lock:
             turn.cause = cause
             if generation.output_ids:
@@ -265,18 +280,18 @@ class Trajectory:
                 self.fail(turn, cause)
 
     def resume(self, turn: Turn) -> None:
-        """Let the call that asks the same as a cut turn go on from its tokens, in place of asking anew.
+        """Let the next call that asks the same as a cut turn continue from its tokens instead of starting over.
 
-        That is what a partial rollout does, perhaps after `save` and `load`. The call that goes on replaces the turn,
-        so its tokens are recorded once; until then, and if none comes, they stay those of a cut turn. Of several agents
-        that were cut at the same question, each goes on from its own turn, and one that had no answer before (its first
-        call was cut, or it was made anew) from the earliest that is left.
+        This is a partial rollout, perhaps after `save` and `load`. The call that continues replaces the turn, so its
+        tokens are recorded once; until then they remain those of a cut turn. If several agents were cut at the same
+        question, each continues from its own turn. An agent without an earlier answer (its first call was cut, or the
+        agent was created again) continues from the earliest turn that is left.
 
         Args:
-            turn: A cut turn of this trajectory. One that waits to go on already does so still.
+            turn: A cut turn of this trajectory. Resuming it twice has no further effect.
 
         Raises:
-            ValueError: It is no cut turn, or a grammar constrained it: a grammar begins at the first token.
+            ValueError: It is not a cut turn, or a grammar constrained it: a grammar begins at the first token.
         """
         with self._lock:
             if turn.status is not TurnStatus.CUT or turn.constrained:
@@ -286,7 +301,12 @@ class Trajectory:
                 self._index(turn)
 
     def fail(self, turn: Turn, cause: BaseException) -> None:
-        """Record that a turn got no answer. What an earlier attempt had sampled stays, and waits to go on."""
+        """Record that a turn got no answer. If it continued a cut turn, those tokens stay and wait to be resumed.
+
+        Args:
+            turn: The turn that was asked.
+            cause: The error that ended the call.
+        """
         with self._lock:
             turn.cause = cause
             turn.generation = turn.resumes
@@ -294,7 +314,7 @@ class Trajectory:
             self._index(turn)
 
     def _index(self, turn: Turn) -> None:
-        """Make a turn that has ended findable by what it was asked and what it answered."""
+        """Make a turn that has ended findable by its question and its answer."""
         if turn.status is TurnStatus.FAILED or turn.waits_to_go_on:
             self._unanswered.setdefault(turn.key, []).append(turn)
         if turn.answer_key is None:
@@ -306,22 +326,22 @@ class Trajectory:
             self._latest[turn.agent] = turn
 
     def _retried(self, key: bytes, agent: str | None, cycle: str | None = None) -> Turn | None:
-        """What a call with this conversation takes the place of: what the same agent asked in vain, if anything.
+        """Find the turn that a call with this conversation replaces: an unanswered call of the same agent.
 
         Strands forgets the id of an agent whose first call fails, and a restarted rollout has new agents. So an agent
-        that never had an answer here may be any of those that wait for one.
+        without an earlier answer may be any of those that wait for one.
 
         Args:
-            key: Identifies the conversation.
-            agent: Who asks.
-            cycle: The turn of its loop that it asks in.
+            key: Digest of the conversation.
+            agent: Id of the agent that asks.
+            cycle: Strands' id of the event-loop cycle that asks.
         """
         turns = self._unanswered.get(key, ())
         own = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
         if own or agent in self._latest:
             return min(own, key=lambda turn: (not turn.waits_to_go_on, turn.index), default=None)
         waiting = [turn for turn in turns if turn.waits_to_go_on]
-        # Those whose agents may still come for them are last.
+        # Turns whose agents may still ask again come last.
         return min(waiting, key=lambda turn: (turn.agent in self._latest, turn.index), default=None)
 
     def _record(self, turn: Turn, generation: Generation, status: TurnStatus) -> None:
@@ -335,7 +355,7 @@ class Trajectory:
             settle(parent, TurnStatus.COMMITTED)
         self._index(turn)
 
-    # --- what became of the answers ---
+    # --- which answers the agents kept ---
 
     def _judge_by_call(self, place: Place, conversation: Conversation, agent: str, cycle: str | None) -> None:
         """Settle which answers an agent threw away, from a call that it makes now."""
@@ -344,7 +364,7 @@ class Trajectory:
             undecided = [
                 turn
                 for turn in attempts
-                # Of an answer that hooks tell of, they tell once its call is over.
+                # Hooks report on an answer once its call is over.
                 if turn.status is TurnStatus.ANSWERED and turn is not place.turn and turn.was_added is not False
             ]
             if undecided:
@@ -355,24 +375,24 @@ class Trajectory:
             note_if_gone(latest, conversation.digests)
 
     def _warn_of_rewriting(self, replaced: Iterable[Turn]) -> None:
-        """Warn once that sampled answers were replaced, which costs training data and may well be an oversight."""
+        """Warn once about replaced answers: they cost training data, and may be an oversight."""
         for turn in replaced:
             if not self._warned_of_rewriting:
                 self._warned_of_rewriting = True
                 logger.warning(
-                    "call=<%d>, note=<%s> | a sampled answer was replaced in the agent's history, by a hook, a cancel "
-                    "or a guardrail: it is discarded and not trained, as are others like it; see trajectory.explain()",
+                    "call=<%d>, note=<%s> | a hook, a cancel or a guardrail replaced a sampled answer in the agent's "
+                    "history: it is discarded and not trained, like others of its kind; see trajectory.explain()",
                     turn.index,
                     turn.note,
                 )
 
     def put_in_history(self, turns: Sequence[Turn], message: Message, *, position: int) -> None:
-        """Settle which of the answers to one model call an agent took, from the message that came into its history.
+        """Settle which answer to one model call an agent kept, from the message that entered its history.
 
         Args:
-            turns: The turns with these answers.
+            turns: The turns with the answers.
             message: The message.
-            position: Of the message in the agent's history.
+            position: Position of the message in the agent's history.
         """
         with self._lock:
             undecided = [turn for turn in turns if turn.status is TurnStatus.ANSWERED]
@@ -380,11 +400,11 @@ class Trajectory:
             self._warn_of_rewriting(judge(undecided, undecided, after))
 
     def throw_away(self, turns: Iterable[Turn], why: str) -> None:
-        """Record that no answer to a model call came into the agent's history.
+        """Record that no answer to a model call entered the agent's history.
 
         Args:
-            turns: The turns with these answers.
-            why: For people.
+            turns: The turns with the answers.
+            why: Reason in words, for `Turn.note`.
         """
         with self._lock:
             for turn in turns:
@@ -392,11 +412,11 @@ class Trajectory:
                     turn.status, turn.note = TurnStatus.DISCARDED, why
 
     def settle(self, messages: Messages) -> None:
-        """Fix the status of what no later call can tell, from the messages that an agent ended with.
+        """Settle which answers an agent kept, from the messages that it ended with.
 
-        The latest answer in them is final. Answers of the same agent to a question that stands in them, which are not
-        the answer that stands there, were thrown away. Call it once per agent, when its episode is over; what the
-        messages do not tell (they were shortened, or are another agent's) stays as it is.
+        The last answer in them becomes final. If the same agent has other answers to a question in the messages, those
+        were thrown away. Answers that the messages say nothing about (they were shortened, or belong to another agent)
+        keep their status. Call it once per agent when its episode is over.
 
         Args:
             messages: The agent's messages.
@@ -404,17 +424,20 @@ class Trajectory:
         with self._lock:
             self._warn_of_rewriting(judge_end(self._turns, messages))
 
-    # --- what calls ask of it ---
+    # --- for calls ---
 
     def recorded(
         self, conversation: Conversation, *, agent: str | None = None, whatever_before: bool = False
     ) -> tuple[Turn, int] | None:
-        """The deepest turn whose conversation and answer are an exact prefix of some messages, and how many that are.
+        """Find the deepest turn whose conversation and answer are an exact prefix of some messages.
 
         Args:
-            conversation: The messages, and what stands before them.
-            agent: Whose turn is preferred.
-            whatever_before: Whether what stands before them (system prompt, tools) is not known, and may be any.
+            conversation: Fingerprint of the messages and of what precedes them.
+            agent: Id of the agent whose turn is preferred.
+            whatever_before: Whether the system prompt and the tools are unknown, so that any match.
+
+        Returns:
+            The turn and the number of messages that it covers; None if there is none.
         """
         with self._lock:
             chains = [conversation.chain]
@@ -430,19 +453,23 @@ class Trajectory:
             return None
 
     def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:
-        """The latest turn with an answer, one that made some tool calls if ids of such are given."""
+        """Return the latest turn with an answer; None if there is none.
+
+        Args:
+            tool_use_ids: Only consider answers that made all these tool calls.
+        """
         with self._lock:
             ids = set(tool_use_ids)
             answered = (turn for turn in reversed(self._turns) if turn.answer_key is not None)
             return next((turn for turn in answered if ids <= {call["toolUseId"] for call in turn.tool_calls}), None)
 
     def routing_key(self, turn: Turn) -> str:
-        """What keeps the calls of one root conversation, its forks and retries included, on one server.
+        """Return the key that keeps a root conversation, with its forks and retries, on one server.
 
-        Other episodes have other keys, also for the same conversation: samples of one prompt are spread.
+        Other episodes have other keys even for the same conversation, so that samples of one prompt are spread.
 
         Args:
-            turn: A turn of that conversation.
+            turn: A turn of the conversation.
         """
         return f"{self._id}-{turn.root.key.hex()[:16]}"
 
@@ -459,32 +486,37 @@ class Trajectory:
         return len(self._turns)
 
     def sequences(self, *, discarded: bool = False, auxiliary: bool = False) -> list[TokenManager]:
-        """The sequences from each root to each leaf, in the order of their last call, cut ones last.
+        """Return the token sequences from each root to each leaf.
 
-        Turns without an answer are left out. Every sampled token has loss mask 1 in exactly one of the sequences, the
-        first that contains it, unless a grammar constrained it.
+        They are ordered by their last call, with cut ones last. Turns without an answer are left out. Every sampled
+        token has loss mask 1 in exactly one sequence, the first that contains it, unless a grammar constrained it.
 
         Args:
-            discarded: Whether answers that the agent threw away are given out, too.
-            auxiliary: Whether calls from outside the agents' loops are given out, too.
+            discarded: Whether to include answers that the agent threw away.
+            auxiliary: Whether to include calls from outside the agents' loops and of `model.auxiliary`.
         """
         return [sequence for _, sequence in self.branches(discarded=discarded, auxiliary=auxiliary)]
 
     def branches(self, *, discarded: bool = False, auxiliary: bool = False) -> list[tuple[Turn, TokenManager]]:
-        """The same as `sequences`, each behind the turn that it ends with, whose `path()` has all its turns."""
+        """Return the same as `sequences`, as pairs of the last turn and the sequence. `turn.path()` has all its turns.
+
+        Args:
+            discarded: As for `sequences`.
+            auxiliary: As for `sequences`.
+        """
         with self._lock:
             return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary)
 
     def latest_main_sequence(self, *, warn: bool = False) -> TokenManager:
-        """The latest sequence of the main conversation, with its own full mask.
+        """Return the latest sequence of the main conversation, with its own full mask.
 
-        The main conversation is the first one since the start that was answered, every attempt at its first call
-        included, calls from outside the agents' loops left aside; before any answer it is the latest one that was
-        asked, so that its opening prompt can be seen. It ends with the latest answer that was not thrown away; where
-        all were, with the latest one, whose tokens are not trained then.
+        The main conversation is the first one that was answered, including every attempt at its first call but no
+        auxiliary calls. Before any answer it is the latest one that was asked, so that its opening prompt can be read.
+        The sequence ends with the latest answer that was not thrown away. If all were, it ends with the latest one,
+        whose tokens then have mask 0.
 
         Args:
-            warn: Whether to log, once, that other sequences hold tokens to train, too.
+            warn: Whether to log a warning, once, if other sequences hold tokens to train too.
         """
         with self._lock:
             if (
@@ -504,7 +536,7 @@ class Trajectory:
             return sequence_of(leaf, {id(leaf): len(leaf.output_ids)} if leaf.status is TurnStatus.DISCARDED else {})
 
     def main_leaf(self) -> Turn | None:
-        """The turn that `latest_main_sequence` ends with; None before any call."""
+        """Return the turn that `latest_main_sequence` ends with; None before any call."""
         with self._lock:
             roots = [turn for turn in self._turns if turn.parent is None and not turn.is_auxiliary]
             first = next((turn for turn in roots if turn.is_answered), None)
@@ -519,30 +551,36 @@ class Trajectory:
             return kept[-1] if kept else ends[-1]
 
     def drift(self, tokenizer: PreTrainedTokenizerBase) -> Drift:
-        """How far the sequences are from what decoding and encoding them again would give.
+        """Compare the sequences with what decoding them and encoding the text again gives.
 
         Args:
             tokenizer: The tokenizer of the served model.
+
+        Returns:
+            The drift: its `share_affected` is the share of affected sequences, `drifted` the number of tokens by cause.
         """
         return measure_drift(self.sequences(), tokenizer)
 
     def explain(self) -> str:
-        """What became of every call, for people: what it extends, where it forked and why, how it ended."""
+        """Describe every call in words: what it extends, where it forks and why, and how it ended."""
         with self._lock:
             return explain(self._turns)
 
     # --- files ---
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to one safetensors file; see `storage` for its layout. `load` gives it back bit by bit.
+        """Write the trajectory to one safetensors file, bit-exact.
+
+        Args:
+            path: Path of the file. A previous file is replaced atomically.
 
         Raises:
-            OSError: The file cannot be written; what was there stays as it was.
+            OSError: The file cannot be written; a previous file stays unchanged.
         """
         write_file(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """Return the bytes that `save` writes."""
         with self._lock:
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {
@@ -556,24 +594,27 @@ class Trajectory:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trajectory:
-        """Read a trajectory that was saved. It can be extended like any other.
+        """Read a saved trajectory. It can be extended like any other.
+
+        Args:
+            path: Path of the file.
 
         Raises:
             OSError: The file cannot be read.
-            TrajectoryFileError: It is no trajectory, or one of another version.
+            TrajectoryFileError: The file is not a trajectory, or has an unknown version.
         """
         return cls.from_bytes(Path(path).read_bytes(), name=str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str = "the bytes") -> Trajectory:
-        """Read what `to_bytes` returned.
+        """Read a trajectory from the bytes that `to_bytes` returned.
 
         Args:
-            content: It.
-            name: What an error calls it.
+            content: The bytes.
+            name: What errors call them.
 
         Raises:
-            TrajectoryFileError: It is no trajectory, or one of another version.
+            TrajectoryFileError: The bytes are not a trajectory, or have an unknown version.
         """
         trajectory = cls()
         trajectory._turns, facts = decode_turns(content, name)
@@ -586,7 +627,7 @@ class Trajectory:
         return trajectory
 
     def __reduce__(self) -> Any:
-        """Pickle and copy it as `save` writes it: flat, in size linear in the tokens, without its lock.
+        """Pickle and copy the trajectory as `save` writes it: flat, linear in the tokens, without its lock.
 
         Errors of failed turns become `RecordedError`s, as in a file.
         """

@@ -1,4 +1,4 @@
-"""One model call of an episode: what it added to the prompt, what it sampled, and how far it has come."""
+"""One model call of an episode: what it added to the prompt, what it sampled, and its status."""
 
 from __future__ import annotations
 
@@ -16,68 +16,71 @@ if TYPE_CHECKING:
 
 
 class TurnStatus(str, Enum):
-    """How far a turn has come."""
+    """The status of a turn."""
 
     ASKED = "asked"
-    """The request is on its way."""
+    """The request is under way."""
     ANSWERED = "answered"
     """The answer is recorded; no later call has built on it yet."""
     COMMITTED = "committed"
     """A later call has built on the answer."""
     FINAL = "final"
-    """The agent's messages end with the answer, or kept it in another form; see `Trajectory.settle`."""
+    """The agent's messages end with the answer or hold it in another form; see `Trajectory.settle`."""
     DISCARDED = "discarded"
-    """The agent threw the answer away: a hook retried the call, or a guide, a cancel, another text took its place."""
+    """The agent threw the answer away: a hook retried the call, or a guide, a cancel or another text replaced it."""
     CUT = "cut"
-    """The server aborted the request, or the answer could not be read; what was sampled until then is recorded."""
+    """The request was aborted, or the answer could not be parsed; the sampled tokens are recorded."""
     FAILED = "failed"
     """No answer came. A retry of the call by the same agent replaces the turn."""
 
 
 class RecordedError(Exception):
-    """The error that failed a turn, as far as a file tells: its kind and its message."""
+    """The error that failed a turn, as read from a file: its type and its message."""
 
 
 @dataclass(eq=False, repr=False)
 class Turn:
-    """One model call.
+    """One model call of an episode.
 
     Attributes:
-        index: Position in the order of the calls of the trajectory.
+        index: Position in the order of the calls.
         parent: The turn that it extends; None if it opens a sequence.
-        reason: Why it extends or opens, for people.
-        key: Identifies the conversation that it was asked with.
-        parts: Digests of what stands before the messages (system prompt, tools, template).
-        digests: Digests of the messages that came since the parent's answer.
-        roles: Their roles.
-        prompt_ids: The prompt tokens that it added, shape (P,).
+        reason: Why it extends that turn, forks or opens a sequence, in words.
+        key: Digest of the conversation that was asked.
+        parts: Digests of what precedes the messages (system prompt, tools, template), by name.
+        digests: Digests of the messages since the parent's answer, shape `(M,)`.
+        roles: Roles of those messages, shape `(M,)`.
+        prompt_ids: Ids of the prompt tokens that the call added, shape `(P,)`.
         reasoning_open: Whether the prompt ends inside reasoning.
-        constrained: Whether the tokens are sampled under a grammar.
-        agent: Who asked; None for a call from outside an agent's loop.
-        cycle: The turn of the agent's loop that it asked in, as Strands names it; retries have the same.
-        is_auxiliary: Whether the call is none of a rollout's own: a summary, a judge, structured output outside a loop.
-        sampling_params: As they were sent.
-        request_fields: The further fields of the request that the user had given, as they were sent.
-        status: How far it has come.
-        generation: The server's answer, None until it came.
-        clamped: Whether `max_new_tokens` was lowered to what the context still had room for.
-        parent_kept: How many of the parent's sampled ids stand before this turn's prompt; None for all of them. One
-            less than all where the parent stopped with another token than the chat template puts there.
-        ends_in_reasoning: Whether the answer ends inside reasoning that nothing closed.
+        constrained: Whether the answer was sampled under a grammar. Such tokens are off-policy and have loss mask 0.
+        agent: Id of the agent that asked; None for a call from outside an agent's loop.
+        cycle: Strands' id of the event-loop cycle that asked. Retries share it.
+        is_auxiliary: Whether the call is not part of the rollout itself: a summary, a judge, structured output outside
+            an agent's loop, or any call of `model.auxiliary`.
+        sampling_params: The sampling parameters, as sent.
+        request_fields: The `request_fields` of the configuration, as sent.
+        status: The status of the turn.
+        generation: The server's answer, with `output_ids`, `logprobs`, `finish_type`, `weight_version`, `cached_tokens`
+            and more; None until it arrives.
+        clamped: Whether `max_new_tokens` was lowered to fit the context.
+        parent_kept: Number of the parent's sampled ids that precede this turn's prompt; None for all. It is all but the
+            last if the parent stopped with a different token than the chat template writes there.
+        ends_in_reasoning: Whether the answer ends inside unclosed reasoning.
         has_reasoning: Whether the answer holds reasoning.
-        cause: The error that failed the turn.
-        images: The images of its prompt; None where it has none.
-        tool_calls: The answer's tool calls, `{"toolUseId", "name", "id"}` in order; the model knows them by `id`.
-        answer_key: Identifies the conversation with the answer; None until it came.
-        answer_digest: Digest of the answer as the agent hands it back.
-        answer_blocks: Kinds and digests of its content blocks (see `messages.block_digests`).
-        was_added: Whether the agent's hooks saw the answer, perhaps edited, come into its history; None where it has
-            no hooks that tell (see `hooks`).
-        note: Why the answer was discarded, or what the agent made of it; empty if there is nothing to say.
-        trajectory: The trajectory that records it; None for a turn on its own.
+        cause: The error that failed or cut the turn.
+        images: The images of the prompt; None without images.
+        tool_calls: The answer's tool calls in order, each as `{"toolUseId", "name", "id"}`. The model knows a call by
+            its `id`.
+        answer_key: Digest of the conversation with the answer; None until it arrives.
+        answer_digest: Digest of the answer as the agent hands it back; None until it arrives.
+        answer_blocks: Kind and digest of each content block of the answer.
+        was_added: Whether the answer, perhaps edited, entered the agent's history; None without `model.hooks`.
+        note: Why the answer was discarded, in which other form the agent kept it, or that neither is known. Often
+            empty.
+        prompt_logprobs: Logprobs of `prompt_ids`, shape `(P,)`; None if they were not requested.
+        resumes: What an earlier attempt at this call sampled, if the call continues from it.
         requests_s: Seconds that its requests took so far; not saved.
-        resumes: What an earlier attempt at this call had sampled, where it goes on from there.
-        prompt_logprobs: Logprobs of `prompt_ids`, shape (P,); None if they were not asked for.
+        trajectory: The trajectory that records it; None for a turn on its own.
     """
 
     index: int
@@ -116,41 +119,44 @@ class Turn:
     _root: Turn | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Find the root once: walking up from every turn would be quadratic."""
+        """Look up the root once: walking up from every turn would be quadratic."""
         self._root = None if self.parent is None else self.parent.root
 
     def __reduce__(self) -> Any:
-        """Pickle and copy the turn as a part of its trajectory.
+        """Pickle and copy the turn as part of its trajectory.
 
-        A chain of parents would recurse once per turn; a trajectory is flat, and all its turns share one copy.
+        A chain of parents would recurse once per turn. A trajectory is flat, and all its turns share one copy.
 
         Raises:
-            TypeError: No trajectory records it, or a retry has replaced it there.
+            TypeError: No trajectory records the turn, or a retry has replaced it there.
         """
         if self.trajectory is None or self not in self.trajectory.turns:
-            raise TypeError(f"{self!r} is part of no trajectory, so it cannot be pickled or copied")
+            raise TypeError(f"{self!r} belongs to no trajectory, so it cannot be pickled or copied")
         return _turn_of, (self.trajectory, self.index)
 
     @property
     def output_ids(self) -> array[int]:
-        """The sampled ids, shape (T,); empty until the turn is answered."""
+        """Ids of the sampled tokens, shape `(T,)`; empty until the turn is answered."""
         return self.generation.output_ids if self.generation is not None else array("i")
 
     @property
     def is_answered(self) -> bool:
-        """Whether sampled tokens (perhaps none, perhaps cut off) are recorded."""
+        """Whether an answer is recorded, even an empty or a cut one."""
         return self.generation is not None
 
     @property
     def waits_to_go_on(self) -> bool:
-        """Whether the call that asks the same next goes on from the tokens of this cut turn."""
+        """Whether the next call that asks the same continues from the tokens of this cut turn.
+
+        `Trajectory.resume` sets it.
+        """
         return self.resumes is not None and self.generation is self.resumes
 
     @property
     def ends_at_context_limit(self) -> bool:
-        """Whether the answer was cut off because the context was full, not because `max_new_tokens` was reached.
+        """Whether the end of the context, not `max_new_tokens`, cut the answer off.
 
-        SGLang ends a request a few tokens before the context's end and calls that "length" too.
+        SGLang ends a request a few tokens before the end of the context and reports `"length"` for that too.
         """
         if self.generation is None or self.generation.finish_type != "length":
             return False
@@ -159,18 +165,18 @@ class Turn:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the answer ended at `max_new_tokens` or at the end of the context."""
+        """Whether `max_new_tokens` or the end of the context cut the answer off."""
         return self.generation is not None and self.generation.finish_type == "length"
 
     @property
     def failure(self) -> str | None:
-        """Kind and message of the error that failed the turn; None if there was none."""
+        """Type and message of the error that failed or cut the turn; None without one."""
         if self.cause is None or isinstance(self.cause, RecordedError):
             return None if self.cause is None else str(self.cause)
         return f"{type(self.cause).__name__}: {self.cause}"
 
     def __repr__(self) -> str:
-        """Counts and the reason; never the tokens, which may be many."""
+        """Show counts and the reason, never the tokens, which may be many."""
         return (
             f"Turn({self.index}, {self.status.value}, {len(self.prompt_ids)} prompt and {len(self.output_ids)} sampled "
             f"tokens, {self.reason!r})"
@@ -182,7 +188,11 @@ class Turn:
         return self if self._root is None else self._root
 
     def path(self, after: Turn | None = None) -> list[Turn]:
-        """The turns from the root to this one, or those after one of them; none if that is not on the way."""
+        """Return the turns from the root to this one.
+
+        Args:
+            after: Return only the turns after this one; none if it is not on the path.
+        """
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None and (after is None or turn.index > after.index):  # a turn is younger than its parent
@@ -192,17 +202,17 @@ class Turn:
 
     @property
     def calls_before(self) -> int:
-        """How many tool calls the recorded turns before this one have made."""
+        """Number of tool calls in the earlier turns of the sequence."""
         return sum(len(turn.tool_calls) for turn in self.path()[:-1])
 
     def asked(self) -> tuple[bytes, ...]:
-        """Digests of the messages that it was asked with."""
+        """Return the digests of all messages that were asked."""
         path = self.path()
         earlier = [(*turn.digests, turn.answer_digest or b"") for turn in path[:-1]]
         return tuple(digest for digests in (*earlier, self.digests) for digest in digests)
 
     def steps(self) -> list[tuple[Turn, int]]:
-        """The turns from the root to this one, each with how many of its sampled ids stand in this sequence."""
+        """Return the turns from the root to this one, each with the number of its sampled ids in this sequence."""
         path = self.path()
         kept = [turn.parent_kept for turn in path[1:]]
         return [
@@ -211,10 +221,10 @@ class Turn:
         ]
 
     def token_ids(self, *, as_sent: bool = False) -> list[int]:
-        """The ids of the sequence up to and including this turn's answer, shape (T,).
+        """Return the ids of the sequence, up to and including this turn's answer, shape `(T,)`.
 
         Args:
-            as_sent: Whether every image has its placeholder once, as the server takes them.
+            as_sent: Whether each image has a single placeholder, as in requests to the server.
         """
         ids: list[int] = []
         for turn, kept in self.steps():
@@ -223,11 +233,11 @@ class Turn:
         return ids
 
     def image_inputs(self) -> list[ImageInputs]:
-        """The images of the sequence up to this turn, by the turns that have any."""
+        """Return the images of the sequence up to this turn, one entry per turn with images."""
         return [turn.images for turn in self.path() if turn.images is not None]
 
     def sent_ids(self) -> list[int]:
-        """The ids of `token_ids` with every image's placeholder once, as the server takes them."""
+        """Return `token_ids(as_sent=True)`."""
         return self.token_ids(as_sent=True)
 
 

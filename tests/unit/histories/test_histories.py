@@ -596,7 +596,7 @@ async def test_that_a_hook_replaces_answers_is_told_once_with_what_differs(judge
     if settled:
         judge.model.trajectory.settle(agent.messages)
     (warning,) = [record.getMessage() for record in caplog.records if "was replaced" in record.getMessage()]
-    said = "message 1 (assistant) stands in its place, with no reasoning, other text"
+    said = "message 1 (assistant) replaced it, with no reasoning, other text"
     assert said in warning
     assert "call=<0>" in warning
     assert said in judge.model.trajectory.explain().splitlines()[0]

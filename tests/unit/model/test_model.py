@@ -372,7 +372,7 @@ async def test_a_tool_with_the_name_of_unparsable_calls_is_refused(rollout):
         """Take over."""
         return "x"
 
-    with pytest.raises(ValueError, match="'unknown_tool'.*another name"):
+    with pytest.raises(ValueError, match="'unknown_tool'.*rename the tool"):
         await make_agent(model, [unknown_tool]).invoke_async("go")
     assert server.requests == []
 
@@ -542,7 +542,7 @@ async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(ro
     await agent.invoke_async("b")
     assert "Hidden thought" not in server.requests[1].text
     assert "Hidden thought" in server.requests[2].text  # the tool result comes inside the turn
-    assert "writes earlier turns anew behind a user message" in model.trajectory.turns[1].reason
+    assert "rewrites earlier turns after a user message" in model.trajectory.turns[1].reason
     first, second = model.trajectory.sequences()
     assert second.token_ids == server.requests[2].input_ids + server.responses[2].body["output_ids"]
     assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
@@ -841,7 +841,7 @@ async def test_marks_and_opened_reasoning_do_not_hide_the_json(rollout, chatml_t
 
 async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(rollout):
     _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
-    with pytest.raises(ValueError, match=r"no Sum \(finish reason length\)"):
+    with pytest.raises(ValueError, match=r"not a valid Sum \(finish reason length\)"):
         async for _ in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2"}]}]):
             pass
 
@@ -990,8 +990,8 @@ async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(roll
     [
         ("lora_path", "unknown configuration: 'lora_path'"),
         ("temperature", "'temperature'.*sampling_params"),
-        ("sampling_parms", "'sampling_parms' may be meant as 'sampling_params'"),
-        ("context_window_limits", "'context_window_limits' may be meant as 'context_window_limit'"),
+        ("sampling_parms", "did you mean 'sampling_params' instead of 'sampling_parms'"),
+        ("context_window_limits", "did you mean 'context_window_limit' instead of 'context_window_limits'"),
     ],
 )
 def test_unknown_configuration_is_refused(rollout, key, message):
@@ -1100,7 +1100,7 @@ def test_tool_parsers_are_taken_by_name_and_as_objects(chatml_tokenizer):
 
 
 def test_both_spellings_of_the_sampling_parameters(chatml_tokenizer):
-    with pytest.raises(ValueError, match="earlier spelling"):
+    with pytest.raises(ValueError, match="an alias"):
         SGLangModel(
             tokenizer=chatml_tokenizer,
             base_url="http://127.0.0.1:1",
@@ -1186,7 +1186,7 @@ async def test_a_repeated_call_is_known_without_a_later_one(rollout):
     agent.add_hook(retry, AfterModelCallEvent)
     await agent.invoke_async("Question?")
     assert statuses(model.trajectory) == ["discarded", "answered"]
-    assert "a hook had the call repeated" in model.trajectory.explain()
+    assert "a hook retried the call" in model.trajectory.explain()
 
 
 async def test_an_answer_that_was_replaced_is_known_without_a_later_call(rollout, caplog):
@@ -1199,10 +1199,10 @@ async def test_an_answer_that_was_replaced_is_known_without_a_later_call(rollout
     agent.add_hook(redact, AfterModelCallEvent)
     await agent.invoke_async("Question?")
     assert statuses(model.trajectory) == ["discarded"]
-    assert model.trajectory.turns[0].note == "message 1 (assistant) stands in its place, with other text"
+    assert model.trajectory.turns[0].note == "message 1 (assistant) replaced it, with other text"
     assert model.trajectory.sequences() == []
     (record,) = caplog.records
-    assert "was replaced in the agent's history" in record.getMessage()
+    assert "replaced a sampled answer" in record.getMessage()
 
 
 async def test_an_answer_that_a_cancelled_task_never_got_into_its_history_is_discarded(rollout):
@@ -1412,7 +1412,7 @@ async def test_environments_know_what_became_of_an_answer(rollout):
 
     result = await Env(model_factory=lambda: model).step(Action(message="Compute."))
     assert statuses(result.observation.trajectory) == ["committed", "discarded", "final"]
-    assert result.observation.trajectory.turns[1].note == "a hook had the call repeated"
+    assert result.observation.trajectory.turns[1].note == "a hook retried the call"
     assert "{not json}" in str(result.observation.messages[2])
 
 
@@ -2206,7 +2206,7 @@ def test_an_aborted_request_may_lack_them():
 
 
 def test_another_number_of_ids_per_token_than_in_the_turn_before_is_an_error():
-    with pytest.raises(SGLangDecodingError, match="3 ids .* per token and 6 for the turn before.* 18 tokens"):
+    with pytest.raises(SGLangDecodingError, match="3 ids .* per token, but 6 for the previous turn.* 18 tokens"):
         check_answer(generation(prompt_tokens=15, rows=18, width=3), ASKED, 15, 6, parent=generation())
 
 

@@ -463,7 +463,7 @@ async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):
         ({"agent_factory": lambda model, sample: None, "tools": [1]}, "agent_factory makes the whole agent"),
         ({"model_config": {"return_logprob": False}}, "return_logprob"),
         ({"model_config": {"sampling_params": {}}}, "come from slime"),
-        ({"model_config": {"lora_path": "a"}}, "'lora_path' goes into request_fields"),
+        ({"model_config": {"lora_path": "a"}}, "'lora_path' belongs in request_fields"),
         ({"model_config": {"request_fields": {"lorapath": "a"}}}, "did you mean 'lora_path'"),
         ({"max_turns": 0}, "max_turns"),
         ({"timeout": 0}, "timeout"),

@@ -174,7 +174,7 @@ def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
     recorder.trajectory.resume(turn)
     recorder.trajectory.resume(turn)  # it waits already
     assert (turn.status, turn.waits_to_go_on) == (TurnStatus.CUT, True)
-    assert "[cut, waits to go on]" in recorder.trajectory.explain()
+    assert "[cut, waits to be resumed]" in recorder.trajectory.explain()
     assert sampled_in(recorder.trajectory) == [[7, 8]]  # A2: until it goes on, and if it never does
     again = recorder.ask([user("q")], prompt=[1, 2])
     assert recorder.trajectory.turns == [again]
@@ -533,7 +533,7 @@ def test_the_explanation_says_why_answers_were_discarded():
     notes = [turn.note for turn in recorder.trajectory.turns]
     assert notes == [
         "the agent asked the same again",
-        "message 1 (user) stands in its place",
+        "message 1 (user) replaced it",
         "the agent's messages end before it",
     ]
     assert all(note in line for note, line in zip(notes, recorder.trajectory.explain().splitlines(), strict=True))
@@ -1085,7 +1085,7 @@ async def test_a_loaded_trajectory_knows_which_answers_were_discarded_and_judges
     loaded.settle(agent.messages)
     assert [turn.status.value for turn in loaded.turns] == ["discarded", "discarded"]
     assert [turn.note for turn in loaded.turns] == [
-        f"message {i} (assistant) stands in its place, with other text" for i in (1, 3)
+        f"message {i} (assistant) replaced it, with other text" for i in (1, 3)
     ]
 
 
@@ -1385,7 +1385,7 @@ async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cr
 def test_a_turn_without_a_trajectory_says_that_it_cannot_cross(rollout, cross):
     """A4."""
     turn = strands_sglang.Turn(0, None, "alone", b"", {}, (), (), [])
-    with pytest.raises(TypeError, match="part of no trajectory"):
+    with pytest.raises(TypeError, match="belongs to no trajectory"):
         cross(turn)
 
 
