@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`__version__`, read from the metadata when it is first asked for."""
+    """Return `__version__`, read from the metadata on first access."""
     if name == "__version__":
         from importlib import metadata
 

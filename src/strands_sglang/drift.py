@@ -1,8 +1,8 @@
-"""Retokenisation drift: how far a sequence is from what decoding and encoding it again would give.
+"""Retokenization drift: how far a sequence differs from its own text, encoded again.
 
-Whoever keeps text and makes tokens of it later gets other ids than the model saw and sampled. This counts them. A
-differing stretch is found by its text: the shortest run of recorded tokens and of new ones that say the same and after
-which both go on alike.
+A pipeline that keeps text and tokenizes it later trains on other ids than the model saw and sampled. This module counts
+them. A differing stretch is found by its text: the shortest runs of recorded and new tokens that decode to the same
+text, and after which both sequences agree again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from .trajectory.tokens import TokenManager
 
 CAUSES = ("sampled", "boundary", "template")
-"""Where drifted tokens stand: inside a sampled turn, across the edge of one, or inside a prompt."""
+"""Positions of drifted tokens: inside a sampled turn, across the edge of one, or inside a prompt."""
 
-_WINDOW = 32  # longest differing stretch that is looked for, in tokens on both sides together
+_WINDOW = 32  # longest differing stretch to search for, in tokens on each side
 
 
 @dataclass(frozen=True)
 class SequenceDrift:
-    """The drift of one sequence.
+    """Drift of one sequence.
 
     Attributes:
-        tokens: Length of the sequence in tokens.
-        drifted: Number of recorded tokens that encoding the text again does not give, by cause.
-        first: Position of the first of them; None if there is none.
+        tokens: Length of the sequence, in tokens.
+        drifted: Number of recorded tokens that encoding the text again does not reproduce, by cause.
+        first: Position of the first drifted token; None if there is none.
     """
 
     tokens: int
@@ -46,31 +46,31 @@ class SequenceDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """The drift of all sequences of an episode, or of many.
+    """Drift of all sequences of one episode or several.
 
     Attributes:
-        sequences: One entry per sequence.
+        sequences: Drift of each sequence.
     """
 
     sequences: tuple[SequenceDrift, ...]
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return sum(sequence.tokens for sequence in self.sequences)
 
     @property
     def drifted(self) -> dict[str, int]:
-        """Number of drifted tokens by cause."""
+        """Number of drifted tokens, by cause."""
         return {cause: sum(sequence.drifted[cause] for sequence in self.sequences) for cause in CAUSES}
 
     @property
     def share_affected(self) -> float:
-        """Share of the sequences that drifted at all, 0.0 to 1.0."""
+        """Share of sequences with any drift, 0.0 to 1.0."""
         return sum(sequence.is_affected for sequence in self.sequences) / max(len(self.sequences), 1)
 
     def __add__(self, other: Drift) -> Drift:
-        """The drift of both."""
+        """Return the drift of both."""
         return Drift(self.sequences + other.sequences)
 
 
@@ -78,8 +78,8 @@ def measure_drift(sequences: Iterable[TokenManager], tokenizer: PreTrainedTokeni
     """Decode sequences, encode them again, and count what differs.
 
     Args:
-        sequences: Recorded sequences.
-        tokenizer: The tokenizer of the served model.
+        sequences: Recorded sequences, such as `model.trajectory.sequences()`.
+        tokenizer: Tokenizer of the served model.
     """
     encoder = get_encoder(tokenizer)
     return Drift(tuple(_sequence_drift(sequence, encoder) for sequence in sequences))
@@ -101,29 +101,29 @@ def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
 
 
 def _differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[tuple[int, int]]:
-    """The stretches of `recorded` that `again` has otherwise, as half-open ranges."""
+    """Yield the stretches of `recorded` that differ in `again`, as half-open ranges."""
     i = j = 0
     while i < len(recorded) and j < len(again):
         if recorded[i] == again[j]:
             i, j = i + 1, j + 1
             continue
         width = _same_text(recorded[i : i + _WINDOW], again[j : j + _WINDOW], encoder)
-        if width is None:  # no end in sight: everything from here on counts
+        if width is None:  # no end found: the whole rest counts
             break
         yield i, i + width[0]
         i, j = i + width[0], j + width[1]
     if i < len(recorded):
         yield i, len(recorded)
-    elif j < len(again) and recorded:  # the beginning of a character came back as a whole one
+    elif j < len(again) and recorded:  # an incomplete character became a whole one
         yield len(recorded) - 1, len(recorded)
 
 
 def _same_text(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> tuple[int, int] | None:
-    """The lengths of the shortest beginnings of two runs that have one text."""
+    """Return the lengths of the shortest prefixes of two runs with the same text; None if there are none."""
     texts = {encoder.decode(again[:length]): length for length in range(len(again), 0, -1)}
     for length in range(1, len(recorded) + 1):
         text = encoder.decode(recorded[:length])
-        # A text that ends inside a character says nothing about where it ends.
+        # A text that ends inside a character has no definite end.
         if text in texts and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             return length, texts[text]
     return None

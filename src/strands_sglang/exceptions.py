@@ -1,7 +1,7 @@
-"""Everything that can go wrong between this library and an SGLang server.
+"""Errors between this library and an SGLang server.
 
-One family, so that a caller can tell "the infrastructure failed" (`SGLangClientError`) from an error of the agent's own
-code with one `except`. Every message says what was wrong, where, and what to do about it.
+They share the base class `SGLangClientError`, so that one `except` separates failed infrastructure from errors in the
+agent's own code. Every message says what was wrong, where, and what to do.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 
 class PortableError(Exception):
-    """An error that crosses processes whatever its constructor takes.
+    """Error that can be pickled, whatever arguments its constructor takes.
 
-    By default, unpickling calls the constructor with the message alone, and one that wants more kills a worker pool.
+    By default, unpickling calls the constructor with the message alone. A constructor that requires more then kills a
+    worker pool.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -28,82 +29,95 @@ def _restore_error(kind: type[BaseException], args: tuple[Any, ...], attributes:
 
 
 class SGLangClientError(PortableError):
-    """A request to an SGLang server did not give a usable answer."""
+    """A request to an SGLang server returned no usable response.
+
+    Base class of all errors of the server, the network and the client's limits. From the second model call of an agent
+    on, Strands wraps exceptions in `EventLoopException`;
+    [`termination_reason`][strands_sglang.termination_reason] looks inside.
+    """
 
 
 class SGLangHTTPError(SGLangClientError):
-    """The server answered with an HTTP status that is no success (a redirect counts: nothing follows it).
+    """The server returned an HTTP error, or a redirect, which the client does not follow.
 
     Attributes:
         status: HTTP status code.
-        body: The response body as text, at most a few kilobytes of it.
+        body: Response body as text, cut after 4,096 characters.
     """
 
     def __init__(self, message: str, *, status: int, body: str = "") -> None:
-        """Keep the status and the body beside the message."""
+        """Initialize with the message, status and body."""
         super().__init__(message)
         self.status = status
         self.body = body
 
 
 class SGLangContextLengthError(SGLangHTTPError):
-    """The prompt, or the prompt plus `max_new_tokens`, is longer than the model's context."""
+    """The prompt, or the prompt plus `max_new_tokens`, exceeds the model's context."""
 
 
 class SGLangThrottledError(SGLangHTTPError):
-    """The server is too busy at present (429, 503), also after all retries."""
+    """The server is still too busy (429, 503) after all retries."""
 
 
 class SGLangConnectionError(SGLangClientError):
-    """The server could not be reached, dropped the connection, or did not answer in time."""
+    """The server was unreachable, dropped the connection, or did not respond within `timeout`."""
 
 
 class SGLangDecodingError(SGLangClientError):
-    """The server answered 200 with something that is not a `/generate` response."""
+    """The server returned status 200 with a body that is not a valid response."""
 
 
 class _EndedEarlyError(SGLangClientError):
-    """A generation that was ended from outside; has what was sampled until then."""
+    """A generation ended early; carries the tokens sampled so far."""
 
     def __init__(self, message: str, *, response: dict[str, Any] | None = None) -> None:
-        """Keep the partial response beside the message."""
+        """Initialize with the message and the partial response."""
         super().__init__(message)
         self.response = response
 
 
 class SGLangAbortedError(_EndedEarlyError):
-    """The server aborted the generation (weight update, pause, `/abort_request`).
+    """The server aborted the generation: a weight update, a pause, or `/abort_request`.
+
+    Raised with `on_abort="raise"`. The tokens sampled so far are recorded as a turn with the status `cut`.
 
     Attributes:
-        response: The server's response with the tokens that it had sampled until then.
+        response: The server's response with the tokens sampled so far.
     """
 
 
 class SGLangDeadlineError(_EndedEarlyError):
-    """The client's `deadline` for a whole call has passed.
+    """The `deadline` for a whole call has passed, including its retries.
+
+    The outcome of the episode is `timeout` if a server was working on the request, else `infrastructure_error`.
 
     Attributes:
-        response: The server's response with the tokens that it had sampled until then; None if no server was working on
-            the request, or none told in time.
+        response: The server's response with the tokens sampled so far; None if no server was working on the request, or
+            if its response did not arrive within `abort_grace` seconds.
     """
 
 
 class SGLangCancelledError(_EndedEarlyError):
-    """The caller's cancel signal ended the call.
+    """The caller's cancel signal ended the call, as `agent.cancel()` does.
 
     Attributes:
-        response: The server's response with the tokens that it had sampled until then; None if there is none.
+        response: The server's response with the tokens sampled so far; None if there is none.
     """
 
 
 class TokenizerMismatchError(SGLangClientError):
-    """The tokenizer given to the model is not the tokenizer of the served model."""
+    """The model object's tokenizer is not the one of the served model.
+
+    Raised before the first request, and nothing is recorded. Load the tokenizer from the `tokenizer_path` that the
+    server's `/model_info` reports.
+    """
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, then what it was raised from, outermost first; through Strands' wrapper and exception groups.
+    """Yield an exception and its causes, outermost first, through Strands' wrapper and exception groups.
 
-    An exception that was raised while another one was handled, but not from it, is an error of its own.
+    An exception raised while another was handled, but not from it, is a separate error.
     """
     seen: set[int] = set()
     waiting: list[BaseException] = [error]

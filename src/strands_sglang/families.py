@@ -1,8 +1,8 @@
-"""What differs between model families, as data.
+"""Differences between model families, as data.
 
-A family is recognised by marks that its chat templates write, or named by the user; a template of no known family works
-from what can be derived from it (the first control token behind an assistant's text ends the turn). Sources: the chat
-templates that the families publish.
+A family is recognized by marks in its chat template, or named by the user. A template of no known family works with
+what can be derived from it: the first control token after an assistant's text ends the turn. Source: the chat templates
+that the families publish.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CallId = Callable[[str, str, int], str]
-"""Makes the id of a tool call that the model is shown from its toolUseId, the tool's name and its number in history."""
+"""Makes the tool call id that the model sees, from the toolUseId, the tool's name and the call's number in history."""
 
 
 def nine_characters(tool_use_id: str, name: str, number: int) -> str:
-    """Mistral's ids: nine letters and digits."""
+    """Return an id in Mistral's form: nine letters and digits."""
     if len(tool_use_id) == 9 and tool_use_id.isascii() and tool_use_id.isalnum():
         return tool_use_id
     return hashlib.blake2b(tool_use_id.encode(), digest_size=5).hexdigest()[:9]
 
 
 def numbered_function(tool_use_id: str, name: str, number: int) -> str:
-    """Kimi K2's ids: the tool's name and the number of the call in the conversation."""
+    """Return an id in Kimi K2's form: the tool's name and the number of the call in the conversation."""
     return f"functions.{name}:{number}"
 
 
@@ -33,12 +33,12 @@ class Family:
 
     Attributes:
         name: Short name.
-        marks: Texts that all stand in its chat templates and tell it from the families further down the list.
-        stops: Tokens that end an assistant's turn. In some families that is the token of the next role: GLM stops at
-            `<|user|>` or `<|observation|>`, which is then the first token of what follows.
-        tool_parser: Name of the tool-call format; None where it has none of its own.
-        reasoning: What opens and what closes reasoning; None where the family has none.
-        call_id: How the ids of tool calls look in its templates; None where any will do.
+        marks: Texts that its chat templates contain, and that distinguish it from the families further down the list.
+        stops: Tokens that end an assistant's turn. In some families this is the token of the next role: GLM stops at
+            `<|user|>` or `<|observation|>`, which is then the first token of the next message.
+        tool_parser: Name of the tool-call format; None if the family has none of its own.
+        reasoning: Opening and closing text of reasoning; None if the family has no reasoning.
+        call_id: Function that makes the tool call ids of its templates; None if they accept any.
     """
 
     name: str
@@ -113,19 +113,19 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi4", ("<|end|>", "<|assistant|>", "functools"), ("<|end|>", "<|endoftext|>"), "phi4"),
     Family("phi", ("<|end|>", "<|assistant|>"), ("<|end|>", "<|endoftext|>")),
 )
-"""The known families, those with the more telling marks first."""
+"""Known families, those with more specific marks first."""
 
 
 def find_family(chat_template: str) -> Family | None:
-    """The family whose marks all stand in a chat template's text; None if there is none."""
+    """Return the first family whose marks a chat template contains; None if there is none."""
     return next((family for family in FAMILIES if all(mark in chat_template for mark in family.marks)), None)
 
 
 def get_family(name: str) -> Family:
-    """The family with a name.
+    """Return the family with a name.
 
     Raises:
-        ValueError: There is none; the message lists the names.
+        ValueError: There is none. The message lists the names.
     """
     for family in FAMILIES:
         if family.name == name:

@@ -1,7 +1,7 @@
-"""Values that users hand in and that are sent and saved: as JSON has them, or refused before anything runs.
+"""User-supplied values that are sent and saved: converted to plain JSON values, or rejected before anything runs.
 
-Whatever enters here can be written as JSON later, by any encoder. Values of numpy and torch become Python's; what JSON
-would lose, or write as something else (NaN, sets, objects), is an error that names its place.
+Every accepted value can be written by any JSON encoder later. Values of numpy and torch become Python's. A value that
+JSON would lose or change (NaN, sets, objects) is an error that names its path.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _DEEPEST = 100
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of a value, made of dict, list, str, int, float, bool and None alone.
+    """Return a copy of a value that consists of dict, list, str, int, float, bool and None only.
 
     Args:
-        value: What was handed in. Arrays and tensors become lists, or numbers if they have no dimension; whole numbers
-            as keys become strings, as in JSON.
-        where: What an error calls it, such as "sampling_params['stop']".
-        depth: In how many others it stands.
+        value: Value to copy. Arrays and tensors become lists, or numbers if they have no dimension. Integer keys become
+            strings, as in JSON.
+        where: Path of the value in error messages, such as "sampling_params['stop']".
+        depth: Number of enclosing containers.
 
     Raises:
-        ValueError: JSON has no such value; names its place.
+        ValueError: JSON has no such value. The message names its path.
     """
     if depth > _DEEPEST:
         raise ValueError(f"{where} is nested more than {_DEEPEST} deep")
@@ -61,5 +61,5 @@ def _text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} is {text!r}, which is no Unicode text: {error.reason}") from None
-    return str.__str__(text)  # of an enumeration's member the text, not its name
+        raise ValueError(f"{where} is {text!r}, which is not Unicode text: {error.reason}") from None
+    return str.__str__(text)  # the value of an enumeration member, not its name

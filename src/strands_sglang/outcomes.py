@@ -1,4 +1,4 @@
-"""How model calls and episodes end: one row for every cause, from the server to the trainer.
+"""Outcomes of model calls and episodes: one row per cause, from the server to the trainer.
 
 | cause | outcome | reward | slime status |
 |---|---|---|---|
@@ -8,13 +8,13 @@
 | a limit on tools, messages, turns or tokens | max_*_reached | computed | TRUNCATED |
 | episode wall clock | timeout | computed if it has an answer | TRUNCATED |
 | a call's `deadline`, while a server was working on it | timeout | computed if it has an answer | TRUNCATED |
-| server abort (weight update, pause) | aborted | none | ABORTED if the trainer asked for it, else TRUNCATED, removed |
+| server abort (weight update, pause) | aborted | none | ABORTED if the trainer requested it, else TRUNCATED, removed |
 | caller cancelled | cancelled | none | ABORTED |
-| server, network, undecodable answer; a `deadline`, nobody at work | infrastructure_error | none | FAILED, removed |
+| server or network failed; a `deadline`, no server working | infrastructure_error | none | FAILED, removed |
 | the agent's own code raised | agent_error | none | FAILED, removed |
 | nothing sampled at all | as its cause | as its cause | FAILED, removed |
 
-Promise: an infrastructure failure never turns into a reward, and a truncated turn never looks complete.
+An infrastructure failure never turns into a reward, and a truncated turn never looks complete.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ if TYPE_CHECKING:
 
 
 class TerminationReason(str, Enum):
-    """Why an episode ended."""
+    """Reason why an episode ended.
+
+    [`OUTCOMES`][strands_sglang.OUTCOMES] has the reward rule and the slime status of each.
+    """
 
     TASK_COMPLETE = "task_complete"
     """The model ended its turn without calling a tool."""
     MAX_TOKENS_REACHED = "max_tokens_reached"
     """The last turn was cut off at `max_new_tokens`."""
     CONTEXT_WINDOW_OVERFLOW = "context_window_overflow"
-    """The context had no room for the prompt, or the last turn was cut off where the context ends."""
+    """The prompt did not fit the context, or the last turn was cut off where the context ends."""
     MAX_TOOL_ITERATIONS_REACHED = "max_tool_iterations_reached"
     """The limit on tool iterations was reached."""
     MAX_TOOL_CALLS_REACHED = "max_tool_calls_reached"
@@ -60,40 +63,40 @@ class TerminationReason(str, Enum):
     MAX_MESSAGES_REACHED = "max_messages_reached"
     """The limit on messages was reached."""
     MAX_TURNS_REACHED = "max_turns_reached"
-    """The budget of model calls was spent."""
+    """The budget of model calls was used up."""
     TOKEN_BUDGET_REACHED = "token_budget_reached"
-    """The episode's budget of sampled or total tokens was spent."""
+    """The budget of sampled or total tokens was used up."""
     TIMEOUT = "timeout"
-    """The episode, or a model call that the server was working on, ran out of time."""
+    """The time of the episode was over, or the `deadline` of a model call while a server was working on it."""
     ABORTED = "aborted"
-    """The server aborted the generation: a weight update, a pause, an abort request."""
+    """The server aborted the generation: a weight update, a pause, or an abort request."""
     CANCELLED = "cancelled"
     """The caller cancelled the episode."""
     INFRASTRUCTURE_ERROR = "infrastructure_error"
-    """The server or the network failed, after all retries."""
+    """The server or the network failed after all retries, or a `deadline` passed while no server was working."""
     AGENT_ERROR = "agent_error"
     """The agent's own code raised."""
 
 
 class RewardRule(str, Enum):
-    """Whether an episode that ended so has a reward."""
+    """Rule for the reward of an episode, by its outcome."""
 
     COMPUTED = "computed"
     """The reward function decides."""
     COMPUTED_IF_ANSWERED = "computed_if_answered"
-    """The reward function decides if the model gave an answer, else there is none."""
+    """The reward function decides if the model gave an answer; otherwise there is no reward."""
     NONE = "none"
-    """There is no reward: the end says nothing about the policy."""
+    """There is no reward: the outcome says nothing about the policy."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows from a termination reason.
+    """Consequences of a termination reason.
 
     Attributes:
-        reward: Whether there is a reward.
+        reward: Rule for the reward.
         slime_status: Name of slime's `Sample.Status`.
-        remove_sample: Whether the sample is kept out of the loss.
+        remove_sample: Whether the sample is excluded from the loss.
     """
 
     reward: RewardRule
@@ -119,7 +122,11 @@ OUTCOMES: dict[TerminationReason, Outcome] = {
     TerminationReason.INFRASTRUCTURE_ERROR: _FAILED,
     TerminationReason.AGENT_ERROR: _FAILED,
 }
-"""One row for every reason; `outcome_of` adds the two cases that a reason alone does not tell."""
+"""Outcome of each termination reason.
+
+Two cases depend on more than the reason: no token was sampled, or the trainer did not request the abort.
+[`outcome_of`][strands_sglang.outcome_of] includes them.
+"""
 
 _BY_STOP_REASON: dict[str, TerminationReason] = {
     "end_turn": TerminationReason.TASK_COMPLETE,
@@ -144,23 +151,26 @@ _BY_ERROR: dict[type[BaseException], TerminationReason] = {
     asyncio.TimeoutError: TerminationReason.TIMEOUT,
     TimeoutError: TerminationReason.TIMEOUT,
 }
-"""By kind of error; the first that fits, so the special kinds stand before the general ones."""
+"""Reasons by type of error. The first match wins, so specific types precede general ones."""
 
 
 def outcome_of(reason: TerminationReason, *, sampled_tokens: int, abort_requested: bool = False) -> Outcome:
-    """What follows from an episode's end.
+    """Return the consequences of an episode's end.
+
+    An episode without sampled tokens has the slime status FAILED and its sample is removed. An aborted episode that the
+    trainer did not abort itself is TRUNCATED and removed, because slime cannot use an aborted sample that it did not
+    request.
 
     Args:
-        reason: Why it ended.
-        sampled_tokens: How many tokens the model sampled in it.
-        abort_requested: Whether the trainer itself asked the server to abort; else an aborted episode is a truncated
-            one, since slime cannot use an aborted sample that it did not ask for.
+        reason: Reason why the episode ended.
+        sampled_tokens: Number of tokens that the model sampled in the episode.
+        abort_requested: Whether the trainer itself requested the abort.
     """
     outcome = OUTCOMES[reason]
     if sampled_tokens == 0:
         return replace(outcome, slime_status="FAILED", remove_sample=True)
     if reason is TerminationReason.ABORTED and not abort_requested:
-        # Removed, since slime would have its reward function score a truncated sample.
+        # Removed, because slime would score a truncated sample with its reward function.
         return replace(outcome, slime_status="TRUNCATED", remove_sample=True)
     return outcome
 
@@ -168,14 +178,25 @@ def outcome_of(reason: TerminationReason, *, sampled_tokens: int, abort_requeste
 def termination_reason(
     end: Any, *, trajectory: Trajectory | None = None, limiter: ToolLimiter | None = None
 ) -> TerminationReason:
-    """Why an episode ended.
+    """Return the reason why an episode ended.
 
     Args:
-        end: What `agent.invoke_async` returned (an `AgentResult`), or the exception that it raised. Causes are found
-            through the wrappers that Strands puts around them.
-        trajectory: The episode's trajectory, `model.trajectory`: tells a turn that was cut off where the context ends
-            from one cut off at the `max_new_tokens` that was asked for.
-        limiter: The agent's limiter: tells a loop that it ended (`on_limit="stop"`) from one that the caller cancelled.
+        end: The `AgentResult` that the agent returned, or the exception that it raised. Causes are found inside the
+            wrappers of Strands, such as `EventLoopException`.
+        trajectory: Trajectory of the episode, `model.trajectory`. Without it, a turn that was cut off where the context
+            ends counts as `max_tokens_reached`.
+        limiter: Limiter of the agent. Without it, a loop that a limiter stopped (`on_limit="stop"`) counts as
+            `cancelled`.
+
+    Examples:
+        ```python
+        try:
+            end = agent("What is 25 * 17?")
+        except Exception as error:
+            end = error
+        reason = termination_reason(end, trajectory=model.trajectory, limiter=limiter)
+        print(reason.value, OUTCOMES[reason].slime_status)
+        ```
     """
     limit = getattr(limiter, "limit_reached", None)
     if not isinstance(end, BaseException):
@@ -196,7 +217,7 @@ def _reason_of_exception(error: BaseException) -> TerminationReason:
         if isinstance(cause, LoopLimitReachedError):
             return TerminationReason(cause.outcome)
         if isinstance(cause, SGLangDeadlineError) and cause.response is not None:
-            return TerminationReason.TIMEOUT  # the server had been working on it; else nobody answered
+            return TerminationReason.TIMEOUT  # the server was working on it; otherwise none answered
         for kind, reason in _BY_ERROR.items():
             if isinstance(cause, kind):
                 return reason

@@ -1,7 +1,7 @@
-"""Limits on an agent's tool loop, as a Strands hook; nothing here knows about SGLang.
+"""Limits on an agent's tool loop, as a Strands hook that is independent of SGLang.
 
-`ToolLimiter` counts what the agent's loop adds to the history and ends the loop where the history is whole: when the
-results of an iteration have been added. Nothing that was sampled is cut, and nothing that was not sampled is added.
+`ToolLimiter` counts what the agent's loop adds to the history. It ends the loop when the results of an iteration are in
+the history, so no sampled turn is cut and nothing unsampled is added.
 """
 
 from __future__ import annotations
@@ -22,59 +22,65 @@ OnLimit = Literal["raise", "stop"]
 
 
 class LoopLimitReachedError(Exception):
-    """A limit on the agent's loop was reached. Strands wraps it in `EventLoopException`; see `limit_cause`.
+    """A limit on the agent's loop was reached.
+
+    Strands wraps this error in `EventLoopException`; [`limit_cause`][strands_sglang.limit_cause] finds it.
 
     Attributes:
-        outcome: Value of the `TerminationReason`; a limit of one's own may set another one.
+        outcome: Value of the `TerminationReason`. A subclass for another limit may set its own.
     """
 
     outcome: ClassVar[str] = "max_tool_iterations_reached"
 
 
 class MaxToolIterationsReachedError(LoopLimitReachedError):
-    """The agent has made as many tool iterations as it may."""
+    """The agent made the maximum number of tool iterations."""
 
 
 class MaxToolCallsReachedError(LoopLimitReachedError):
-    """The agent has made as many single tool calls as it may, or more in its last iteration."""
+    """The agent made the maximum number of tool calls, or exceeded it in its last iteration."""
 
     outcome = "max_tool_calls_reached"
 
 
 class MaxMessagesReachedError(LoopLimitReachedError):
-    """As many messages as there may be, or more, were added to the history."""
+    """The maximum number of messages, or more, was added to the history."""
 
     outcome = "max_messages_reached"
 
 
 class ToolLimiter(HookProvider):
-    """Ends an agent's loop when it has made enough tool iterations or calls, or added enough messages.
+    """Strands hook that ends an agent's loop after a number of tool iterations, tool calls or messages.
 
-    An iteration is one assistant message with tool calls together with their results, however many calls it has. Counts
-    run on over invocations until `reset()`; a limiter that several agents share counts what they do together, and stops
-    whichever agent reaches the limit. What is added to a history outside an invocation (by direct tool calls) does not
-    count.
+    An iteration is one assistant message with tool calls, however many, and their results. A limit takes effect as soon
+    as the count equals it and the results of the iteration are in the history, so no turn is cut in two. With a limit
+    of 0, the loop therefore ends after the results of the first iteration. The calls of one iteration are never split,
+    so `tool_call_count` can end above `max_tool_calls`.
 
-    The limit is reached as soon as the count is the limit, checked when the iteration's results are in the history; so
-    with a limit of 0 the results of the first iteration are the end. Calls of one iteration are never split, so
-    `tool_call_count` can end above `max_tool_calls`.
+    Counts continue over invocations until `reset()`. A limiter that several agents share counts their sum, and stops
+    the agent that reaches the limit. Messages that are added outside an invocation, by direct tool calls, do not count.
+
+    Afterwards the history ends with the message that reached the limit, and the agent can be used again.
 
     Attributes:
-        max_tool_iters: Tool iterations allowed; None for any number. Likewise the other limits.
-        max_tool_calls: Single tool calls allowed.
-        max_parallel_tool_calls: Tool calls run per iteration; those beyond get an error result instead.
-        max_messages: Messages of all roles allowed, checked when one of the user's role is added.
-        on_limit: `"raise"` raises the limit's error (a `LoopLimitReachedError`); `"stop"` ends the invocation with
-            `stop_reason == "cancelled"`. After both, the history ends with the message that reached the limit and the
-            agent can be used again.
-        tool_iter_count: Tool iterations so far.
-        tool_call_count: Single tool calls so far, those that were not run included.
-        message_count: Messages so far.
-        cancelled_tool_call_count: Tool calls so far that `max_parallel_tool_calls` kept from running.
-        limit_reached: The error of the limit that ended the latest invocation, None if none did.
+        max_tool_iters: Maximum number of tool iterations; None for no limit.
+        max_tool_calls: Maximum number of single tool calls; None for no limit.
+        max_parallel_tool_calls: Maximum number of tool calls that run per iteration; None for no limit.
+        max_messages: Maximum number of messages; None for no limit.
+        on_limit: How the loop ends, `"raise"` or `"stop"`.
+        tool_iter_count: Number of tool iterations so far.
+        tool_call_count: Number of single tool calls so far, including those that did not run.
+        message_count: Number of messages so far.
+        cancelled_tool_call_count: Number of tool calls that `max_parallel_tool_calls` kept from running.
+        limit_reached: Error of the limit that ended the latest invocation; None if none did.
 
-    With `"stop"` a loop ends on tool results only: Strands cannot be kept from answering a prompt that is the last
-    message allowed without putting words into the model's mouth, so `max_messages` takes effect one iteration later.
+    Examples:
+        ```python
+        limiter = ToolLimiter(max_tool_iters=5, max_tool_calls=20, on_limit="stop")
+        agent = Agent(model=model, tools=[multiply], hooks=[limiter])
+        agent("What is 25 * 17?")
+        print(limiter.tool_iter_count, limiter.limit_reached)
+        ```
     """
 
     def __init__(
@@ -86,6 +92,18 @@ class ToolLimiter(HookProvider):
         on_limit: OnLimit = "raise",
     ) -> None:
         """Set the limits.
+
+        Args:
+            max_tool_iters: Maximum number of tool iterations; None for no limit.
+            max_tool_calls: Maximum number of single tool calls; None for no limit.
+            max_parallel_tool_calls: Maximum number of tool calls that run per iteration; None for no limit. Further
+                calls get an error result instead.
+            max_messages: Maximum number of messages of all roles, checked when a user message is added; None for no
+                limit.
+            on_limit: `"raise"` raises the error of the limit, a `LoopLimitReachedError`. `"stop"` ends the invocation
+                with `stop_reason == "cancelled"`, without an exception and without the error that Strands logs for
+                each one; prefer it for many rollouts. It ends a loop on tool results only, so `max_messages` can take
+                effect one iteration later.
 
         Raises:
             ValueError: A limit is not a whole number of at least 0, or `on_limit` is neither `"raise"` nor `"stop"`.
@@ -111,11 +129,11 @@ class ToolLimiter(HookProvider):
 
     @property
     def iteration_count(self) -> int:
-        """Tool iterations so far; another name of `tool_iter_count`."""
+        """Number of tool iterations so far; alias of `tool_iter_count`."""
         return self.tool_iter_count
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Register with an agent (Strands calls this for everything in `Agent(hooks=[...])`)."""
+        """Register with an agent; Strands calls this for each of `Agent(hooks=[...])`."""
         registry.add_callback(BeforeInvocationEvent, self._begin)
         registry.add_callback(AfterInvocationEvent, self._end)
         registry.add_callback(BeforeToolCallEvent, self._cancel_excess)
@@ -130,7 +148,7 @@ class ToolLimiter(HookProvider):
         self._invoked.discard(event.agent)
 
     def _count(self, event: MessageAddedEvent) -> None:
-        """Count a message; end the loop if it reaches a limit."""
+        """Count a message, and end the loop if it reaches a limit."""
         if event.agent not in self._invoked:
             return
         self.message_count += 1
@@ -151,7 +169,7 @@ class ToolLimiter(HookProvider):
         event.agent.cancel()
 
     def _error(self, message: Message) -> LoopLimitReachedError | None:
-        """Return the error of the limit that a user message reaches, None if it reaches none."""
+        """Return the error of the limit that a user message reaches; None if it reaches none."""
         results = [block["toolResult"]["toolUseId"] for block in message["content"] if "toolResult" in block]
         self._excess_ids.difference_update(results)
         ends_on_any = bool(results) or self.on_limit == "raise"
@@ -174,31 +192,38 @@ class ToolLimiter(HookProvider):
 
 
 LoopLimiter = ToolLimiter
-"""Another name of `ToolLimiter`."""
+"""Alias of `ToolLimiter`."""
 
 
 class ToolIterationLimiter(ToolLimiter):
-    """A `ToolLimiter` of tool iterations alone, by the name of an earlier interface."""
+    """`ToolLimiter` for tool iterations only, under the name of an earlier interface."""
 
     def __init__(self, max_iterations: int | None = None, on_limit: OnLimit = "raise") -> None:
         """Set the limit.
 
+        Args:
+            max_iterations: Maximum number of tool iterations; None for no limit.
+            on_limit: `"raise"` or `"stop"`; see [`ToolLimiter`][strands_sglang.ToolLimiter].
+
         Raises:
-            ValueError: As for `ToolLimiter`.
+            ValueError: The limit is not a whole number of at least 0, or `on_limit` is neither `"raise"` nor `"stop"`.
         """
         super().__init__(max_tool_iters=_checked("max_iterations", max_iterations), on_limit=on_limit)
 
     @property
     def max_iterations(self) -> int | None:
-        """Tool iterations allowed; None for any number."""
+        """Maximum number of tool iterations; None for no limit."""
         return self.max_tool_iters
 
 
 def limit_cause(error: BaseException | None) -> LoopLimitReachedError | None:
-    """Return the limit's error behind an exception that came out of an agent, None if a limit was not the cause.
+    """Return the limit's error inside an exception of an agent.
 
     Args:
-        error: What the agent raised: the limit's error itself, or anything that was raised from it.
+        error: Exception that the agent raised: the limit's error itself, or any that was raised from it.
+
+    Returns:
+        The error of the limit; None if no limit caused the exception.
     """
     found = causes(error) if error is not None else ()
     return next((cause for cause in found if isinstance(cause, LoopLimitReachedError)), None)

@@ -23,13 +23,13 @@ def test_a_canonical_sequence_does_not_drift(chatml_tokenizer):
 
 @pytest.fixture
 def digits(chatml_tokenizer):
-    """ "17" as two tokens, which encoding never gives."""
+    """ "17" as two tokens, as encoding never produces it."""
     ids = [chatml_tokenizer.encode(digit)[0] for digit in "17"]
     assert len(chatml_tokenizer.encode("17")) == 1
     return ids
 
 
-def test_tokens_that_were_sampled_in_another_way_than_encoding_has_them_are_counted(chatml_tokenizer, digits):
+def test_noncanonical_sampled_tokens_are_counted(chatml_tokenizer, digits):
     end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = chatml_tokenizer.encode("Say it.<|im_end|>")
     drift = measure_drift([sequence(prompt, [*digits, end])], chatml_tokenizer)
@@ -39,17 +39,17 @@ def test_tokens_that_were_sampled_in_another_way_than_encoding_has_them_are_coun
     assert drift.share_affected == 1.0
 
 
-def test_tokens_that_grow_together_across_an_edge_are_counted_as_boundary(chatml_tokenizer, digits):
+def test_tokens_that_merge_across_an_edge_count_as_boundary(chatml_tokenizer, digits):
     (only,) = measure_drift([sequence(digits[:1], digits[1:])], chatml_tokenizer).sequences
     assert only.drifted == {"sampled": 0, "boundary": 2, "template": 0}
 
 
-def test_prompts_that_were_encoded_in_another_way_are_counted_as_template(chatml_tokenizer, digits):
+def test_noncanonical_prompt_tokens_count_as_template(chatml_tokenizer, digits):
     (only,) = measure_drift([sequence(digits)], chatml_tokenizer).sequences
     assert only.drifted == {"sampled": 0, "boundary": 0, "template": 2}
 
 
-def test_what_comes_after_a_drifted_stretch_is_not_counted(chatml_tokenizer, digits):
+def test_tokens_after_a_drifted_stretch_are_not_counted(chatml_tokenizer, digits):
     tail = chatml_tokenizer.encode(" times 23 is the question, and the calculator tool knows.")
     (only,) = measure_drift([sequence([*digits, *tail])], chatml_tokenizer).sequences
     assert (sum(only.drifted.values()), only.first) == (2, 0)
@@ -61,15 +61,15 @@ def test_the_drift_of_several_episodes_adds_up(chatml_tokenizer, digits):
     assert (total.share_affected, sum(total.drifted.values())) == (0.5, 2)
 
 
-def test_a_character_that_was_cut_drifts_though_its_first_bytes_come_back(chatml_tokenizer):
-    whole = chatml_tokenizer.encode("\N{REPLACEMENT CHARACTER}")  # what a part of a character decodes to
+def test_truncated_character_counts_as_drift(chatml_tokenizer):
+    whole = chatml_tokenizer.encode("\N{REPLACEMENT CHARACTER}")  # what part of a character decodes to
     assert len(whole) > 1
     (only,) = measure_drift([sequence(whole[:1])], chatml_tokenizer).sequences
     assert (only.drifted["template"], only.first) == (1, 0)
 
 
 @given(st.data())
-def test_no_drift_is_reported_exactly_where_encoding_gives_the_same_ids(chatml_tokenizer, data):
+def test_drift_is_reported_iff_encoding_gives_other_ids(chatml_tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, len(chatml_tokenizer) - 1), min_size=1, max_size=30))
     text = chatml_tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     same = chatml_tokenizer.encode(text, add_special_tokens=False) == ids

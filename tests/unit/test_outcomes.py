@@ -1,4 +1,4 @@
-"""How episodes end: the outcome table, and the limits on tool loops."""
+"""Outcomes of episodes, and limits on tool loops."""
 
 import asyncio
 import json
@@ -32,11 +32,11 @@ from strands_sglang.tool_limiter import (
 )
 from support.agents import ScriptedModel, advance, call, make_agent, make_tools, tool_use
 
-# === every row of the outcome table that an agent on a scripted server can reach ===
+# --- Every row of the outcome table that an agent on a scripted server can reach ---
 
 
 async def episode(model, prompt="go", **kwargs):
-    """Run an agent to its end: what it returned, or the exception that it raised."""
+    """Run an agent to its end, and return its result or exception."""
     tools, _ = make_tools()
     try:
         return await make_agent(model, tools, **kwargs).invoke_async(prompt)
@@ -61,14 +61,14 @@ async def test_max_new_tokens_is_a_truncation(rollout):
     assert sampled(model) == 3
 
 
-async def test_max_new_tokens_in_a_later_turn_is_found_through_the_wrappers(rollout):
+async def test_max_new_tokens_is_found_through_the_wrappers(rollout):
     _, model = rollout([call(expression="2 * 3"), "long " * 300], sampling_params={"max_new_tokens": 100})
     end = await episode(model)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
 
 
 async def test_a_context_without_room_for_min_new_tokens_is_full(rollout):
-    """A7: what the server would refuse as a wrong parameter is the end of the context, and trained as truncated."""
+    """The server would reject the parameter; it is the end of the context, and the episode is truncated."""
     limits = {"min_new_tokens": 32, "max_new_tokens": 64}
     server, model = rollout(["short", "never"], server={"context_length": 120}, sampling_params=limits)
     agent = make_agent(model)
@@ -89,7 +89,7 @@ async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout):
     assert sampled(model) == 0
 
 
-async def test_an_overflow_that_only_the_server_knows_of_is_one_too(rollout):
+async def test_overflow_reported_by_the_server_counts(rollout):
     _, model = rollout(["never"], server={"context_length": 20}, context_window_limit=100_000)
     end = await episode(model, "a question that is longer than the context of the model " * 5)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
@@ -109,7 +109,7 @@ async def test_an_observation_that_does_not_fit_overflows_the_context(rollout):
     assert model.token_manager.token_ids == sequence  # ends on sampled tokens
 
 
-async def test_an_answer_cut_off_where_the_context_ends_overflows_it(rollout):
+async def test_answer_cut_off_at_the_context_limit_overflows_it(rollout):
     _, model = rollout(["long " * 900], server={"context_length": 700}, sampling_params={"max_new_tokens": 1000})
     end = await episode(model)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
@@ -223,13 +223,13 @@ async def test_an_infrastructure_failure_never_gets_a_reward(chatml_tokenizer, a
     reason = termination_reason(end, trajectory=model.trajectory)
     assert reason is TerminationReason.INFRASTRUCTURE_ERROR
     assert OUTCOMES[reason].reward is RewardRule.NONE
-    # What was sampled before is still there, and nothing else.
+    # Only the tokens sampled before are recorded.
     assert sampled(model) == len(server.responses[0].body["output_ids"])
 
 
 @pytest.mark.parametrize("return_logprob", [True, False])
-async def test_a_model_that_computes_no_numbers_is_an_infrastructure_failure(chatml_tokenizer, return_logprob):
-    """A8: SGLang puts a stop token in the place of what such a model sampled, and calls that a stop."""
+async def test_nan_in_the_model_is_an_infrastructure_failure(chatml_tokenizer, return_logprob):
+    """SGLang replaces the sampled token by a stop token after NaN, and reports a stop."""
     server = ScriptedSGLang(chatml_tokenizer, ["The result is 4"])
 
     async def fail(request):
@@ -248,14 +248,14 @@ async def test_a_model_that_computes_no_numbers_is_an_infrastructure_failure(cha
     assert sampled(model) == 0
 
 
-async def test_stop_strings_and_patterns_of_the_request_end_an_answer(rollout):
+async def test_stop_strings_and_patterns_complete_the_task(rollout):
     _, model = rollout(["one two END three", "one 22 two"], sampling_params={"stop": ["END"], "stop_regex": r"\d+"})
     for _ in range(2):
         end = await episode(model)
         assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.TASK_COMPLETE
 
 
-async def test_an_error_of_the_agents_own_code(rollout):
+async def test_error_in_the_agents_own_code(rollout):
     class Bug(HookProvider):
         def register_hooks(self, registry, **kwargs):
             registry.add_callback(AfterModelCallEvent, self.fail)
@@ -277,7 +277,7 @@ def test_every_reason_has_a_row_and_no_failure_has_a_reward():
         assert outcome.remove_sample is (outcome.slime_status == "FAILED")
 
 
-def test_an_abort_that_the_trainer_did_not_ask_for_is_a_truncation():
+def test_abort_that_no_trainer_requested_is_a_truncation():
     aborted = TerminationReason.ABORTED
     assert outcome_of(aborted, sampled_tokens=5, abort_requested=True).slime_status == "ABORTED"
     assert outcome_of(aborted, sampled_tokens=5).slime_status == "TRUNCATED"
@@ -285,13 +285,13 @@ def test_an_abort_that_the_trainer_did_not_ask_for_is_a_truncation():
 
 
 @pytest.mark.parametrize("reason", TerminationReason)
-def test_an_episode_that_sampled_nothing_has_failed_whatever_its_reason(reason):
+def test_episode_without_sampled_tokens_has_failed(reason):
     outcome = outcome_of(reason, sampled_tokens=0)
     assert (outcome.slime_status, outcome.remove_sample) == ("FAILED", True)
     assert outcome.reward is OUTCOMES[reason].reward
 
 
-# === tool limiter ===
+# --- Tool limiter ---
 
 
 RAN = []
@@ -328,7 +328,7 @@ def agent_with(*hooks, answers):
 
 
 def shape(agent):
-    """The history as role and kinds of blocks."""
+    """Return the history as roles and kinds of blocks."""
     return [
         f"{message['role']}:{','.join(next(iter(block)) for block in message['content'])}" for message in agent.messages
     ]
@@ -337,9 +337,9 @@ def shape(agent):
 LOOP = ["user:text", "assistant:toolUse", "user:toolResult"]
 
 
-async def test_the_limit_is_raised_once_the_results_of_the_last_iteration_are_in_the_history():
+async def test_limit_is_raised_once_the_last_results_are_in_history():
     limiter = ToolLimiter(max_tool_iters=2)
-    agent = agent_with(limiter, answers=[calls("a"), calls("b"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a"), calls("b"), "never sampled"])
     with pytest.raises(EventLoopException) as caught:
         await agent.invoke_async("go")
     cause = limit_cause(caught.value)
@@ -351,7 +351,7 @@ async def test_the_limit_is_raised_once_the_results_of_the_last_iteration_are_in
     assert (limiter.message_count, RAN) == (5, ["a", "b"])
 
 
-async def test_stopping_ends_the_invocation_without_an_error_or_words_that_nobody_said():
+async def test_stop_ends_the_loop_without_an_error_or_made_up_text():
     limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
     agent = agent_with(limiter, answers=[calls("a"), "later"])
     result = await agent.invoke_async("go")
@@ -376,20 +376,20 @@ async def test_the_agent_can_be_used_again_after_the_limit(on_limit):
     assert limiter.max_tool_iters == 1
 
 
-async def test_counts_run_on_over_invocations_until_reset():
+async def test_counts_continue_over_invocations_until_reset():
     limiter = ToolLimiter(max_tool_iters=2, on_limit="stop")
     agent = agent_with(limiter, answers=[calls("a"), "one", calls("b"), calls("c"), "two"])
     assert (await agent.invoke_async("go")).stop_reason == "end_turn"
-    assert (await agent.invoke_async("go on")).stop_reason == "cancelled"
+    assert (await agent.invoke_async("continue")).stop_reason == "cancelled"
     assert limiter.tool_iter_count == 2
     limiter.reset()
     assert (await agent.invoke_async("again")).stop_reason == "end_turn"
     assert limiter.tool_iter_count == 1
 
 
-async def test_parallel_calls_are_one_iteration_but_count_one_by_one_and_are_never_split():
+async def test_parallel_calls_are_one_iteration_and_never_split():
     limiter = ToolLimiter(max_tool_calls=2)
-    agent = agent_with(limiter, answers=[calls("a", "b", "c"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a", "b", "c"), "never sampled"])
     with pytest.raises(EventLoopException) as caught:
         await agent.invoke_async("go")
     assert isinstance(limit_cause(caught.value), MaxToolCallsReachedError)
@@ -399,7 +399,7 @@ async def test_parallel_calls_are_one_iteration_but_count_one_by_one_and_are_nev
 
 @pytest.mark.parametrize("limits", [{"max_tool_iters": 0}, {"max_tool_calls": 0}])
 async def test_a_limit_of_zero_ends_with_the_first_results(limits):
-    agent = agent_with(ToolLimiter(**limits, on_limit="stop"), answers=[calls("a"), "never asked for"])
+    agent = agent_with(ToolLimiter(**limits, on_limit="stop"), answers=[calls("a"), "never sampled"])
     assert (await agent.invoke_async("go")).stop_reason == "cancelled"
     assert shape(agent) == LOOP
 
@@ -413,12 +413,12 @@ async def test_an_answer_without_tool_calls_reaches_no_tool_limit():
 
 async def test_failing_and_unknown_tools_count_like_any_other():
     limiter = ToolLimiter(max_tool_iters=2, on_limit="stop")
-    answers = [[tool_use("1", "fail")], [tool_use("2", "nonexistent"), tool_use("3", word="x")], "never asked for"]
+    answers = [[tool_use("1", "fail")], [tool_use("2", "nonexistent"), tool_use("3", word="x")], "never sampled"]
     await agent_with(limiter, answers=answers).invoke_async("go")
     assert (limiter.tool_iter_count, limiter.tool_call_count) == (2, 3)
 
 
-async def test_calls_beyond_the_parallel_limit_get_an_error_instead_of_being_run():
+async def test_calls_beyond_the_parallel_limit_get_an_error():
     limiter = ToolLimiter(max_parallel_tool_calls=2)
     agent = agent_with(limiter, answers=[calls("a", "b", "c", "d"), calls("e"), "done"])
     await agent.invoke_async("go")
@@ -429,27 +429,27 @@ async def test_calls_beyond_the_parallel_limit_get_an_error_instead_of_being_run
     assert (limiter.tool_call_count, limiter.cancelled_tool_call_count) == (5, 2)
 
 
-async def test_messages_are_counted_whatever_their_role_and_checked_when_a_user_message_lands():
+async def test_all_messages_count_and_user_messages_are_checked():
     limiter = ToolLimiter(max_messages=4)
-    agent = agent_with(limiter, answers=[calls("a"), calls("b"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a"), calls("b"), "never sampled"])
     with pytest.raises(EventLoopException) as caught:
         await agent.invoke_async("go")
     assert isinstance(limit_cause(caught.value), MaxMessagesReachedError)
     assert limiter.message_count == len(agent.messages) == 5
 
 
-async def test_a_prompt_that_is_the_last_message_allowed_ends_the_loop_before_the_model_is_asked():
+async def test_prompt_at_the_message_limit_ends_the_loop():
     limiter = ToolLimiter(max_messages=1)
-    agent = agent_with(limiter, answers=["never asked for"])
+    agent = agent_with(limiter, answers=["never sampled"])
     with pytest.raises(MaxMessagesReachedError):
         await agent.invoke_async("go")
     assert shape(agent) == ["user:text"]
     assert agent.model.calls == []
 
 
-async def test_with_stop_a_prompt_that_is_the_last_message_allowed_is_answered_and_nothing_is_made_up():
+async def test_prompt_at_the_message_limit_is_answered_with_stop():
     limiter = ToolLimiter(max_messages=1, on_limit="stop")
-    agent = agent_with(limiter, answers=[calls("a"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a"), "never sampled"])
     result = await agent.invoke_async("go")
     assert result.stop_reason == "cancelled"
     assert shape(agent)[-1].startswith("user:")
@@ -457,7 +457,7 @@ async def test_with_stop_a_prompt_that_is_the_last_message_allowed_is_answered_a
     assert isinstance(limiter.limit_reached, MaxMessagesReachedError)
 
 
-async def test_a_limit_of_an_earlier_invocation_is_not_the_reason_of_a_later_end():
+async def test_earlier_limit_is_not_the_reason_of_a_later_end():
     limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
     agent = agent_with(limiter, answers=[calls("a"), "done"])
     await agent.invoke_async("go")
@@ -466,7 +466,7 @@ async def test_a_limit_of_an_earlier_invocation_is_not_the_reason_of_a_later_end
     assert limiter.limit_reached is None
 
 
-def test_an_error_that_was_raised_while_a_limit_was_handled_is_an_error_of_its_own():
+def test_error_in_a_limit_handler_is_not_the_limit():
     try:
         try:
             raise MaxMessagesReachedError("limit")
@@ -476,10 +476,10 @@ def test_an_error_that_was_raised_while_a_limit_was_handled_is_an_error_of_its_o
         assert limit_cause(error) is None
 
 
-async def test_a_limiter_shared_by_agents_counts_what_they_do_together():
+async def test_shared_limiter_counts_the_sum_of_its_agents():
     limiter = ToolLimiter(max_tool_iters=2, on_limit="stop")
     first = agent_with(limiter, answers=[calls("a"), "done"])
-    second = agent_with(limiter, answers=[calls("b"), "never asked for"])
+    second = agent_with(limiter, answers=[calls("b"), "never sampled"])
     assert (await first.invoke_async("go")).stop_reason == "end_turn"
     assert (await second.invoke_async("go")).stop_reason == "cancelled"
     assert limiter.tool_iter_count == 2
@@ -503,7 +503,7 @@ async def test_other_hooks_see_the_message_that_reaches_the_limit():
             registry.add_callback(MessageAddedEvent, lambda event: self.seen.append(event.message["role"]))
 
     witness = Witness()
-    agent = agent_with(ToolLimiter(max_tool_iters=1), witness, answers=[calls("a"), "never asked for"])
+    agent = agent_with(ToolLimiter(max_tool_iters=1), witness, answers=[calls("a"), "never sampled"])
     with pytest.raises(EventLoopException):
         await agent.invoke_async("go")
     assert witness.seen == ["user", "assistant", "user"]
@@ -511,14 +511,14 @@ async def test_other_hooks_see_the_message_that_reaches_the_limit():
 
 def test_synchronous_agents_are_limited_too():
     limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
-    agent = agent_with(limiter, answers=[calls("a"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a"), "never sampled"])
     assert agent("go").stop_reason == "cancelled"
 
 
-async def test_the_other_spellings_limit_the_same_way():
+async def test_aliases_limit_the_same_way():
     assert LoopLimiter is ToolLimiter
     limiter = ToolIterationLimiter(max_iterations=1)
-    agent = agent_with(limiter, answers=[calls("a"), "never asked for"])
+    agent = agent_with(limiter, answers=[calls("a"), "never sampled"])
     with pytest.raises(EventLoopException) as caught:
         await agent.invoke_async("go")
     assert isinstance(limit_cause(caught.value), MaxToolIterationsReachedError)
@@ -527,19 +527,19 @@ async def test_the_other_spellings_limit_the_same_way():
 
 @pytest.mark.parametrize("name", ["max_tool_iters", "max_tool_calls", "max_parallel_tool_calls", "max_messages"])
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True])
-def test_limits_that_are_no_counts_are_refused_by_name(name, value):
+def test_invalid_limit_is_rejected_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         ToolLimiter(**{name: value})
 
 
-def test_bad_arguments_of_the_other_spellings_are_refused():
+def test_invalid_arguments_of_the_aliases_are_rejected():
     with pytest.raises(ValueError, match="max_iterations"):
         ToolIterationLimiter(max_iterations=-1)
     with pytest.raises(ValueError, match="on_limit"):
         ToolLimiter(on_limit="explode")  # type: ignore[arg-type]
 
 
-def test_the_cause_is_found_however_deep_it_lies():
+def test_cause_is_found_at_any_depth():
     limit = MaxToolCallsReachedError("enough")
     assert limit_cause(limit) is limit
     assert limit_cause(EventLoopException(limit)) is limit

@@ -1,4 +1,4 @@
-"""Further fields of requests, and all that is saved as JSON: checked before anything runs."""
+"""Request fields and values that are saved as JSON: checked before anything runs."""
 
 import enum
 import json
@@ -18,14 +18,14 @@ from strands_sglang.request_fields import REFUSED_FIELDS, REQUEST_FIELDS
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, bodies
 from support.agents import call, make_agent, make_tools
 
-# === A16, item 6: further fields of SGLang's `/generate`, checked before anything runs, recorded as they were sent ===
+# --- Further fields of SGLang's `/generate`, checked before anything runs, recorded as they were sent ---
 
 
 def fields_of(request):
     return {name: request.body[name] for name in request.body.keys() & {*REQUEST_FIELDS, "newer"}}
 
 
-async def test_fields_are_sent_with_every_request_and_recorded_on_its_turn(rollout, tmp_path):
+async def test_fields_are_sent_with_every_request_and_recorded(rollout, tmp_path):
     accepted = {
         "priority": np.int64(3),
         "extra_key": "v7",
@@ -58,7 +58,7 @@ async def test_fields_are_sent_with_every_request_and_recorded_on_its_turn(rollo
     assert [turn.request_fields for turn in Trajectory.load(tmp_path / "t").turns] == [expected] * 4
 
 
-async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
+async def test_changed_fields_apply_to_the_next_call(rollout):
     server, model = rollout(["One.", "Two.", "Three."], request_fields={"extra_key": "v1"})
     agent = make_agent(model)
     await agent.invoke_async("a")
@@ -75,8 +75,8 @@ async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
     ("config", "message"),
     [
         ({"request_fields": {"lorapath": "a"}}, "request_fields.'lorapath'. .*did you mean 'lora_path'.*unchecked_re"),
-        ({"request_fields": {"zzz": 1}}, "known are lora_path, priority"),
-        ({"request_fields": {"temperature": 1}}, "sampling parameters go into sampling_params"),
+        ({"request_fields": {"zzz": 1}}, "known fields: lora_path, priority"),
+        ({"request_fields": {"temperature": 1}}, "sampling parameters into sampling_params"),
         ({"request_fields": ["lora_path"]}, "request_fields must be a dict"),
         ({"request_fields": {"lora_path": ["a", "b"]}}, "'lora_path'. must be a string, not .'a', 'b'."),
         ({"request_fields": {"priority": "high"}}, "'priority'. must be a whole number"),
@@ -92,7 +92,7 @@ async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
         ({"unchecked_request_fields": {"stream": True}}, "recorded whole"),
         ({"unchecked_request_fields": {"deadline": 3}}, "argument of SGLangClient.generate"),
         ({"unchecked_request_fields": "newer"}, "must be a dict"),
-        ({"request_fields": {"priority": 1}, "unchecked_request_fields": {"priority": 1}}, "among request_fields, too"),
+        ({"request_fields": {"priority": 1}, "unchecked_request_fields": {"priority": 1}}, "is also in request_fields"),
         ({"sampling_params": {"lora_path": "a"}}, "lora_path.* put them in request_fields"),
         ({"request_fields": {"sampling_logprobs_mode": "selected"}}, "needs .*return_sampling_mask"),
         (
@@ -106,7 +106,7 @@ async def test_a_change_of_the_fields_is_for_the_next_call(rollout):
         ),
     ],
 )
-def test_a_wrong_field_is_an_error_before_anything_runs(config, message, chatml_tokenizer):
+def test_invalid_field_is_an_error_before_anything_runs(config, message, chatml_tokenizer):
     with pytest.raises(ValueError, match=message):
         SGLangModel(tokenizer=chatml_tokenizer, base_url="http://nowhere", **config)
     with pytest.raises(ValueError, match=message):
@@ -115,13 +115,13 @@ def test_a_wrong_field_is_an_error_before_anything_runs(config, message, chatml_
 
 @pytest.mark.parametrize("name", REFUSED_FIELDS)
 @pytest.mark.parametrize("option", ["request_fields", "unchecked_request_fields"])
-def test_a_field_that_recording_depends_on_is_refused_with_the_reason(option, name, chatml_tokenizer):
+def test_field_that_affects_recording_is_rejected_with_a_reason(option, name, chatml_tokenizer):
     with pytest.raises(ValueError, match=f"{option}.'{name}'. cannot be set: .*") as refused:
         SGLangModel(tokenizer=chatml_tokenizer, base_url="http://nowhere", **{option: {name: 1}})
     assert REFUSED_FIELDS[name] in str(refused.value)
 
 
-def test_a_wrong_update_leaves_the_configuration_as_it_was(rollout):
+def test_invalid_update_leaves_the_configuration_unchanged(rollout):
     _, model = rollout([], request_fields={"return_sampling_mask": True}, sampling_params={"top_k": 5})
     before = dict(model.get_config())
     with pytest.raises(ValueError, match="finite top_k"):
@@ -129,8 +129,8 @@ def test_a_wrong_update_leaves_the_configuration_as_it_was(rollout):
     assert model.get_config() == before
 
 
-async def test_values_of_numpy_in_sampling_parameters_are_sent_and_saved_as_numbers(rollout):
-    """A15 (p29): such an episode could not be saved."""
+async def test_numpy_sampling_parameters_are_sent_and_saved(rollout):
+    """An episode with numpy values could once not be saved."""
     given = {"temperature": np.float32(0.5), "max_new_tokens": np.int64(5), "logit_bias": {np.int64(3): np.float32(1)}}
     server, model = rollout(["ok"], sampling_params=given)
     await make_agent(model).invoke_async("go")
@@ -140,8 +140,8 @@ async def test_values_of_numpy_in_sampling_parameters_are_sent_and_saved_as_numb
     assert server.requests[0].sampling_params == expected
 
 
-async def test_options_given_as_values_of_numpy_mean_what_they_say(rollout):
-    """A15 (p29): `np.bool_(False)` is not False."""
+async def test_numpy_values_work_as_options(rollout):
+    """`np.bool_(False)` is not `False`."""
     server, model = rollout(["ok"], return_logprob=np.bool_(False), max_context_tokens=np.int64(200))
     await make_agent(model).invoke_async("go")
     (request,) = server.requests
@@ -150,7 +150,7 @@ async def test_options_given_as_values_of_numpy_mean_what_they_say(rollout):
 
 
 @pytest.mark.parametrize("value", [math.nan, {1}, 1j, object()])
-def test_sampling_parameters_that_could_not_be_saved_are_refused_before_anything_runs(value, chatml_tokenizer):
+def test_sampling_parameters_that_json_lacks_are_rejected(value, chatml_tokenizer):
     with pytest.raises(ValueError, match=r"sampling_params\['custom_params'\]\['x'\]"):
         SGLangModel(tokenizer=chatml_tokenizer, base_url="http://x", sampling_params={"custom_params": {"x": value}})
 
@@ -160,23 +160,25 @@ def test_sampling_parameters_that_could_not_be_saved_are_refused_before_anything
 MASKS = {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"top_k": 5, "top_p": 0.9}}
 
 
-def told(server, key):
+def returned(server, key):
     return [row for response in server.responses for row in response.body["meta_info"][key]]
 
 
-async def test_sampling_masks_stand_at_the_tokens_that_were_sampled_from_them(rollout):
+async def test_sampling_masks_are_aligned_with_sampled_tokens(rollout):
     server, model = rollout([call(expression="2 * 3"), "Six."], **MASKS)
     await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
-    assert told(server, "output_token_sampling_mask") == [
+    assert returned(server, "output_token_sampling_mask") == [
         row for turn in model.trajectory.turns for row in turn.generation.sampling_mask.rows()
     ]
     (sequence,) = model.trajectory.sequences()
     rows, logprobs = list(sequence.sampling_mask.rows()), sequence.sampling_logprobs
     assert len(rows) == len(logprobs) == len(sequence)
-    assert [row for row, mask in zip(rows, sequence.loss_mask, strict=True) if mask] == told(
+    assert [row for row, mask in zip(rows, sequence.loss_mask, strict=True) if mask] == returned(
         server, "output_token_sampling_mask"
     )
-    assert [logprob for logprob in logprobs if logprob is not None] == told(server, "output_token_sampling_logprobs")
+    assert [logprob for logprob in logprobs if logprob is not None] == returned(
+        server, "output_token_sampling_logprobs"
+    )
     for token, row, logprob in zip(sequence.tokens, rows, logprobs, strict=True):
         assert (token.token_id in row) is (logprob is not None) is token.loss_mask
     assert all("output_token_sampling_mask" not in turn.generation.meta_info for turn in model.trajectory.turns)
@@ -191,17 +193,17 @@ async def test_greedy_sampling_has_masks_too(params, rollout):
     assert max(mask.lengths) <= params.get("top_k", 1)
 
 
-async def test_a_cut_answer_that_goes_on_keeps_its_masks(rollout):
+async def test_resumed_response_keeps_its_masks(rollout):
     parts = [ScriptedAnswer("The answer ", finish_reason="abort"), ScriptedAnswer("", finish_reason="abort"), "is 4."]
     server, model = rollout(parts, on_abort="resume", **MASKS)
     model.client.max_retries = 3
     await make_agent(model).invoke_async("2+2?")
     (turn,) = Trajectory.from_bytes(model.trajectory.to_bytes()).turns
-    assert list(turn.generation.sampling_mask.rows()) == told(server, "output_token_sampling_mask")
-    assert turn.generation.sampling_logprobs.tolist() == told(server, "output_token_sampling_logprobs")
+    assert list(turn.generation.sampling_mask.rows()) == returned(server, "output_token_sampling_mask")
+    assert turn.generation.sampling_logprobs.tolist() == returned(server, "output_token_sampling_logprobs")
 
 
-async def test_a_sequence_that_forks_before_an_odd_stop_has_the_masks_of_its_own_tokens(chatml_tokenizer):
+async def test_sequence_forked_before_an_odd_stop_keeps_its_masks(chatml_tokenizer):
     stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
     answers = [ScriptedAnswer("One.", stop_token_id=stops[1]), "Two."]
     server = ScriptedSGLang(chatml_tokenizer, answers, stop_token_ids=stops)
@@ -217,7 +219,7 @@ async def test_a_sequence_that_forks_before_an_odd_stop_has_the_masks_of_its_own
             assert token.token_id in row or (not row and not token.loss_mask)
 
 
-async def test_a_server_that_does_not_tell_masks_is_an_error(rollout, monkeypatch):
+async def test_server_that_returns_no_masks_is_an_error(rollout, monkeypatch):
     body_of = bodies.generation
     monkeypatch.setattr(
         bodies,
@@ -238,7 +240,7 @@ async def test_without_masks_a_sequence_has_none(rollout):
     assert sequence.sampling_logprobs == [None] * len(sequence)
 
 
-def test_every_known_field_is_imitated_or_refused_by_the_scripted_server(chatml_tokenizer):
+def test_scripted_server_checks_every_known_field(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
     wrong = {"a string": 5, "True or False": "x", "a whole number": "x"}
     for name, kind in REQUEST_FIELDS.items():
@@ -250,7 +252,7 @@ def test_every_known_field_is_imitated_or_refused_by_the_scripted_server(chatml_
             assert ended.value.status == 400, name
 
 
-# === A15 (p29): what users hand in and what is saved later is JSON from the start, or refused before anything runs ===
+# --- User-supplied values become plain JSON, or are rejected before anything runs ---
 
 
 class Level(enum.IntEnum):
@@ -258,7 +260,7 @@ class Level(enum.IntEnum):
 
 
 class Adapter(str, enum.Enum):
-    MATHS = "maths"
+    MATH = "math"
 
 
 @pytest.mark.parametrize(
@@ -275,13 +277,13 @@ class Adapter(str, enum.Enum):
         (torch.tensor([[0.5]]), [[0.5]]),
         (array("i", [1, 2]), [1, 2]),
         (Level.HIGH, 3),
-        (Adapter.MATHS, "maths"),
-        ({Adapter.MATHS: 1}, {"maths": 1}),
+        (Adapter.MATH, "math"),
+        ({Adapter.MATH: 1}, {"math": 1}),
         ((1, "a", None, True), [1, "a", None, True]),
         ({5: -100.0, np.int32(6): 1, "x": {"y": (np.float32(2),)}}, {"5": -100.0, "6": 1, "x": {"y": [2.0]}}),
     ],
 )
-def test_values_of_numpy_and_torch_become_pythons(given, expected):
+def test_numpy_and_torch_values_become_python_values(given, expected):
     value = plain(given, "x")
     assert value == expected and json.loads(json.dumps(value)) == expected
     assert type(value) is type(expected)
@@ -299,16 +301,16 @@ def test_values_of_numpy_and_torch_become_pythons(given, expected):
         ({None: 1}, "the key None"),
         ({True: 1}, "the key True"),
         (2**64, "64 bits"),
-        ("\ud800", "no Unicode text"),
+        ("\ud800", "not Unicode text"),
         ({"\ud800": 1}, "a key of x"),
     ],
 )
-def test_what_json_has_no_place_for_is_refused_by_its_place(given, message):
+def test_value_that_json_lacks_is_rejected_with_its_path(given, message):
     with pytest.raises(ValueError, match=message):
         plain(given, "x")
 
 
-def test_a_value_that_holds_itself_is_refused():
+def test_recursive_value_is_rejected():
     endless = []
     endless.append(endless)
     with pytest.raises(ValueError, match="nested more than"):

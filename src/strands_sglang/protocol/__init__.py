@@ -1,1 +1,1 @@
-"""SGLang's `/generate`: what is sent, and what an answer says."""
+"""SGLang's `/generate` protocol: requests, and typed responses."""

@@ -1,14 +1,12 @@
-"""What one `/generate` request returned, checked and typed.
+"""The response to one `/generate` request, checked and typed.
 
-Source of the format: SGLang 0.5.23 (`GenerateReqInput` and the tokenizer manager's response), with the keys that older
-versions lack optional. Promise: a `Generation` is complete and consistent, or `SGLangDecodingError` is raised; nothing
-is filled in.
+Source of the format: SGLang 0.5.23 (`GenerateReqInput` and the tokenizer manager's response); keys that older versions
+lack are optional. A `Generation` is complete and consistent, or `SGLangDecodingError` is raised; nothing is filled in.
 
-An answer may come in several parts: a weight update or a pause aborts what runs on the server, and the aborted request
-comes back with what it had sampled. With `on_abort="resume"` the call continues from there: the next request's prompt
-is the call's prompt and all that was sampled so far, and it may sample what is left of the same token budget. The parts
-are joined into one `Generation`, in which every token keeps the logprob, the version of the weights, the routed experts
-and the sampling mask that it was sampled with.
+A response may come in several parts. A weight update or a pause aborts running requests, and an aborted request returns
+the tokens it sampled. With `on_abort="resume"` the call continues from there: the next request's prompt is the call's
+prompt plus all tokens sampled so far, and its token budget is what remains. The parts are joined into one `Generation`,
+in which every token keeps the logprob, policy version, routed experts and sampling mask that it was sampled with.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class VersionSpan(NamedTuple):
-    """A run of sampled tokens that one version of the weights sampled.
+    """A run of tokens that were sampled by one version of the weights.
 
     Attributes:
-        version: As the server names it.
-        start: Position of the first of them.
-        end: Position behind the last of them.
+        version: Server's name of the version.
+        start: Position of the first token.
+        end: Position after the last token.
     """
 
     version: str
@@ -44,22 +42,22 @@ class VersionSpan(NamedTuple):
 
 
 def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """The spans of the tokens from `start` to `end`, counted from `start`."""
+    """Return the spans of the tokens from `start` to `end`, relative to `start`."""
     clipped = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start) for s in spans)
     return tuple(span for span in clipped if span.start < span.end)
 
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """Which token ids could be sampled at each place: what was left after grammar, penalties, top-k, top-p and min-p.
+    """Token ids that could be sampled at each position, after grammar, penalties, top-k, top-p and min-p.
 
-    Truncated sampling renormalises over these ids. With them a trainer computes the probability that the sampler really
-    used, as `z[y] / T - logsumexp(z[ids] / T)`; the logprobs that SGLang tells otherwise are over the whole vocabulary.
-    The ids are rows, one per token, one after the other.
+    Truncated sampling renormalizes over these ids. With them, a trainer computes the logprob under which the sampler
+    really sampled, as `z[y] / T - logsumexp(z[ids] / T)`. SGLang's other logprobs are over the whole vocabulary. The
+    rows of all tokens are concatenated.
 
     Attributes:
-        token_ids: The ids of all rows, shape (sum of `lengths`,). A row of SGLang's has the most probable id first.
-        lengths: How many of them each row has, shape (T,); 0 where it is not known, or nothing was sampled.
+        token_ids: Ids of all rows, shape `(sum(lengths),)`. In SGLang's rows the most probable id comes first.
+        lengths: Number of ids in each row, shape `(T,)`; 0 where unknown, or where nothing was sampled.
     """
 
     token_ids: array[int]
@@ -67,36 +65,39 @@ class SamplingMask:
 
     @property
     def offsets(self) -> array[int]:
-        """Where the rows start, and the last one ends; shape (T + 1,)."""
+        """Start of each row, and the end of the last; shape `(T + 1,)`."""
         return array("q", accumulate(self.lengths, initial=0))
 
     def rows(self) -> Iterator[list[int]]:
-        """The ids of each token in turn; empty where they are not known."""
+        """Yield the ids of each token in turn; empty where unknown."""
         start = 0
         for length in self.lengths:
             yield self.token_ids[start : start + length].tolist()
             start += length
 
     def part(self, start: int, stop: int) -> SamplingMask:
-        """The rows from one place up to another."""
+        """Return the rows from `start` to `stop`."""
         before = sum(self.lengths[:start])
         lengths = self.lengths[start:stop]
         return SamplingMask(self.token_ids[before : before + sum(lengths)], lengths)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.lengths)
 
     def __repr__(self) -> str:
-        """Counts; never the ids, which may be many."""
+        """Return the counts; the ids may be many."""
         return f"SamplingMask({len(self)} rows, {len(self.token_ids)} ids)"
 
 
 def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMask | None:
-    """The masks of one piece after the other; None if none is known.
+    """Concatenate the masks of several pieces.
 
     Args:
-        masks: Each with the number of its tokens.
+        masks: Mask of each piece, with its number of tokens.
+
+    Returns:
+        The joined mask; None if no piece has one.
     """
     known = list(masks)
     if all(mask is None for mask, _ in known):
@@ -110,33 +111,33 @@ def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMas
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """The sampled tokens of one request and what the server said about them.
+    """The sampled tokens of one request and what the server reported about them.
 
     Attributes:
-        output_ids: Sampled ids, the stop token included; shape (T,).
-        logprobs: Their logprobs under the sampling distribution before top-p and top-k, shape (T,); None if they were
-            not asked for.
+        output_ids: Sampled ids, including the stop token; shape `(T,)`.
+        logprobs: Logprobs of the sampled ids under the sampling distribution before top-p and top-k, shape `(T,)`; None
+            if not requested.
         finish_type: "stop", "length" or "abort".
-        stop_token_id: The sampled token that ended the turn, the last of `output_ids`; None if the turn was cut off or
+        stop_token_id: Sampled token that ended the turn, the last of `output_ids`; None if the turn was cut off or
             ended at a stop string.
-        stop_string: The stop string that ended the turn, else None.
-        abort_message: For "abort": the server's message.
-        prompt_tokens: Number of prompt tokens (0 if an aborted request never ran).
-        cached_tokens: How many of them came from the server's prefix cache.
-        weight_version: Version of the weights at the end of the request; None from servers that do not tell.
-        weight_versions: Which weights sampled which of the tokens: spans in their order, without gaps between known
-            ones. From servers that name only one version it is one span; empty where nothing is known.
-        prompt_logprobs: Logprobs of the last prompt tokens if they were asked for; NaN where unknown.
-        request_id: The `rid` of the attempt that was answered.
-        resumed_ids: The `rid`s of the earlier requests whose tokens this answer begins with, where the server aborted
-            them and the call went on (see `join_parts`).
-        routed_experts: Where each token was routed to, as the server sent it: base64 of little-endian int32 with
-            `routed_rows` rows; None if it was not asked for, or not returned. `expert_ids()` decodes it.
-        sampling_mask: The ids that each token was sampled from, T rows; None if it was not asked for, or not returned.
-        sampling_logprobs: The logprobs of the sampled tokens among those ids alone, shape (T,), NaN where unknown;
-            None as `sampling_mask`.
-        latency_s: Seconds from request to response, as the server measured it; 0.0 if it does not tell.
-        meta_info: The server's whole `meta_info` without its per-token lists.
+        stop_string: Stop string that ended the turn; None if none did.
+        abort_message: Server's message for "abort"; None otherwise.
+        prompt_tokens: Number of prompt tokens; 0 for an aborted request that never ran.
+        cached_tokens: Number of prompt tokens from the server's prefix cache.
+        weight_version: Version of the weights at the end of the request; None from servers that do not report it.
+        weight_versions: Spans of tokens by the version of the weights that sampled them, in order and without gaps
+            between known ones. Servers that report a single version give one span; empty if unknown.
+        prompt_logprobs: Logprobs of the last prompt tokens, if requested; NaN where unknown.
+        request_id: `rid` of the attempt that was answered.
+        resumed_ids: `rid`s of earlier requests whose tokens this response begins with, because the server aborted them
+            and the call continued; see `join_parts`.
+        routed_experts: Routed experts of each token as the server sent them: base64 of little-endian int32 with
+            `routed_rows` rows, decoded by `expert_ids()`; None if not requested or not returned.
+        sampling_mask: Ids that each token was sampled from, `T` rows; None if not requested or not returned.
+        sampling_logprobs: Logprobs of the sampled tokens among those ids only, shape `(T,)`; NaN where unknown, None
+            if not requested or not returned.
+        latency_s: Seconds from request to response, measured by the server; 0.0 if not reported.
+        meta_info: The server's `meta_info` without its per-token lists.
     """
 
     output_ids: array[int]
@@ -165,33 +166,33 @@ class Generation:
 
     @property
     def routed_rows(self) -> int:
-        """Number of tokens that went through the model and so were routed: prompt and answer without its last token."""
+        """Number of routed tokens: prompt and response without its last token, which no forward pass has seen."""
         return max(self.prompt_tokens + self.completion_tokens - 1, 0)
 
     @property
     def routed_width(self) -> int | None:
-        """Number of expert ids per token, layers times experts per token; None where nothing tells."""
+        """Number of expert ids per token, layers times top-k; None if unknown."""
         if self.routed_experts is None or not self.routed_rows:
             return None
         return _decoded_length(self.routed_experts) // (_ID_BYTES * self.routed_rows)
 
     def expert_ids(self, start: int = 0) -> NDArray[np.int32] | None:
-        """The experts that each token of prompt and answer but the last was routed to.
+        """Decode the experts that each token of prompt and response was routed to, except the last token.
 
-        Row i belongs to token i of the sequence up to this turn: the experts behind the logits that token i + 1 was
-        sampled from. Decoded at every call, about 4 ms per MB.
+        Row `i` belongs to token `i` of the sequence up to this turn: the experts behind the logits that token `i + 1`
+        was sampled from. Each call decodes again, in about 4 ms per MB.
 
         Args:
-            start: The first row to decode.
+            start: First row to decode.
 
         Returns:
-            Ids from 0, shape (`routed_rows` - `start`, layers * top_k), read-only, a row in the order of the layers
-            (all of the model's, those without experts too); None if `routed_experts` is.
+            Read-only array of ids from 0, shape `(routed_rows - start, layers * top_k)`. A row has all layers of the
+            model in order, including those without experts. None if `routed_experts` is None.
 
         Raises:
             SGLangDecodingError: The text is not base64, or an id is negative.
         """
-        import numpy as np  # there wherever transformers is, and not cheap
+        import numpy as np  # installed with transformers, and slow to import
 
         if self.routed_experts is None:
             return None
@@ -203,19 +204,19 @@ class Generation:
             raise SGLangDecodingError(f"the server's routed_experts are not base64: {error}") from error
         ids = np.frombuffer(content, dtype="<i4").reshape(self.routed_rows - start, width)
         if ids.size and ids.min() < 0:
-            raise SGLangDecodingError(f"the server's routed_experts hold the negative id {ids.min()}")
+            raise SGLangDecodingError(f"the server's routed_experts have the negative id {ids.min()}")
         return ids
 
     def kept_ids(self) -> SamplingMask | None:
-        """The ids that truncated sampling kept for each sampled token, whichever server told them; None where none did.
+        """Return the ids that truncated sampling kept for each sampled token; None if the server reported none.
 
-        Stock SGLang tells them for `return_sampling_mask`. slime's SGLang is asked with
-        `custom_params.return_top_p_token_ids`: `top_p_token_ids` of `meta_info` has the ids, one row after the other,
-        and `top_p_token_offsets` where the rows start (one more than there are sampled tokens); both int32, as a list
-        or as base64 of the bytes. slime replays either in training.
+        Stock SGLang reports them for `return_sampling_mask`. slime's SGLang reports them for
+        `custom_params.return_top_p_token_ids`: `meta_info` then has the ids of all rows in `top_p_token_ids`, and the
+        starts of the rows and the end of the last in `top_p_token_offsets`. Both are int32, as a list or as base64 of
+        the bytes. slime replays either in training.
 
         Raises:
-            ValueError: What slime's SGLang told is not consistent.
+            ValueError: The ids and offsets from slime's SGLang are inconsistent.
         """
         if self.sampling_mask is not None:
             return self.sampling_mask
@@ -228,7 +229,7 @@ class Generation:
             lengths = array("i", (stop - start for start, stop in pairwise(offsets)))
             if (offsets[0], offsets[-1]) == (0, len(ids)) and min(lengths, default=0) >= 0:
                 return SamplingMask(ids, lengths)
-        raise ValueError(f"the server's top-p ids and offsets are not those of {self.completion_tokens} tokens")
+        raise ValueError(f"the server's top-p ids and offsets do not fit {self.completion_tokens} sampled tokens")
 
 
 _ID_BYTES = 4
@@ -241,7 +242,7 @@ _PER_TOKEN_KEYS = frozenset(
 _TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 TOP_P_KEYS = frozenset({*_TOP_P_IDS, *_TOP_P_OFFSETS})
-"""Keys of slime's SGLang in `meta_info`."""
+"""Keys that only slime's SGLang has in `meta_info`."""
 
 
 def read_generation(
@@ -250,12 +251,12 @@ def read_generation(
     """Check a `/generate` response and type it.
 
     Args:
-        response: The server's JSON object.
-        logprobs_expected: Whether `return_logprob` was asked for.
-        end_token_ids: Tokens that end a turn, for servers that say "stop" without saying which token it was.
+        response: JSON object from the server.
+        logprobs_expected: Whether `return_logprob` was requested.
+        end_token_ids: Tokens that end a turn, for servers that report "stop" without the token.
 
     Raises:
-        SGLangDecodingError: A needed key is missing or of the wrong type, or the logprobs do not belong to the ids.
+        SGLangDecodingError: A required key is missing or has the wrong type, or the logprobs do not match the ids.
     """
     try:
         meta: Mapping[str, Any] = response["meta_info"]
@@ -263,7 +264,7 @@ def read_generation(
         finish = meta["finish_reason"]
         finish_type = finish["type"]
         if finish_type not in ("stop", "length", "abort"):
-            # Whatever it is, an answer that did not end in a known way must not look complete.
+            # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
         aborted = finish_type == "abort"
         entries = meta.get("output_token_logprobs")
@@ -281,7 +282,7 @@ def read_generation(
             stop_token_id=_stop_token(finish, output_ids, end_token_ids),
             stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,
             abort_message=str(finish.get("message")) if aborted else None,
-            # A request that was aborted in the queue comes back with a short meta_info.
+            # A request that was aborted in the queue returns a short meta_info.
             prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             weight_version=meta.get("weight_version"),
@@ -292,7 +293,7 @@ def read_generation(
             request_id=str(meta.get("id", "")),
             routed_experts=meta.get("routed_experts"),
             sampling_mask=None if masks is None else _read_sampling_mask(masks, output_ids),
-            # Those of the mode "support" are lists.
+            # The mode "support" returns lists instead.
             sampling_logprobs=None if sampling is None else _numbers(sampling, "a sampling logprob"),
             latency_s=float(meta.get("e2e_latency") or 0.0),
             meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
@@ -301,21 +302,21 @@ def read_generation(
         return generation
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
         raise SGLangDecodingError(
-            f"the server's answer is not a complete /generate response: {error!r} (missing, or of the wrong type)"
+            f"the server's response is not a complete /generate response: {error!r} (missing, or of the wrong type)"
         ) from error
 
 
 def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
-    """The spans that the server tells, or its one version for all tokens (SGLang before 0.5.23)."""
-    told = meta.get("weight_versions")
-    if told is None:
+    """Return the spans that the server reports, or its one version for all tokens (SGLang before 0.5.23)."""
+    reported = meta.get("weight_versions")
+    if reported is None:
         version = meta.get("weight_version")
         return (VersionSpan(str(version), 0, count),) if version is not None and count else ()
-    spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in told]
+    spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in reported]
     spans = [span for span in spans if span.start < span.end]
     bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), count]
     if bounds != sorted(bounds):
-        raise SGLangDecodingError(f"the server's weight_versions are no spans of its {count} sampled tokens: {told!r}")
+        raise SGLangDecodingError(f"the server's weight_versions do not fit its {count} sampled tokens: {reported!r}")
     return tuple(spans)
 
 
@@ -328,16 +329,16 @@ def _stop_token(finish: Mapping[str, Any], output_ids: array[int], end_token_ids
         return last if last in end_token_ids else None
     if type(matched) is not int or matched != last:
         raise SGLangDecodingError(
-            f"the server says that the answer stopped at {matched!r}, and the last token that it sampled is {last}"
+            f"the server reports that the response stopped at {matched!r}, but the last sampled token is {last}"
         )
     return last
 
 
 def check_routed_rows(generation: Generation) -> None:
-    """Check the number of rows by the length of the text alone: it may have many megabytes.
+    """Check the number of rows by the length of the text only, which may have many megabytes.
 
     Raises:
-        SGLangDecodingError: There is not the same number of ids for each token.
+        SGLangDecodingError: The tokens cannot all have the same number of ids.
     """
     text, rows = generation.routed_experts, generation.routed_rows
     if text is None:
@@ -348,27 +349,27 @@ def check_routed_rows(generation: Generation) -> None:
     whole = ids % rows == 0 and ids > 0 if rows else ids == 0
     if rest or len(text) % 4 or not whole:
         raise SGLangDecodingError(
-            f"the server returned {ids} ids of routed experts, which cannot be the same number for each of {rows} "
-            f"tokens ({generation.prompt_tokens} prompt and {generation.completion_tokens} sampled ones without the "
-            "last); a `routed_experts_start_len` set on the way does this, or a text that was cut"
+            f"the server returned {ids} ids of routed experts, which do not divide evenly among {rows} tokens "
+            f"({generation.prompt_tokens} prompt and {generation.completion_tokens} sampled tokens, without the last); "
+            "the text was truncated, or a proxy set `routed_experts_start_len`"
         )
 
 
 def _decoded_length(text: str) -> int:
-    """Number of bytes in a base64 text."""
+    """Return the number of bytes in a base64 text."""
     return len(text) // 4 * 3 - text[-2:].count("=")
 
 
 def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
-    """The logprobs of `[[logprob, token_id, text], ...]`, which must name the returned ids in their order."""
+    """Return the logprobs of `[[logprob, token_id, text], ...]`, whose ids must be the returned ones in order."""
     if not isinstance(entries, list) or len(entries) != len(output_ids):
         count = len(entries) if isinstance(entries, list) else "no"
         raise SGLangDecodingError(
-            f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were asked for; "
-            "a proxy that drops `return_logprob` does this"
+            f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were requested; "
+            "a proxy that drops `return_logprob` causes this"
         )
     if any(entry[1] != token_id for entry, token_id in zip(entries, output_ids, strict=True)):
-        raise SGLangDecodingError("the server's output_token_logprobs name other token ids than its output_ids")
+        raise SGLangDecodingError("the server's output_token_logprobs have other token ids than its output_ids")
     return _numbers((entry[0] for entry in entries), "a logprob of a sampled token")
 
 
@@ -376,7 +377,7 @@ def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:
     token_ids = array("i")
     for place, (token_id, row) in enumerate(zip(output_ids, rows, strict=True)):
         if token_id not in row:
-            raise SGLangDecodingError(f"the sampling mask of token {place} lacks {token_id}, which was sampled")
+            raise SGLangDecodingError(f"the sampling mask of token {place} lacks the sampled id {token_id}")
         token_ids.extend(row)
     return SamplingMask(token_ids, array("i", map(len, rows)))
 
@@ -389,10 +390,10 @@ def _numbers(values: Iterable[Any], what: str) -> array[float]:
 
 
 def _int32_array(value: Any) -> array[int] | None:
-    """An int32 array as SGLang puts it into JSON; None stays None.
+    """Decode an int32 array from SGLang's JSON; None stays None.
 
     Raises:
-        ValueError: It is neither base64 nor a list of such integers.
+        ValueError: The value is neither base64 nor a list of such integers.
     """
     if value is None:
         return None
@@ -404,25 +405,25 @@ def _int32_array(value: Any) -> array[int] | None:
         raise ValueError(f"not an int32 array: {error}") from error
 
 
-_SERVERS_BUDGET = 128
-"""What SGLang takes for `max_new_tokens` where a request has none."""
+_DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's `max_new_tokens` for requests without one."""
 
 
 def sampling_params_of_the_rest(
     sampling_params: Mapping[str, Any], sampled: int, begun: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The sampling parameters of a request that goes on behind `sampled` tokens of the same answer.
+    """Return the sampling parameters of a request that continues a response after `sampled` tokens.
 
     Args:
-        sampling_params: Those of the whole answer.
-        sampled: How many tokens it has.
-        begun: What is left of stop strings that these tokens have begun.
+        sampling_params: Sampling parameters of the whole response.
+        sampled: Number of tokens that the response already has.
+        begun: Remainders of stop strings that these tokens have begun.
     """
     if not sampled:
         return dict(sampling_params)
     rest = dict(sampling_params)
-    if rest.get("max_new_tokens") is None and sampled < _SERVERS_BUDGET:
-        rest["max_new_tokens"] = _SERVERS_BUDGET
+    if rest.get("max_new_tokens") is None and sampled < _DEFAULT_MAX_NEW_TOKENS:
+        rest["max_new_tokens"] = _DEFAULT_MAX_NEW_TOKENS
     for name in ("max_new_tokens", "min_new_tokens"):
         if rest.get(name) is not None:
             rest[name] = max(rest[name] - sampled, 0)
@@ -434,32 +435,32 @@ def sampling_params_of_the_rest(
 
 
 def stop_strings(sampling_params: Mapping[str, Any], parameter: str = "stop") -> list[str]:
-    """The stop strings of a request; its regular expressions are the parameter "stop_regex"."""
+    """Return the stop strings of a request, or its regular expressions for the parameter "stop_regex"."""
     value = sampling_params.get(parameter)
     return [value] if isinstance(value, str) else list(value or ())
 
 
 def begun_stop_strings(stops: Sequence[str], text: str) -> list[str]:
-    """What is left to come of stop strings that have begun at the end of `text`.
+    """Return the remainders of stop strings that begin at the end of `text`.
 
-    A server looks for stop strings in what a request samples, so one that an abort has split would go unnoticed.
+    A server searches each request's tokens for stop strings, so it would miss one that an abort has split.
     """
     begun = (stop[count:] for stop in stops for count in range(1, len(stop)) if text.endswith(stop[:count]))
     return [rest for rest in dict.fromkeys(begun) if rest not in stops]
 
 
 def join_parts(parts: Sequence[Generation]) -> Generation:
-    """One answer from the parts of a call, the last of which tells how it ended.
+    """Join the parts of a call into one response, which ends as the last part did.
 
     Args:
-        parts: What the requests returned, in order, at least one; aborted ones may be empty.
+        parts: Responses in order, at least one; aborted ones may be empty.
 
     Raises:
         ValueError: There is no part.
-        SGLangDecodingError: The routed experts of the parts are not those of the joined answer.
+        SGLangDecodingError: The routed experts of the parts do not fit the joined response.
     """
     if not parts:
-        raise ValueError("an answer needs at least one part")
+        raise ValueError("a response needs at least one part")
     last = parts[-1]
     if len(parts) == 1:
         return last
@@ -467,7 +468,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
     spans: list[VersionSpan] = []
     sampled = prompt_tokens = 0
     for part in parts:
-        if part.prompt_tokens:  # one that was aborted in the queue tells next to nothing
+        if part.prompt_tokens:  # 0 for a request that was aborted in the queue
             ran.append(part)
             prompt_tokens = part.prompt_tokens - sampled
         for version, start, end in part.weight_versions:
@@ -489,7 +490,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         prompt_tokens=prompt_tokens,
         cached_tokens=ran[0].cached_tokens if ran else last.cached_tokens,
         weight_versions=tuple(spans),
-        # Of later parts these would be those of tokens that this answer sampled.
+        # In later parts these would belong to tokens that this response sampled.
         prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
         resumed_ids=tuple(rid for part in parts for rid in (*part.resumed_ids, part.request_id))[:-1],
         routed_experts=_joined_experts(parts),
@@ -514,23 +515,23 @@ def _joined(kind: str, arrays: Iterable[array[Any]]) -> array[Any]:
 
 
 def _joined_experts(parts: Sequence[Generation]) -> str | None:
-    """The rows of each part for the tokens that it added.
+    """Join the rows of each part for the tokens that it added.
 
-    Every part returns the rows of its whole prompt. Those of tokens that an earlier part had are left out: the weights
-    may have changed since, and with them where these tokens go.
+    Every part returns the rows of its whole prompt. The rows of tokens from an earlier part are dropped: the weights
+    may have changed since, and the routing of these tokens with them.
     """
     sampling = [part for part in parts if part.output_ids] or parts[-1:]
     if sampling[-1].routed_experts is not None and any(part.routed_experts is None for part in sampling):
         raise SGLangDecodingError(
-            "the server aborted a request without its routed experts, which its tokens were sampled with; "
+            "the server aborted a request and did not return its tokens' routed experts; "
             'with on_abort="raise" such tokens are recorded without them'
         )
-    told = [part for part in sampling if part.routed_experts is not None and part.routed_rows]
-    if not told:
+    reported = [part for part in sampling if part.routed_experts is not None and part.routed_rows]
+    if not reported:
         return sampling[-1].routed_experts
     rows = b""
     width = 0
-    for part in told:
+    for part in reported:
         content = base64.b64decode(part.routed_experts or "")
         width = width or len(content) // part.routed_rows
         rows += content[len(rows) // width * (len(content) // part.routed_rows) :]

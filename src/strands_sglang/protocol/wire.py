@@ -1,9 +1,9 @@
-"""What goes over the wire to an SGLang server and back: request, response and error bodies, as pure functions.
+"""The wire format of SGLang servers: request, response and error bodies, as pure functions.
 
-Promises: token ids that could kill a server (not an int, negative, outside the vocabulary) never become a request;
-whatever a server answers becomes either a checked JSON object or one exception that says what came and from where.
+Token ids that could kill a server (not an int, negative, outside the vocabulary) never become a request. Every response
+becomes either a checked JSON object or one exception that says what was received, and from where.
 
-Source of the shapes and wordings: SGLang 0.5.23 (`io_struct.py`, `tokenizer_manager.py`, `managers/utils.py`,
+Source of formats and messages: SGLang 0.5.23 (`io_struct.py`, `tokenizer_manager.py`, `managers/utils.py`,
 `disaggregation/`), sglang-router 0.3.2 and smg 1.13.0.
 """
 
@@ -20,31 +20,32 @@ from ..exceptions import SGLangContextLengthError, SGLangDecodingError, SGLangHT
 _CONTEXT_LENGTH = re.compile(
     r"is longer than the model's context length"  # the input alone
     r"|exceeds the model's maximum context length"  # the input plus max_new_tokens
-    r"|Input length \(\d+ tokens\) exceeds the maximum allowed length"  # the scheduler keeps a few tokens for itself
+    r"|Input length \(\d+ tokens\) exceeds the maximum allowed length"  # the scheduler reserves a few tokens
     r"|exceeds the maximum number of tokens: \d+ > \d+"  # prefill/decode disaggregation
     r"|prompt is too long after expanding multimodal tokens"
 )
-"""The messages by which SGLang says that a request does not fit the model's context."""
+"""SGLang's messages about requests that exceed the model's context."""
 
 NO_SUCH_ENDPOINT = frozenset({404, 405, 501})
-"""Statuses of a server that does not know the path (501: what plain file servers answer to POST)."""
+"""Statuses of a server that does not know the path; plain file servers return 501 for POST."""
 
-KEPT_BODY_CHARS = 4096
-SHOWN_BODY_CHARS = 200
+MAX_BODY_CHARS = 4096
+EXCERPT_CHARS = 200
 
 
 def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) -> bytes:
     """Check token ids and encode them as a JSON array.
 
-    The checks read the encoded bytes, which exist anyway: in JSON only a flat list of non-negative ints is made of
-    digits and commas between one pair of brackets. 32k ids take about half a millisecond, encoding included.
+    The checks read the encoded bytes: in JSON, only a flat list of non-negative ints consists of digits and commas
+    between one pair of brackets. 32k ids take about half a millisecond, including the encoding.
 
     Args:
-        input_ids: The prompt, shape (T,), T >= 1. Lists and tuples; also what has a `tolist` (array, numpy, torch).
-        vocab_size: Number of ids that the model knows; None leaves the upper bound unchecked.
+        input_ids: Prompt, shape `(T,)`, at least one token: a list, a tuple, or an object with `tolist` (array, numpy,
+            torch).
+        vocab_size: Number of token ids of the model; None leaves the upper bound unchecked.
 
     Raises:
-        ValueError: There are no ids, or one is not an int in [0, vocab_size); names its index and value.
+        ValueError: There are no ids, or one is not an int in `[0, vocab_size)`. The message has its index and value.
     """
     ids = input_ids if isinstance(input_ids, list | tuple) else _as_list(input_ids)
     if not ids:
@@ -60,16 +61,16 @@ def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) ->
 
 
 class GenerateBody(NamedTuple):
-    """A `/generate` body but for its `rid`, encoded once for all attempts.
+    """A `/generate` body without its `rid`, encoded once for all attempts.
 
-    In two parts, because a 32k prompt is 200 kB and each copy of it costs more than encoding everything else.
+    It has two parts because a 32k prompt is 200 kB, and each copy of it costs more than encoding the rest.
     """
 
     input_ids: bytes
     rest: bytes
 
     def with_rid(self, rid: str) -> bytes:
-        """The body of one attempt."""
+        """Return the body of one attempt."""
         return b"".join((b'{"rid":', orjson.dumps(rid), b',"input_ids":', self.input_ids, b",", self.rest[1:]))
 
 
@@ -89,19 +90,19 @@ def encode_generate(
         vocab_size: See `encode_token_ids`.
 
     Raises:
-        ValueError: Bad token ids, a request for several answers or for a stream, or a value that JSON cannot hold.
+        ValueError: A token id is invalid, several samples or a stream are requested, or JSON cannot hold a value.
     """
     if sampling_params is not None and not isinstance(sampling_params, Mapping):
         raise ValueError(
-            f"sampling_params must be a mapping (one request, one answer), got {type(sampling_params).__name__}"
+            f"sampling_params must be a mapping (one request, one sample), got {type(sampling_params).__name__}"
         )
     sampling = dict(sampling_params or {})
     if sampling.get("n") not in (None, 1):
         raise ValueError(
-            f"sampling_params n={sampling['n']!r}: one request gives one answer, send one request for each"
+            f"sampling_params n={sampling['n']!r}: a request returns one sample, send one request for each"
         )
     if fields.get("stream"):
-        raise ValueError("stream=True: this client never streams; leave `stream` out")
+        raise ValueError("stream=True: this client never streams; omit `stream`")
     rest = {**fields, "sampling_params": sampling, "stream": False}
     rest.pop("rid", None)
     try:
@@ -112,34 +113,34 @@ def encode_generate(
 
 
 class UnfitAnswerError(SGLangDecodingError):
-    """A body is JSON from beginning to end, and not what the endpoint answers: the server means it so."""
+    """The body is complete JSON but lacks what the endpoint returns, so a retry is unlikely to help."""
 
 
 def decode_object(body: bytes, url: str) -> dict[str, Any]:
-    """Read a body that must be a JSON object.
+    """Decode a body that must be a JSON object.
 
     Raises:
-        SGLangDecodingError: It is something else; shows the beginning of what came.
+        SGLangDecodingError: It is something else. The message shows the beginning of the body.
     """
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise SGLangDecodingError(
-            f"{url} answered something that is not JSON ({error}): {_shown(body)}; is this an SGLang server?"
+            f"{url} returned a body that is not JSON ({error}): {_excerpt(body)}; is this an SGLang server?"
         ) from error
     if not isinstance(value, dict):
         raise UnfitAnswerError(
-            f"{url} answered a JSON {type(value).__name__} instead of an object: {_shown(body)}; is this an SGLang "
+            f"{url} returned a JSON {type(value).__name__} instead of an object: {_excerpt(body)}; is this an SGLang "
             "server?"
         )
     return value
 
 
 def decode_generation(body: bytes, url: str) -> dict[str, Any]:
-    """Read a `/generate` response: an object with `output_ids` and `meta_info.finish_reason`, left as it came.
+    """Decode a `/generate` response: an object with `output_ids` and `meta_info.finish_reason`, otherwise unmodified.
 
     Raises:
-        SGLangDecodingError: It is something else; names what is missing.
+        SGLangDecodingError: It is something else. The message names what is missing.
     """
     response = decode_object(body, url)
     meta_info = response.get("meta_info")
@@ -152,48 +153,48 @@ def decode_generation(body: bytes, url: str) -> dict[str, Any]:
         missing.append("`meta_info.finish_reason` (an object with `type`)")
     if missing:
         raise UnfitAnswerError(
-            f"{url} answered without {' and '.join(missing)}: {_shown(body)}; is this an SGLang server?"
+            f"{url} responded without {' and '.join(missing)}: {_excerpt(body)}; is this an SGLang server?"
         )
     return response
 
 
 def http_error(method: str, url: str, status: int, body: bytes, *, location: str | None = None) -> SGLangHTTPError:
-    """Turn an HTTP answer that is not a success into the exception that names its kind.
+    """Return the exception for an HTTP response that is not a success.
 
     Args:
         method: HTTP method of the request.
-        url: Its full URL.
+        url: Full URL of the request.
         status: HTTP status code.
-        body: The answer's body.
-        location: Where a redirect points.
+        body: Body of the response.
+        location: Target of a redirect; None for none.
     """
     text = body.decode("utf-8", "replace")
-    said = error_message(text)[:KEPT_BODY_CHARS]
-    text = text[:KEPT_BODY_CHARS]
-    message = f"{method} {url}: HTTP {status}" + (f": {said}" if said else "")
-    if status == 400 and _CONTEXT_LENGTH.search(said):
+    detail = error_message(text)[:MAX_BODY_CHARS]
+    text = text[:MAX_BODY_CHARS]
+    message = f"{method} {url}: HTTP {status}" + (f": {detail}" if detail else "")
+    if status == 400 and _CONTEXT_LENGTH.search(detail):
         return SGLangContextLengthError(message, status=status, body=text)
     if status in (429, 503):
         return SGLangThrottledError(message, status=status, body=text)
     if status in NO_SUCH_ENDPOINT:
-        message += "; there is no such endpoint: not an SGLang server, or base_url has a wrong host, port or path"
+        message += "; no such endpoint: this is not an SGLang server, or base_url has a wrong host, port or path"
     elif 300 <= status < 400:
-        message += f"; it redirects to {location}: use the address of the server itself as base_url"
+        message += f"; it redirects to {location}: pass the address of the server itself as base_url"
     return SGLangHTTPError(message, status=status, body=text)
 
 
 def error_message(body: str) -> str:
-    """The server's own words in an error body.
+    """Return the server's message in an error body.
 
-    Knows `{"error": {"message"}}`, `{"error": "..."}`, `{"object": "error", "message"}`, `{"detail"}`, the routers'
+    Reads `{"error": {"message"}}`, `{"error": "..."}`, `{"object": "error", "message"}`, `{"detail"}`, the routers'
     `{"error": {"type", "code", "message"}}` and plain text.
     """
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return " ".join(body.split())[:SHOWN_BODY_CHARS]
+        return " ".join(body.split())[:EXCERPT_CHARS]
     if not isinstance(value, dict):
-        return body[:SHOWN_BODY_CHARS]
+        return body[:EXCERPT_CHARS]
     error = value.get("error") or value
     if isinstance(error, dict):
         code = error.get("code")
@@ -218,8 +219,8 @@ def _first_bad_id(ids: Sequence[Any], vocab_size: int | None) -> str:
         in_range = isinstance(value, int) and 0 <= value < (2**63 if vocab_size is None else vocab_size)
         if type(value) is bool or not in_range:
             return f"input_ids[{index}] is {value!r} ({type(value).__name__}): token ids are ints from 0{bound}"
-    return "input_ids cannot be written as a JSON list of ints"  # pragma: no cover - the loop has found what was wrong
+    return "input_ids cannot be written as a JSON list of ints"  # pragma: no cover - the loop finds the bad id
 
 
-def _shown(body: bytes) -> str:
-    return repr(body[: 4 * SHOWN_BODY_CHARS].decode("utf-8", "replace")[:SHOWN_BODY_CHARS]) if body else "an empty body"
+def _excerpt(body: bytes) -> str:
+    return repr(body[: 4 * EXCERPT_CHARS].decode("utf-8", "replace")[:EXCERPT_CHARS]) if body else "an empty body"

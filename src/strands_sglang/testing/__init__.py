@@ -1,12 +1,12 @@
-"""A stand-in for an SGLang server, for tests of agents and environments: real tokens and response shapes, no model.
+"""A scripted SGLang server for tests of agents and environments: real tokens and response formats, no model.
 
     server = ScriptedSGLang(tokenizer, ["The answer is 4.", ScriptedAnswer("cut", finish_reason="length")])
     model = SGLangModel(tokenizer=tokenizer, client=server.client())
 
-    with server.serve() as base_url:   # the same server for other processes, on a port
+    with server.serve() as base_url:  # the same server on a port, for other processes
         ...
 
-The shapes are those of SGLang 0.5.23; a contract test sends the same requests to a real server and compares them.
+Responses have the format of SGLang 0.5.23; a contract test sends the same requests to a real server and compares them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Response bodies of SGLang 0.5.23, key for key.
 
-Source: bodies of a real server. `/server_info` is the one exception: it has over 500 keys there, nearly all of them
-launch arguments; here are those that say something about the model and its limits.
+Source: bodies of a real server. The only exception is `/server_info`, which has over 500 keys, nearly all of them
+launch arguments; this one has the keys about the model and its limits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def generation(
     latency_s: float,
     routed_experts: str | None,
 ) -> dict[str, Any]:
-    """Body of a `/generate` response."""
+    """Return the body of a `/generate` response."""
     length = len(sampled.output_ids)
     meta: dict[str, Any] = {
         "id": rid,
@@ -79,7 +79,7 @@ def generation(
             "output_token_logprobs_length": length,
         }
     if (masks := sampled.sampling_masks) is not None:
-        # Every id as likely as the others.
+        # All ids are equally likely.
         selected = [array("f", [-math.log(len(mask))])[0] for mask in masks]
         support = [[logprob] * len(mask) for logprob, mask in zip(selected, masks, strict=True)]
         meta |= {
@@ -108,7 +108,7 @@ def generation(
 
 
 def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
-    """Body of `/model_info`."""
+    """Return the body of `/model_info`."""
     return {
         "model_path": model_path,
         "served_model_name": model_path,
@@ -129,7 +129,7 @@ def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
 
 
 def server_info(model_path: str, weight_version: str, context_length: int) -> dict[str, Any]:
-    """Body of `/server_info`, a part of the real one."""
+    """Return the body of `/server_info`, a part of the real one."""
     return {
         "model_path": model_path,
         "tokenizer_path": model_path,
@@ -144,7 +144,7 @@ def server_info(model_path: str, weight_version: str, context_length: int) -> di
 
 
 def models(model_path: str, context_length: int) -> dict[str, Any]:
-    """Body of `/v1/models`."""
+    """Return the body of `/v1/models`."""
     model = {
         "id": model_path,
         "object": "model",
@@ -158,7 +158,7 @@ def models(model_path: str, context_length: int) -> dict[str, Any]:
 
 
 def loads(running: int) -> dict[str, Any]:
-    """Body of `/v1/loads`; only the number of running requests has a meaning."""
+    """Return the body of `/v1/loads`; only the number of running requests is meaningful."""
     load = {
         "timestamp": time.time(),
         "dp_rank": 0,

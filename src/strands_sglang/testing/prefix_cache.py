@@ -1,7 +1,7 @@
-"""Which part of a prompt an earlier request has already computed, as SGLang's radix cache would tell.
+"""A prefix cache like SGLang's radix cache: the part of a prompt that an earlier request has already computed.
 
-Promises: a look-up is the real longest common prefix with everything inserted before, at a cost linear in the prompt's
-length, however many prompts there were; a token sequence is stored once per branch.
+A lookup returns the longest common prefix with all earlier sequences. Its cost is linear in the prompt's length,
+however many prompts there were. Each branch is stored once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class PrefixCache:
         self._roots: dict[object, _Node] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all sequences."""
         self._roots.clear()
 
     def insert(self, packed: bytes, key: object = None) -> int:
-        """Store a sequence and tell how many of its leading ids were known before.
+        """Store a sequence and return how many of its leading ids were already cached.
 
         Args:
             packed: 32-bit ids, 4 bytes each.
-            key: Sequences under different keys share nothing (SGLang's `extra_key`).
+            key: Namespace of the sequence, such as SGLang's `extra_key`; namespaces share nothing.
 
         Returns:
             Length of the longest common prefix with all earlier sequences of the key, in tokens.
@@ -62,7 +62,7 @@ class PrefixCache:
 
 
 def _split(parent: _Node, child: _Node, at: int) -> _Node:
-    """Cut a child's run in two and return the upper part."""
+    """Split a child's run in two and return the upper part."""
     upper = _Node(child.run[:at])
     parent.children[child.run[:_BYTES_PER_ID]] = upper
     child.run = child.run[at:]
@@ -71,7 +71,7 @@ def _split(parent: _Node, child: _Node, at: int) -> _Node:
 
 
 def _common_prefix(run: bytes, packed: bytes, position: int) -> int:
-    """Bytes, a whole number of ids, in which `run` and `packed[position:]` agree."""
+    """Return the number of bytes, in whole ids, in which `run` and `packed[position:]` agree."""
     length = min(len(run), len(packed) - position)
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)

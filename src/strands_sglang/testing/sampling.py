@@ -1,9 +1,9 @@
-"""What a test says and sees, and from a scripted answer to sampled tokens with SGLang's rules for where one ends.
+"""Scripted answers and logged requests, and the sampling of an answer by SGLang's stop rules.
 
-Log entries are compact (ids as packed 32-bit integers, responses as the bytes that were sent), so that a run of
-thousands of long requests can be kept whole. At every token, a stop string beats a stop token, and a stop token beats
-the length limit. Output ids keep the stop token; the text leaves it out unless `no_stop_trim` is set. The format of
-routed experts is that of `meta_info["routed_experts"]` of a real SGLang 0.5.23.
+The log is compact (packed 32-bit ids, responses as bytes), so that a run of thousands of long requests fits in memory.
+At each token, a stop string precedes a stop token, and a stop token precedes the length limit. Output ids include the
+stop token; the text excludes it unless `no_stop_trim` is set. Routed experts have the format of
+`meta_info["routed_experts"]` of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """One scripted answer: what the "model" samples for one request.
+    """One scripted answer: the tokens that the "model" samples for one request.
 
-    The request has the last word, as on a real server: `max_new_tokens`, the context, a stop token or a stop string
-    inside the answer cut it short.
+    The request's limits apply, as on a real server: `max_new_tokens`, the context, a stop token or a stop string inside
+    the answer cut it off.
 
     Attributes:
-        text: Text of the answer, tokenised with the server's tokenizer (special tokens in it become their ids).
-        token_ids: The exact ids instead of a text, canonical or not; shape (T,).
-        finish_reason: "stop": a stop token is appended unless the answer ends with one. "length": ends here as if
-            `max_new_tokens` were reached. "abort": ends here as if the request had been aborted.
-        logprobs: Logprob of each token, that of an appended stop token optional; default: the server's `logprob`.
-        stop_token_id: The stop token to append; default: the server's first one.
-        latency_s: Seconds until the answer is there; an abort ends the wait with an empty answer.
+        text: Text of the answer, tokenized with the server's tokenizer. Special tokens in it become their ids.
+        token_ids: Exact ids instead of a text, canonical or not; shape `(T,)`.
+        finish_reason: "stop" appends a stop token unless the answer ends with one. "length" ends the answer as if
+            `max_new_tokens` were reached. "abort" ends it as if the request had been aborted.
+        logprobs: Logprob of each token; the one of an appended stop token is optional. None for the server's `logprob`
+            function.
+        stop_token_id: Stop token to append; None for the server's first.
+        latency_s: Seconds until the answer is complete. An abort ends the wait with an empty answer.
     """
 
     text: str = ""
@@ -51,15 +52,15 @@ class ScriptedAnswer:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
+        """Check the combination of fields.
 
         Raises:
-            ValueError: Both text and token ids, or an unknown finish reason.
+            ValueError: Both text and token ids are given, or the finish reason is unknown.
         """
         if self.text and self.token_ids is not None:
-            raise ValueError("give `text` or `token_ids`, not both")
+            raise ValueError("pass `text` or `token_ids`, not both")
         if self.finish_reason not in ("stop", "length", "abort"):
-            raise ValueError(f"finish_reason={self.finish_reason!r} is none of 'stop', 'length', 'abort'")
+            raise ValueError(f"finish_reason={self.finish_reason!r} is not one of 'stop', 'length', 'abort'")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +69,13 @@ class ScriptedRequest:
 
     Attributes:
         index: Position in `ScriptedSGLang.requests`, from 0.
-        rid: Request id, the client's own or made up by the server.
-        sampling_params: As sent.
-        body: The request's JSON object as sent, without "input_ids".
-        headers: HTTP headers, names in lower case.
-        cached_tokens: How many prompt tokens the prefix cache held.
+        rid: Request id, from the client or the server.
+        sampling_params: Sampling parameters as sent.
+        body: JSON object of the request as sent, without `input_ids`.
+        headers: HTTP headers, with lowercase names.
+        cached_tokens: Number of prompt tokens in the prefix cache.
+        packed_ids: Prompt as 32-bit ids, 4 bytes each.
+        decode: Function that decodes token ids.
     """
 
     index: int
@@ -86,22 +89,22 @@ class ScriptedRequest:
 
     @property
     def input_ids(self) -> list[int]:
-        """The prompt's token ids, shape (T,); a new list at every access."""
+        """Token ids of the prompt, shape `(T,)`; a new list at every access."""
         return array("i", self.packed_ids).tolist()
 
     @cached_property
     def text(self) -> str:
-        """The prompt decoded, special tokens included."""
+        """Decoded prompt, including special tokens."""
         return self.decode(self.input_ids)
 
 
 @dataclass(frozen=True)
 class ScriptedResponse:
-    """What the server answered to an accepted request.
+    """The server's response to an accepted request.
 
     Attributes:
         status: HTTP status code.
-        content: The body's bytes.
+        content: Body, as bytes.
     """
 
     status: int
@@ -109,19 +112,21 @@ class ScriptedResponse:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body as a JSON object; parsed at every access."""
+        """Body as a JSON object; parsed at every access."""
         result: dict[str, Any] = orjson.loads(self.content)
         return result
 
 
 @dataclass(frozen=True)
 class ScriptedRefusal:
-    """A `/generate` request that the server refused with a 4xx; it used up no answer and is not among the `requests`.
+    """A `/generate` request that the server rejected, as SGLang would.
+
+    It uses up no answer and is not in `ScriptedSGLang.requests`.
 
     Attributes:
-        status: HTTP status code.
-        message: The error's text.
-        request: The request's body as it was sent.
+        status: HTTP status code; 4xx, or 501 for a request that the scripted server does not emulate.
+        message: Error message.
+        request: Body of the request as sent.
     """
 
     status: int
@@ -131,16 +136,17 @@ class ScriptedRefusal:
 
 @dataclass(frozen=True)
 class ScriptedFault:
-    """What goes wrong with one request, in place of an answer: nothing is sampled, and the request counts as accepted.
+    """A failure of one request instead of an answer.
+
+    Nothing is sampled, and the request counts as accepted.
 
     Attributes:
-        kind: "status": an HTTP error with `status` and `message`. "drop": the connection breaks before an answer.
-            "half": it breaks in the middle of the body of a complete answer. "garbage": status 200 with `message` as
-            the body, which need not be JSON.
+        kind: "status" is an HTTP error with `status` and `message`. "drop" breaks the connection before the response,
+            "half" in the middle of its body. "garbage" is status 200 with `message` as the body, JSON or not.
         status: HTTP status of "status".
-        message: Text of the error, or the body of "garbage".
+        message: Error message of "status", or body of "garbage".
         headers: HTTP headers of "status", such as `Retry-After`.
-        latency_s: Seconds until it happens.
+        latency_s: Seconds until the failure.
     """
 
     kind: Literal["status", "drop", "half", "garbage"] = "status"
@@ -150,33 +156,35 @@ class ScriptedFault:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
+        """Check the fields.
 
         Raises:
-            ValueError: An unknown kind, or a status that is no error.
+            ValueError: The kind is unknown, or the status is not an error.
         """
         if self.kind not in ("status", "drop", "half", "garbage"):
-            raise ValueError(f"kind={self.kind!r} is none of 'status', 'drop', 'half', 'garbage'")
+            raise ValueError(f"kind={self.kind!r} is not one of 'status', 'drop', 'half', 'garbage'")
         if not 400 <= self.status <= 599:
-            raise ValueError(f"status={self.status!r} is no HTTP error")
+            raise ValueError(f"status={self.status!r} is not an HTTP error")
 
 
 Answer = str | ScriptedAnswer | ScriptedFault
+"""An answer of the script: a text, a `ScriptedAnswer`, or a `ScriptedFault`."""
 AnswerFunction = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
+"""A function, sync or async, that computes an answer from the request."""
 
 
 class ScriptExhaustedError(Exception):
-    """More requests came than answers were scripted."""
+    """There were more requests than scripted answers."""
 
 
 @dataclass(frozen=True)
 class ScriptedExperts:
-    """The experts that a scripted model has, if it is to have any.
+    """The experts of a scripted mixture-of-experts model.
 
     Attributes:
         layers: Number of layers.
-        experts: Experts in each layer.
-        top_k: How many of them compute a token.
+        experts: Number of experts per layer.
+        top_k: Number of experts that compute each token.
     """
 
     layers: int = 3
@@ -184,31 +192,31 @@ class ScriptedExperts:
     top_k: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
+        """Check the numbers.
 
         Raises:
-            ValueError: A number below 1, or more experts per token than there are.
+            ValueError: A number is below 1, or `top_k` exceeds `experts`.
         """
         if min(self.layers, self.top_k) < 1 or self.top_k > self.experts:
-            raise ValueError(f"{self!r} is no model: at least one layer, and 1 <= top_k <= experts")
+            raise ValueError(f"{self!r} is not a model: it needs at least one layer, and 1 <= top_k <= experts")
 
     def chosen(self, position: int, token_id: int) -> list[int]:
-        """The experts of one token, shape (layers * top_k,): pseudo-random, different ones within a layer.
+        """Return the experts of one token, shape `(layers * top_k,)`: pseudo-random, distinct within a layer.
 
-        They depend on nothing but where the token stands and which it is, so a test can tell shifted or foreign rows.
+        They depend only on the token's position and id, so a test can detect shifted or foreign rows.
 
         Args:
             position: Index in prompt plus answer, from 0.
-            token_id: The token.
+            token_id: Id of the token.
         """
         firsts = (mixed_bits(position * self.layers + layer, token_id) for layer in range(self.layers))
         return [(first + i) % self.experts for first in firsts for i in range(self.top_k)]
 
     def encoded(self, token_ids: Sequence[int], start: int) -> str:
-        """What a response carries: base64 of the rows of all tokens from `start` on but the last.
+        """Return the value in a response: base64 of the rows of all tokens from `start` on, except the last.
 
         Args:
-            token_ids: Prompt and answer, shape (T,).
+            token_ids: Prompt and answer, shape `(T,)`.
             start: First row.
         """
         rows = array("i")
@@ -223,35 +231,34 @@ ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type
 
 
 def scripted_logprob(position: int, token_id: int) -> float:
-    """The logprob that a scripted server gives to a token by default: pseudo-random, in [-8, 0), exact in float32.
+    """Return the default logprob of a token: pseudo-random, in `[-8, 0)`, exact in float32.
 
-    It depends on nothing but where the token stands and which it is, so a test can tell a shifted or foreign logprob
-    from the right one.
+    It depends only on the token's position and id, so a test can detect a shifted or foreign logprob.
 
     Args:
         position: Index in prompt plus answer, from 0.
-        token_id: The token.
+        token_id: Id of the token.
     """
     return -((mixed_bits(position, token_id) + 1) / (1 << 21))
 
 
 def mixed_bits(position: int, token_id: int) -> int:
-    """24 pseudo-random bits that follow from a position and a token."""
+    """Return 24 pseudo-random bits, determined by a position and a token."""
     mixed = (position * 0x9E3779B1 + token_id * 0x85EBCA6B + 0x27D4EB2F) & 0xFFFFFFFF
     return (((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF) >> 8
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one request sampled.
+    """The sampled tokens of one request.
 
     Attributes:
-        output_ids: Sampled ids with the stop token; shape (T,).
-        logprobs: Their logprobs, shape (T,); empty if they were not asked for.
+        output_ids: Sampled ids, including the stop token; shape `(T,)`.
+        logprobs: Logprobs of the sampled ids, shape `(T,)`; empty if not requested.
         text: Decoded answer.
-        finish_reason: As the response tells it.
+        finish_reason: Finish reason in the response's format.
         prompt_logprobs: Entries `[logprob, token id, null]` from `logprob_start_len` on; the first has no logprob.
-        sampling_masks: The ids that each token was sampled from; None if they were not asked for.
+        sampling_masks: Ids that each token was sampled from; None if not requested.
     """
 
     output_ids: list[int]
@@ -268,37 +275,37 @@ class Sampler:
     def __init__(
         self, tokenizer: Any, stop_token_ids: Collection[int], logprob: LogprobFunction, vocab_size: int
     ) -> None:
-        """Keep the tokenizer, the model's stop tokens (the first is the one that answers end with) and the logprobs.
+        """Initialize with a tokenizer, the stop tokens (answers end with the first) and a logprob function.
 
         Raises:
             ValueError: There is no stop token.
         """
         if not stop_token_ids:
-            raise ValueError("the tokenizer has no eos token; give `stop_token_ids`")
+            raise ValueError("the tokenizer has no eos token; pass `stop_token_ids`")
         self.tokenizer = get_encoder(tokenizer).tokenizer
         self._stop_ids = tuple(stop_token_ids)
         self._logprob = logprob
         self._vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added."""
+        """Return the ids of a text, without special tokens added."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def sample(self, answer: Answer, request: CheckedRequest, *, aborted: bool = False) -> Sampled:
         """Sample an answer under the limits of its request.
 
         Args:
-            answer: The whole answer, or with `aborted` the part that was sampled until then.
-            request: Limits, stop conditions and whether logprobs are wanted.
-            aborted: The request was aborted, whatever the answer says.
+            answer: Whole answer, or with `aborted` the part sampled so far.
+            request: Request with limits, stop conditions and requested data.
+            aborted: Whether the request was aborted, regardless of the answer.
 
         Raises:
-            ValueError: The answer's logprobs do not belong to its tokens.
-            TypeError: The answer is neither a str nor a ScriptedAnswer.
+            ValueError: The number of the answer's logprobs does not match its tokens.
+            TypeError: The answer is neither a str nor a `ScriptedAnswer`.
         """
         if isinstance(answer, str):
             answer = ScriptedAnswer(answer)
@@ -332,7 +339,7 @@ class Sampler:
         )
 
     def _sampling_masks(self, output_ids: list[int], request: CheckedRequest) -> list[list[int]]:
-        """The ids that each token was sampled from: itself first, and pseudo-random others, as many as top-k keeps."""
+        """Return the ids that each token was sampled from: itself, then pseudo-random others within top-k."""
         params = request.sampling_params
         top_k = 1 if params.get("temperature") == 0 else min(params.get("top_k") or 1, self._vocab_size)
         truncated = (params.get("top_p") or 1.0) < 1.0 or (params.get("min_p") or 0.0) > 0.0
@@ -345,9 +352,9 @@ class Sampler:
         return masks
 
     def _end(self, ids: list[int], request: CheckedRequest) -> tuple[int, dict[str, Any] | None]:
-        """How many tokens are sampled and why it ends there; no reason if the answer simply runs out."""
+        """Return the number of sampled tokens and the finish reason; no reason if the answer simply ends."""
         params = request.sampling_params
-        candidates: list[tuple[int, dict[str, Any] | None]] = []  # of those that end it at one token the first wins
+        candidates: list[tuple[int, dict[str, Any] | None]] = []  # at the same token the first one wins
         stop_string = self._first_stop_string(ids, params)
         if stop_string is not None:
             candidates.append((stop_string[0], {"type": "stop", "matched": stop_string[1]}))
@@ -361,7 +368,7 @@ class Sampler:
         return min(candidates, key=lambda candidate: candidate[0], default=(len(ids), None))
 
     def _first_stop_string(self, ids: list[int], params: dict[str, Any]) -> tuple[int, str] | None:
-        """Number of tokens after which the first stop string or pattern has appeared, and which it was."""
+        """Return the first stop string or pattern, and the number of tokens up to its end."""
         found: list[tuple[int, str]] = []
         for key in ("stop", "stop_regex"):
             value = params.get(key) or []
@@ -372,7 +379,7 @@ class Sampler:
         return min(found, key=lambda item: item[0], default=None)
 
     def _tokens_until(self, expression: re.Pattern[str], ids: list[int]) -> int:
-        counts = range(1, len(ids))  # if none of these, all
+        counts = range(1, len(ids))  # all tokens if none of these
         return 1 + bisect_left(counts, True, key=lambda count: expression.search(self.decode(ids[:count])) is not None)
 
     def _logprobs(self, answer: ScriptedAnswer, ids: list[int], prompt_length: int) -> list[float]:
@@ -400,5 +407,5 @@ class Sampler:
 
 
 def _float32(value: float) -> float:
-    """The float32 nearest to a value: logprobs of a real server are float32."""
+    """Round to float32, as a real server's logprobs are."""
     return array("f", [value])[0]

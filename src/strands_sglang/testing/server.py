@@ -1,9 +1,8 @@
 """ScriptedSGLang: an SGLang server whose model is a script.
 
-Promises: bodies have the keys and types of SGLang 0.5.23 (a contract test compares them with a real server); the same
-requests give the same tokens and logprobs; the work for one request is linear in its ids; it can be used from several
-event loops and threads at once. Every request is logged. It is reached in process by a transport of httpx, or on a port
-by other processes.
+Bodies have the keys and types of SGLang 0.5.23; a contract test compares them with a real server. Equal requests give
+equal tokens and logprobs. Every request is logged, and its cost is linear in its ids. Several event loops and threads
+can use one server, in process over an httpx transport, or from other processes over a port.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class HTTPAnswer:
     Attributes:
         status: HTTP status code.
         content: Body.
-        headers: Headers; the length of the body is left to the transport.
-        broken_after: How many bytes of the body get through before the connection breaks; None for all, without a
-            break. 0 breaks it before the headers.
+        headers: Headers; the transport adds the length of the body.
+        broken_after: Number of bytes of the body that are sent before the connection breaks; 0 breaks it before the
+            headers, None not at all.
     """
 
     status: int = 200
@@ -69,12 +68,12 @@ class HTTPAnswer:
 class Flight:
     """One request in flight.
 
-    One whose client went away counts as running until it is aborted: a real server goes on sampling for a client that
-    has gone, so a test sees a client that forgets to abort.
+    A request whose client disconnected counts as running until it is aborted, because a real server continues to sample
+    it. A test thus detects a client that fails to abort.
     """
 
     def __init__(self, rid: str, weight_version: str) -> None:
-        """Start it with the weights that the server has."""
+        """Start with the server's current weights."""
         self.rid = rid
         self.weight_version = weight_version
         self.aborted = False
@@ -85,11 +84,11 @@ class Flight:
         """Wait for an answer that is being computed.
 
         Returns:
-            The answer; for an aborted request what the computation returned on being cancelled, else an empty answer.
+            The answer. For an aborted request, what the computation returned when it was cancelled, or an empty answer.
 
         Raises:
-            Exception: What the computation raised.
-            asyncio.CancelledError: The caller was cancelled; the computation is cancelled too.
+            Exception: The computation raised it.
+            asyncio.CancelledError: The caller was cancelled, and the computation with it.
         """
         task = asyncio.ensure_future(answer)
         with self._lock:
@@ -109,7 +108,7 @@ class Flight:
         return ""
 
     def abort(self) -> None:
-        """End it; to be called from any thread."""
+        """End the request; thread-safe."""
         with self._lock:
             self.aborted = True
             if self._task is not None and not self._task.get_loop().is_closed():
@@ -120,14 +119,34 @@ _Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]
 
 
 class ScriptedSGLang:
-    """A server with the HTTP interface of SGLang 0.5.23 that answers from a script.
+    r"""A server with SGLang's HTTP interface that answers from a script: real tokens, no model.
+
+    It needs no start: `client()` makes an `SGLangClient` in process, and `with server.serve() as base_url:` opens a
+    port for other processes. All requests are checked as SGLang 0.5.23 checks them, and logged.
 
     Attributes:
-        requests: Accepted `/generate` requests, in the order of their arrival.
-        responses: `responses[i]` answers `requests[i]`; None while it is open or if its client went away.
-        refusals: `/generate` requests that were refused with a 4xx (or are not imitated); they use up no answer.
-        aborted: Request ids that were in flight when they were aborted, in order.
-        weight_version: Version of the weights that responses name; may be set at any time.
+        tokenizer: Tokenizer of the model.
+        context_length: Context of the model, in tokens.
+        vocab_size: Number of token ids.
+        model_path: Model that the server reports.
+        weight_version: Version of the weights in responses; may be set at any time.
+        requests: Accepted `/generate` requests, in order of arrival.
+        responses: Response to each of `requests`; None while it is open, or if its client disconnected.
+        refusals: Rejected `/generate` requests; they use up no answer.
+        aborted: Ids of requests that were in flight when they were aborted, in order.
+
+    Examples:
+        ```python
+        CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 25, "b": 17}}\n</tool_call>'
+
+        server = ScriptedSGLang(tokenizer, [CALL, "25 * 17 is 425."])
+        model = SGLangModel(tokenizer=tokenizer, client=server.client())
+        agent = Agent(model=model, tools=[multiply], callback_handler=None)
+
+        assert "425" in str(agent("What is 25 * 17?"))
+        first, second = server.requests
+        assert "multiply" in first.text  # the tool is in the prompt
+        ```
     """
 
     def __init__(
@@ -143,28 +162,29 @@ class ScriptedSGLang:
         logprob: LogprobFunction = scripted_logprob,
         experts: ScriptedExperts | None = None,
     ) -> None:
-        """Set up a server; it needs no start.
+        """Set up the server.
 
         Args:
-            tokenizer: The model's tokenizer (`encode`, `decode`, `eos_token_id`, `len`).
-            answers: Answers in order: texts, `ScriptedAnswer`s, `ScriptedFault`s, or functions that compute one from
-                the request, sync or async; or one such function for all requests. An async function is cancelled when
-                its request is aborted, and may then return the part of the answer that was sampled until then.
+            tokenizer: Tokenizer of the model, with `encode`, `decode`, `eos_token_id` and `len`.
+            answers: Answers in order, or one function for all requests. An answer is a text, a `ScriptedAnswer`, a
+                `ScriptedFault`, or a function that computes one from the request, sync or async. An async function is
+                cancelled when its request is aborted, and may then return the part of the answer sampled so far.
             context_length: Context of the model, in tokens.
-            vocab_size: Number of token ids, default `len(tokenizer)`.
-            stop_token_ids: Stop tokens of the model, default the tokenizer's eos; answers end with the first.
-            model_path: What `/model_info` tells.
-            weight_version: First value of the attribute.
-            logprob: Logprob of a token from its position in prompt plus answer and its id; rounded to float32.
-            experts: The model's experts, told to requests that ask for `return_routed_experts`; None is a dense model,
-                which tells nothing, as does a server that was not started to tell.
+            vocab_size: Number of token ids; None for `len(tokenizer)`.
+            stop_token_ids: Stop tokens of the model; answers end with the first. None for the tokenizer's eos token.
+            model_path: Model that `/model_info` reports.
+            weight_version: Initial version of the weights.
+            logprob: Function that returns the logprob of a token from its position in prompt plus answer and its id.
+                The result is rounded to float32.
+            experts: Experts of the model, for requests with `return_routed_experts`. None returns no experts, like a
+                dense model or a server without `--enable-return-routed-experts`.
 
         Raises:
-            TypeError: `answers` is a single one.
+            TypeError: `answers` is a single answer.
             ValueError: There is no stop token.
         """
         if isinstance(answers, (str, ScriptedAnswer, ScriptedFault)):
-            raise TypeError("answers is one answer; give a list of answers or a function")
+            raise TypeError("answers is a single answer; pass a list of answers or a function")
         if stop_token_ids is None:
             eos = tokenizer.eos_token_id
             stop_token_ids = () if eos is None else (eos,)
@@ -188,22 +208,22 @@ class ScriptedSGLang:
 
     @property
     def running(self) -> list[str]:
-        """Request ids in flight, including those whose client went away without aborting them."""
+        """Ids of requests in flight, including those whose client disconnected without aborting them."""
         return list(self._flights)
 
     def transport(self) -> httpx.MockTransport:
-        """An httpx transport that reaches this server without a socket, from any event loop; closing it does nothing.
+        """Return an httpx transport that reaches this server without a socket, from any event loop.
 
-        Cancelling the task that sends a request cancels the handler, as closing the connection would; the request's
-        read timeout counts until the whole response is there.
+        Canceling the task that sends a request cancels the handler, as closing the connection would. The request's read
+        timeout covers the whole response. Closing the transport does nothing.
         """
         return httpx.MockTransport(self._respond)
 
     async def _respond(self, request: httpx.Request) -> httpx.Response:
-        """Answer a request to the transport.
+        """Answer a request of the transport.
 
         Raises:
-            httpx.ReadTimeout: The request has a read timeout and it has passed.
+            httpx.ReadTimeout: The request's read timeout is over.
             httpx.ReadError: The script breaks the connection.
         """
         handler = self.handle(request.method, request.url.path, dict(request.headers), request.content)
@@ -217,18 +237,18 @@ class ScriptedSGLang:
         return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.content, request=request)
 
     def client(self, **kwargs: Any) -> SGLangClient:
-        """An `SGLangClient` for this server, in process. Nothing is retried unless `max_retries` says so.
+        """Return an `SGLangClient` for this server, in process. Nothing is retried unless `max_retries` is set.
 
         Args:
-            **kwargs: Arguments of `SGLangClient`.
+            **kwargs: Arguments of [`SGLangClient`][strands_sglang.SGLangClient].
         """
         return SGLangClient("http://scripted", **{"transport": self.transport(), "max_retries": 0, **kwargs})
 
     def serve(self, port: int = 0) -> ServedOnPort:
-        """Serve on 127.0.0.1 for the length of a `with` (or `async with`) block, whose value is the base URL.
+        """Serve on 127.0.0.1 during a `with` or `async with` block, whose value is the base URL.
 
         Args:
-            port: 0 picks a free one.
+            port: Port to open; 0 for a free one.
         """
         return ServedOnPort(self, port)
 
@@ -238,9 +258,9 @@ class ScriptedSGLang:
         """Answer one HTTP request.
 
         Args:
-            method: HTTP method, upper case.
+            method: HTTP method, in uppercase.
             path: Path without query.
-            headers: Headers, names in lower case.
+            headers: Headers, with lowercase names.
             content: Body.
         """
         route = self._routes.get(path)
@@ -297,7 +317,7 @@ class ScriptedSGLang:
         except RefusedError as refused:
             self.refusals.append(ScriptedRefusal(refused.status, refused.message, content))
             raise
-        # If the caller is cancelled here, its client went away: the flight stays until it is aborted.
+        # If the caller is cancelled here, its client disconnected: the flight stays until it is aborted.
         try:
             if isinstance(entry, Exception):
                 raise entry
@@ -311,9 +331,9 @@ class ScriptedSGLang:
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
         except Exception as error:
             message = f"scripted server, request {request.index}: {type(error).__name__}: {error}"
-            # 501, which clients do not retry: a mistake in a test must show at once.
+            # 501 is not retried by clients: a mistake in a test must show at once.
             return self._close(request, flight, _json({"error": {"message": message}}, 501))
-        # All but the last sampled token, which no forward pass has seen yet, is in the cache from now on.
+        # Everything but the last sampled token, which no forward pass has seen, is now in the cache.
         computed = request.packed_ids + array("i", sampled.output_ids[:-1]).tobytes()
         with self._lock:
             self._cache.insert(computed, checked.cache_key)
@@ -327,7 +347,7 @@ class ScriptedSGLang:
             sampled,
             rid=request.rid,
             cached_tokens=request.cached_tokens,
-            # An update that aborted it came after the last token.
+            # A weight update that aborted the request came after its last token.
             weight_version=flight.weight_version if flight.aborted else self.weight_version,
             latency_s=time.perf_counter() - started,
             routed_experts=routed_experts,
@@ -335,18 +355,18 @@ class ScriptedSGLang:
         return self._close(request, flight, _json(response))
 
     def update_weights(self, version: str) -> list[str]:
-        """Do what a weight update does to requests: abort those in flight, and name the new version from then on.
+        """Update the weights: abort the requests in flight, and report the new version from then on.
 
         Args:
-            version: Of the new weights.
+            version: Version of the new weights.
 
         Returns:
-            The ids of the requests that were aborted.
+            The ids of the aborted requests.
         """
         return self._abort(None, version)
 
     def _abort(self, rids: Collection[str | None] | None, version: str | None = None) -> list[str]:
-        """Abort requests, all of them if none are named, and go on with a version of the weights."""
+        """Abort the given requests, or all for None, and set the version of the weights."""
         with self._lock:
             flights = [flight for rid, flight in self._flights.items() if rids is None or rid in rids]
             for flight in flights:
@@ -366,7 +386,7 @@ class ScriptedSGLang:
             if rid in self._flights:
                 raise refusal(f"Duplicate request ID detected: {rid}")
             index = len(self.requests)
-            # A server computes at least the last prompt token, and every token whose logprob is asked for.
+            # A server computes at least the last prompt token, and every token whose logprob is requested.
             reusable = len(checked.input_ids) - 1
             if checked.logprob_start_len >= 0:
                 reusable = min(reusable, checked.logprob_start_len)
@@ -381,7 +401,7 @@ class ScriptedSGLang:
                 decode=self._sampler.decode,
             )
             exhausted = ScriptExhaustedError(
-                f"the script has no answer for request {index} (counted from 0): all {self._given} are used up"
+                f"the script has no answer for request {index} (counted from 0): all {self._given} answers are used up"
             )
             entry = next(self._entries, exhausted)
             self._given += entry is not exhausted
@@ -415,7 +435,7 @@ class ScriptedSGLang:
     async def _tokenize(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
         body = read_json_object(headers, content)
         if "messages" in body:
-            raise refusal("scripted server: `messages` is not imitated", 501)
+            raise refusal("scripted server: `messages` is not emulated", 501)
         prompt = body.get("prompt")
         if prompt is None:
             raise validation_error(
@@ -454,18 +474,17 @@ def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
 
 
 _MAX_BODY_BYTES = 1 << 30
-_SHUTDOWN_S = 0.2  # how long open requests may still end by themselves
+_SHUTDOWN_S = 0.2  # grace period for open requests
 
 
 class ServedOnPort:
-    """Serves while its `with` or `async with` block runs; the block's value is the base URL.
+    """Context manager, sync or async, that serves a scripted server on a port; its value is the base URL.
 
-    The server has a thread and an event loop of its own, which are gone when the block ends; requests that are still
-    open then are cut off.
+    The server runs in its own thread and event loop, which end with the block. Requests still open then are cut off.
     """
 
     def __init__(self, server: ScriptedSGLang, port: int) -> None:
-        """Prepare; nothing is opened yet."""
+        """Initialize without opening the port."""
         self._server = server
         self._port = port
         self._stack = ExitStack()
@@ -477,7 +496,7 @@ class ServedOnPort:
             The base URL, `http://127.0.0.1:PORT`.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is in use.
         """
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
@@ -488,17 +507,17 @@ class ServedOnPort:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the port and end the thread."""
+        """Close the port and stop the thread."""
         self._stack.close()
 
     async def __aenter__(self) -> str:
-        """As `__enter__`, without blocking the event loop."""
+        """Open the port without blocking the event loop; see `__enter__`."""
         return await asyncio.to_thread(self.__enter__)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `__exit__`, without blocking the event loop."""
+        """Close the port without blocking the event loop; see `__exit__`."""
         await asyncio.to_thread(self.__exit__, kind, error, traceback)
 
     @asynccontextmanager
@@ -521,7 +540,7 @@ class ServedOnPort:
 
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", respond)
-        # Cancelling the handler when its client disconnects makes a port behave like the in-process transport.
+        # Canceling the handler when its client disconnects makes a port behave like the in-process transport.
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         try:

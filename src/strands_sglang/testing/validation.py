@@ -1,10 +1,10 @@
-"""What SGLang 0.5.23 refuses of a `/generate` request, in its order, its words and its three shapes of error body.
+"""Validation of `/generate` requests as in SGLang 0.5.23: its order, its messages and its three formats of errors.
 
-Source: answers of a real 0.5.23 server. The order is that of the server: types of the body, sampling keys and their
-types, presence of an input, context length, sampling values, input length, logprob start.
+Source: responses of a real 0.5.23 server. The order is: types of the body, sampling keys and their types, presence of
+an input, context length, sampling values, input length, logprob start.
 
-Two kinds of refusal are this stand-in's own: 501 for what it does not imitate, and for requests on which the real
-server's process dies (such a request is a bug of the client, and a test must see it at once).
+Two rejections, both with status 501, are not SGLang's: requests that the scripted server does not emulate, and requests
+on which a real server's process dies. The latter are bugs of the client, and a test must see them at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import orjson
 from ..exceptions import PortableError
 
 DEFAULT_MAX_NEW_TOKENS = 128
-# A server keeps the last token of the context free, 5 more at the input and 1 more at the output: the longest prompt is
-# 6 tokens shorter than the context, and prompt plus completion end 2 tokens before it.
+# A server reserves the last token of the context, 5 more at the input and 1 more at the output: the longest prompt is
+# 6 tokens shorter than the context, and prompt plus completion end 2 tokens before its end.
 INPUT_RESERVE = 6
 OUTPUT_RESERVE = 2
 
-_NOT_IMITATED = (
+_NOT_EMULATED = (
     "stream",
     "input_embeds",
     "image_data",
@@ -37,7 +37,7 @@ _NOT_IMITATED = (
     "return_text_in_logprobs",
 )
 
-# In the order in which the server's error text lists them.
+# In the order of the server's error message.
 SAMPLING_KEY_TYPES = {
     "max_new_tokens": "i64",
     "stop": "a value or an array of values for StringOrList",
@@ -125,16 +125,16 @@ _NOT_NULL = ("require_reasoning", "return_entropy", "no_logs", "log_metrics")
 
 
 class RefusedError(PortableError):
-    """The request gets an error response.
+    """The request is rejected with an error response.
 
     Attributes:
         status: HTTP status code.
         body: JSON body.
-        message: The error's text inside the body.
+        message: Error message inside the body.
     """
 
     def __init__(self, status: int, body: dict[str, Any], message: str) -> None:
-        """Keep what is sent."""
+        """Initialize with the response."""
         super().__init__(message)
         self.status = status
         self.body = body
@@ -142,17 +142,17 @@ class RefusedError(PortableError):
 
 
 def refusal(message: str, status: int = 400) -> RefusedError:
-    """An error in the shape of the engine: `{"error": {"message": ...}}`."""
+    """Return an error in the engine's format: `{"error": {"message": ...}}`."""
     return RefusedError(status, {"error": {"message": message}}, message)
 
 
 def contract_violation(message: str) -> RefusedError:
-    """An error in the shape of the request contract: `{"error": "..."}`."""
+    """Return an error in the format of the request contract: `{"error": "..."}`."""
     return RefusedError(400, {"error": message}, message)
 
 
 def validation_error(loc: tuple[str, ...], kind: str, message: str, value: object) -> RefusedError:
-    """An error in the shape of the HTTP layer: `{"object": "error", "message": ..., "code": 400}`."""
+    """Return an error in the HTTP layer's format: `{"object": "error", "message": ..., "code": 400}`."""
     text = f"1 validation error:\n  {{'type': {kind!r}, 'loc': {loc!r}, 'msg': {message!r}, 'input': {value!r}}}"
     return RefusedError(
         400, {"object": "error", "message": text, "type": "Bad Request", "param": None, "code": 400}, text
@@ -160,7 +160,7 @@ def validation_error(loc: tuple[str, ...], kind: str, message: str, value: objec
 
 
 def fatal(what: str) -> RefusedError:
-    """A request on which the process of a real server dies."""
+    """Return the error for a request on which a real server's process dies."""
     return refusal(f"scripted server: {what}; a real SGLang server dies on this request", 501)
 
 
@@ -169,12 +169,12 @@ class CheckedRequest:
     """A `/generate` request that passed every check.
 
     Attributes:
-        body: As sent.
-        input_ids: The prompt, shape (T,).
-        sampling_params: As sent.
-        max_new_tokens: Most tokens that may be sampled: as asked for, and no more than the context leaves.
-        logprob_start_len: First prompt position with a logprob, -1 for none.
-        routed_experts_start_len: First token whose experts the response tells.
+        body: JSON object as sent.
+        input_ids: Prompt, shape `(T,)`.
+        sampling_params: Sampling parameters as sent.
+        max_new_tokens: Maximum number of tokens to sample, clamped to the context.
+        logprob_start_len: First prompt position with a logprob; -1 for none.
+        routed_experts_start_len: First token with experts in the response.
     """
 
     body: dict[str, Any]
@@ -186,19 +186,19 @@ class CheckedRequest:
 
     @property
     def cache_key(self) -> tuple[object, object]:
-        """Requests with different keys share no cached prefix."""
+        """Namespace of the prefix cache; requests with different keys share no cached prefix."""
         return self.body.get("extra_key"), self.body.get("cache_salt")
 
     def asks_for(self, field: str) -> bool:
-        """Whether a flag of the body is set."""
+        """Return whether a flag of the body is set."""
         return bool(self.body.get(field))
 
 
 def read_json_object(headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
-    """The request body as an object.
+    """Decode the request body, a JSON object.
 
     Raises:
-        RefusedError: No body, not JSON, not declared as JSON, or not an object.
+        RefusedError: The body is empty, not JSON, not declared as JSON, or not an object.
     """
     if not content:
         raise validation_error(("body",), "missing", "Field required", None)
@@ -219,25 +219,25 @@ def check_generate(
     """Check a request body as the server does.
 
     Args:
-        body: The JSON object.
+        body: JSON object of the request.
         context_length: Context of the served model, in tokens.
-        vocab_size: Ids outside [0, vocab_size) kill a server.
-        encode: Tokenises the prompt if it came as text.
+        vocab_size: Number of token ids; an id outside `[0, vocab_size)` kills a real server.
+        encode: Function that tokenizes a text prompt.
 
     Raises:
-        RefusedError: In the server's order, the first thing that is wrong.
+        RefusedError: A check failed, the first one in the server's order.
     """
     id_kinds = _check_body_types(body)
     params = body.get("sampling_params") or {}
     if (wrong := _sampling_type_violation(params)) is not None:
         raise contract_violation(wrong)
-    for key in _NOT_IMITATED:
+    for key in _NOT_EMULATED:
         if body.get(key):
-            raise refusal(f"scripted server: `{key}` is not imitated", 501)
+            raise refusal(f"scripted server: `{key}` is not emulated", 501)
     is_batch = list in id_kinds or any(isinstance(body.get(key), list) for key in ("text", "rid", "sampling_params"))
     if is_batch or (params.get("n") or 1) > 1:
-        raise refusal("scripted server: batches and n > 1 are not imitated", 501)
-    # Features that the server has only if it is launched for them, as this one is not.
+        raise refusal("scripted server: batches and n > 1 are not emulated", 501)
+    # Features that need a launch option, which this server lacks.
     if body.get("max_thinking_tokens") is not None:
         raise refusal("max_thinking_tokens requires the server to be launched with --enable-strict-thinking")
     rank = body.get("routed_dp_rank")
@@ -295,7 +295,7 @@ def check_generate(
 
 
 def _check_body_types(body: dict[str, Any]) -> set[type]:
-    """Check JSON types, a JSON true being no integer, and return those of the input's elements."""
+    """Check the JSON types, where true is not an integer, and return those of the input's elements."""
     ids = body.get("input_ids")
     if ids is not None and not isinstance(ids, list):
         message = f"Value error, must be list or null; got {type(ids).__name__}"
@@ -382,7 +382,7 @@ def _read_routed_experts_start(body: dict[str, Any], input_tokens: int) -> int:
 
 
 def _mistyped_field(key: str, value: Any) -> tuple[str, str] | None:
-    """Kind and text of the HTTP layer's error for a value of the wrong type; None if it passes."""
+    """Return type and message of the HTTP layer's error for a value of the wrong type; None if it passes."""
     kind = _KINDS.get(key)
     if kind is None or (value is None and key not in _NOT_NULL):
         return None
@@ -402,7 +402,7 @@ def _mistyped_field(key: str, value: Any) -> tuple[str, str] | None:
 
 
 def _field_violation(key: str, value: Any) -> str | None:
-    """The text of the contract's error for a value that the HTTP layer has let pass; None if it fits."""
+    """Return the contract's error message for a value that passed the HTTP layer; None if it is valid."""
     if value is None:
         return None
     if _KINDS.get(key) == _NUMBER:
@@ -417,7 +417,7 @@ def _field_violation(key: str, value: Any) -> str | None:
 
 
 def _sampling_type_violation(params: Any) -> str | None:
-    """The server's error text for the first unknown or mistyped parameter, None if there is none."""
+    """Return the server's error message for the first unknown or mistyped parameter; None if there is none."""
     if not isinstance(params, dict):
         return None
     for key, value in params.items():
@@ -456,7 +456,7 @@ def _check_sampling_values(params: dict[str, Any], vocab_size: int) -> None:
 
 
 def wrong_type(value: Any, expected: str) -> str:
-    """The server's error text for a JSON value of a type that it does not expect."""
+    """Return the server's error message for a JSON value of an unexpected type."""
     match value:
         case bool():
             found = f"boolean `{str(value).lower()}`"

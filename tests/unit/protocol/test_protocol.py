@@ -1,4 +1,4 @@
-"""SGLang's answers: what is read from them, and how their arrays are packed."""
+"""SGLang's responses: what is read from them, and how their arrays are packed."""
 
 import base64
 import math
@@ -52,7 +52,7 @@ def test_a_turn_ended_by_a_stop_string_has_no_stop_token():
     assert (generation.stop_token_id, generation.stop_string) == (None, "END")
 
 
-def test_an_answer_aborted_in_the_queue_is_read_without_the_keys_it_lacks():
+def test_response_aborted_in_the_queue_may_lack_keys():
     queued = {
         "text": "",
         "output_ids": [],
@@ -82,29 +82,29 @@ def test_an_answer_aborted_in_the_queue_is_read_without_the_keys_it_lacks():
         (response(meta={"finish_reason": None}), "complete"),
     ],
 )
-def test_an_incomplete_or_inconsistent_answer_is_refused(broken, message):
+def test_incomplete_or_inconsistent_response_is_rejected(broken, message):
     with pytest.raises(SGLangDecodingError, match=message):
         read_generation(broken, logprobs_expected=True)
 
 
-def test_logprobs_that_were_not_asked_for_may_be_missing():
+def test_logprobs_that_were_not_requested_may_be_missing():
     assert read_generation(response(meta={"output_token_logprobs": None}), logprobs_expected=False).logprobs is None
 
 
 @pytest.mark.parametrize(("ends", "stop"), [((2,), 2), ((), None)])
-def test_a_stop_without_its_token_is_recognised_by_the_tokens_that_end_turns(ends, stop):
+def test_stop_without_a_token_is_recognized_by_end_tokens(ends, stop):
     silent = response(meta={"finish_reason": {"type": "stop", "matched": None}})
     assert read_generation(silent, logprobs_expected=True, end_token_ids=ends).stop_token_id == stop
 
 
 @pytest.mark.parametrize("matched", [7, 3, "2", 2.0, True, [2], {}])
-def test_a_stop_at_another_token_than_the_last_is_refused(matched):
-    """A8: an answer whose end the server names wrongly must not look complete."""
+def test_stop_at_another_token_than_the_last_is_rejected(matched):
+    """A response with a wrong stop token must not look complete."""
     finish = {"type": "stop", "matched": matched}
-    if isinstance(matched, str):  # a stop string, which is looked for in the text
+    if isinstance(matched, str):  # a stop string, which is searched for in the text
         assert read_generation(response(meta={"finish_reason": finish}), logprobs_expected=True).stop_string == matched
         return
-    with pytest.raises(SGLangDecodingError, match="stopped at .* the last token that it sampled is 2"):
+    with pytest.raises(SGLangDecodingError, match="stopped at .* the last sampled token is 2"):
         read_generation(response(meta={"finish_reason": finish}), logprobs_expected=True)
 
 
@@ -134,33 +134,33 @@ def test_without_routed_experts_there_is_nothing_to_decode():
 @pytest.mark.parametrize(
     ("ids", "tokens", "message"),
     [
-        ([1] * 18, {}, "18 ids .* each of 4 tokens .3 prompt and 2 sampled"),
-        ([], {}, "0 ids .* each of 4 tokens"),
-        ([1] * 6, {"prompt_tokens": 1, "output_ids": []}, "6 ids .* each of 0 tokens"),
-        ([1] * 30, {"finish_reason": {"type": "abort", "message": "Aborted"}}, "30 ids .* each of 4 tokens"),
+        ([1] * 18, {}, "18 ids .* among 4 tokens .3 prompt and 2 sampled"),
+        ([], {}, "0 ids .* among 4 tokens"),
+        ([1] * 6, {"prompt_tokens": 1, "output_ids": []}, "6 ids .* among 0 tokens"),
+        ([1] * 30, {"finish_reason": {"type": "abort", "message": "Aborted"}}, "30 ids .* among 4 tokens"),
     ],
 )
-def test_another_number_of_rows_than_tokens_is_refused(ids, tokens, message):
+def test_number_of_expert_rows_must_match_the_tokens(ids, tokens, message):
     with pytest.raises(SGLangDecodingError, match=message):
         read_generation(routed(ids, **tokens), logprobs_expected=False)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 4])
-def test_routed_experts_whose_end_is_lost_are_refused(lost):
+def test_truncated_routed_experts_are_rejected(lost):
     body = routed([1] * 24)
     body["meta_info"]["routed_experts"] = body["meta_info"]["routed_experts"][:-lost]
-    with pytest.raises(SGLangDecodingError, match="text that was cut"):
+    with pytest.raises(SGLangDecodingError, match="text was truncated"):
         read_generation(body, logprobs_expected=False)
 
 
 @pytest.mark.parametrize("value", [[[1, 2]], 5, b"AAAA"])
-def test_routed_experts_that_are_no_text_are_refused(value):
+def test_routed_experts_must_be_text(value):
     body = routed([1] * 24, routed_experts=value)
     with pytest.raises(SGLangDecodingError, match="complete"):
         read_generation(body, logprobs_expected=False)
 
 
-def test_what_is_not_base64_or_no_expert_is_refused_when_it_is_decoded():
+def test_invalid_routed_experts_are_rejected_when_decoded():
     text = base64.b64encode(bytes(96)).decode()
     broken = read_generation(routed([1] * 24, routed_experts="*" + text[1:]), logprobs_expected=False)
     with pytest.raises(SGLangDecodingError, match="not base64"):
@@ -170,7 +170,7 @@ def test_what_is_not_base64_or_no_expert_is_refused_when_it_is_decoded():
         negative.expert_ids()
 
 
-def test_routed_experts_of_an_answer_aborted_in_the_queue_are_missing():
+def test_response_aborted_in_the_queue_has_no_routed_experts():
     meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     generation = read_generation({"output_ids": [], "meta_info": meta}, logprobs_expected=False)
     assert (generation.routed_rows, generation.expert_ids()) == (0, None)
@@ -190,14 +190,14 @@ def spans(*triples):
         ({"weight_versions": []}, ()),
     ],
 )
-def test_the_versions_of_the_weights_are_read_by_spans_of_tokens(meta, expected):
+def test_weight_versions_are_read_as_spans_of_tokens(meta, expected):
     assert read_generation(response(meta=meta), logprobs_expected=True).weight_versions == expected
 
 
-@pytest.mark.parametrize("told", [spans(("a", 0, 3)), spans(("a", 0, 2), ("b", 1, 2)), spans(("a", -1, 2))])
-def test_versions_of_other_tokens_than_the_sampled_ones_are_refused(told):
+@pytest.mark.parametrize("reported", [spans(("a", 0, 3)), spans(("a", 0, 2), ("b", 1, 2)), spans(("a", -1, 2))])
+def test_weight_versions_of_other_tokens_are_rejected(reported):
     with pytest.raises(SGLangDecodingError, match="weight_versions"):
-        read_generation(response(meta={"weight_versions": told}), logprobs_expected=True)
+        read_generation(response(meta={"weight_versions": reported}), logprobs_expected=True)
 
 
 WIDTH = 2
@@ -205,13 +205,13 @@ PROMPT = 3
 
 
 def experts(version, start, end):
-    """Rows of routed experts that tell which weights routed which token."""
+    """Rows of routed experts that show which weights routed which token."""
     rows = [[version, position] for position in range(start, end)]
     return base64.b64encode(b"".join(struct.pack(f"<{WIDTH}i", *row) for row in rows)).decode()
 
 
 def part(ids, *, before=0, version=0, finish="abort", rid="r", **changes):
-    """What a request returned that went on behind `before` sampled tokens."""
+    """The response to a request that continued after `before` sampled tokens."""
     rows = PROMPT + before + len(ids) - 1
     meta = {
         "id": rid,
@@ -233,7 +233,7 @@ def queued(rid="q"):
     return read_generation({"output_ids": [], "meta_info": meta}, logprobs_expected=True)
 
 
-def test_the_parts_of_an_answer_are_joined_with_what_each_token_was_sampled_with():
+def test_joined_parts_keep_each_tokens_data():
     joined = join_parts(
         [part([11, 12], rid="a"), queued("b"), part([13, 2], before=2, version=1, finish="stop", rid="c")]
     )
@@ -245,14 +245,14 @@ def test_the_parts_of_an_answer_are_joined_with_what_each_token_was_sampled_with
     assert (joined.resumed_ids, joined.request_id) == (("a", "b"), "c")
 
 
-def test_experts_of_the_tokens_before_an_abort_stay_those_of_the_weights_that_sampled_them():
+def test_experts_before_an_abort_stay_those_of_the_old_weights():
     joined = join_parts([part([11, 12]), part([13, 2], before=2, version=1, finish="stop")])
-    # The row behind the last token before the abort was made by the new weights: the old ones never saw it.
+    # The new weights computed the row of the last token before the abort: the old ones never saw it.
     assert joined.expert_ids().tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 4], [1, 5]]
 
 
 @given(st.lists(st.integers(3, 90), min_size=1, max_size=12), st.lists(st.integers(0, 12), max_size=5))
-def test_wherever_an_answer_is_aborted_the_joined_one_is_the_whole_one(ids, cuts):
+def test_joined_parts_equal_the_whole_response(ids, cuts):
     bounds = [0, *sorted(min(cut, len(ids) - 1) for cut in cuts), len(ids)]
     parts = [
         part(ids[start:end], before=start, finish="stop" if last else "abort")
@@ -263,64 +263,64 @@ def test_wherever_an_answer_is_aborted_the_joined_one_is_the_whole_one(ids, cuts
         assert getattr(joined, name) == getattr(whole, name), name
 
 
-def test_an_answer_in_one_part_stays_as_it_is():
+def test_single_part_is_returned_unchanged():
     whole = part([11, 2], finish="stop")
     assert join_parts([whole]) is whole
     with pytest.raises(ValueError, match="at least one part"):
         join_parts([])
 
 
-def test_answers_that_were_all_aborted_in_the_queue_are_empty():
+def test_parts_aborted_in_the_queue_join_to_an_empty_response():
     joined = join_parts([queued("a"), queued("b")])
     assert (joined.output_ids.tolist(), joined.prompt_tokens, joined.finish_type) == ([], 0, "abort")
     assert joined.resumed_ids == ("a",)
 
 
-def test_parts_whose_experts_do_not_fit_together_are_refused():
+def test_parts_with_inconsistent_experts_are_rejected():
     other = part([13, 2], before=2, finish="stop", routed_experts=base64.b64encode(bytes(4 * 3 * 6)).decode())
     with pytest.raises(SGLangDecodingError, match="routed experts"):
         join_parts([part([11, 12]), other])
 
 
-def test_tokens_whose_experts_are_lost_are_not_joined_with_others():
-    with pytest.raises(SGLangDecodingError, match="without its routed experts"):
+def test_parts_with_missing_experts_are_rejected():
+    with pytest.raises(SGLangDecodingError, match="did not return its tokens' routed experts"):
         join_parts([part([11, 12], routed_experts=None), part([13, 2], before=2, finish="stop")])
 
 
-def test_what_is_left_of_a_budget_is_asked_for():
+def test_next_part_requests_the_remaining_budget():
     params = {"max_new_tokens": 10, "min_new_tokens": 3, "temperature": 0.5}
     assert sampling_params_of_the_rest(params, 4) == {"max_new_tokens": 6, "min_new_tokens": 0, "temperature": 0.5}
     assert sampling_params_of_the_rest({"min_new_tokens": None}, 0) == {"min_new_tokens": None}
 
 
-def test_a_request_without_a_budget_has_the_servers_over_all_parts():
+def test_without_a_budget_the_servers_spans_all_parts():
     assert sampling_params_of_the_rest({}, 100) == {"max_new_tokens": 28}
-    assert sampling_params_of_the_rest({}, 300) == {}  # that server has another one
+    assert sampling_params_of_the_rest({}, 300) == {}  # that server has another default
 
 
 def top_p(*counts):
-    """What slime's SGLang tells of tokens for which top-p kept so many ids."""
+    """What slime's SGLang reports for tokens of which top-p kept so many ids."""
     offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
     return {"top_p_token_ids": list(range(offsets[-1])), "top_p_token_offsets": offsets}
 
 
-def test_the_ids_that_top_p_kept_are_joined():
+def test_ids_kept_by_top_p_are_joined():
     first, second = part([11, 12], **top_p(2, 1)), part([13, 2], before=2, finish="stop", **top_p(1, 3))
     mask = join_parts([first, queued(), second]).kept_ids()
     assert list(mask.rows()) == [[0, 1], [2], [0], [1, 2, 3]]
 
 
-def test_tokens_of_a_part_that_told_none_have_none():
+def test_tokens_of_a_part_without_kept_ids_have_none():
     joined = join_parts([part([11, 12]), part([13, 2], before=2, finish="stop", **top_p(1, 3))])
     assert list(joined.kept_ids().rows()) == [[], [], [0], [1, 2, 3]]
     assert join_parts([part([11, 12]), part([13, 2], before=2, finish="stop")]).kept_ids() is None
 
 
-def test_sampling_masks_and_their_logprobs_are_joined_token_by_token():
-    """Item 6: what an aborted part lacks is unknown for its tokens, and the others keep theirs."""
+def test_sampling_masks_and_logprobs_are_joined_by_token():
+    """What an aborted part lacks is unknown for its tokens; the other tokens keep theirs."""
 
     def sampled_from(*rows):
-        """What stock SGLang tells of tokens that were sampled from these ids."""
+        """What stock SGLang reports for tokens that were sampled from these ids."""
         return {
             "output_token_sampling_mask": list(rows),
             "output_token_sampling_logprobs": [-float(len(row)) for row in rows],
@@ -342,19 +342,19 @@ def test_sampling_masks_and_their_logprobs_are_joined_token_by_token():
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("reported", "message"),
     [
         ({"output_token_sampling_mask": [[11]]}, "2 token ids with 1 sampling masks"),
-        ({"output_token_sampling_mask": [[11], [3]]}, "token 1 lacks 12"),
+        ({"output_token_sampling_mask": [[11], [3]]}, "token 1 lacks the sampled id 12"),
         ({"output_token_sampling_mask": [[11], None]}, "complete"),
         ({"output_token_sampling_mask": [[11], [12, "x"]]}, "complete"),
         ({"output_token_sampling_logprobs": [0.0]}, "2 token ids with 1 sampling logprobs"),
         ({"output_token_sampling_logprobs": [[0.0], [0.0]]}, "not a number"),
     ],
 )
-def test_sampling_masks_that_are_not_those_of_the_tokens_are_refused(told, message):
+def test_sampling_masks_of_other_tokens_are_rejected(reported, message):
     with pytest.raises(SGLangDecodingError, match=message):
-        part([11, 12], **told)
+        part([11, 12], **reported)
 
 
 # === wire ===
@@ -366,20 +366,20 @@ NOT_AN_ID = st.one_of(
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1))
-def test_every_list_of_ids_is_encoded_as_it_is(ids):
+def test_every_list_of_ids_is_encoded_unchanged(ids):
     assert orjson.loads(encode_token_ids(ids)) == ids
     assert orjson.loads(encode_token_ids(tuple(ids), max(ids) + 1)) == ids
     assert orjson.loads(encode_token_ids(array("q", ids))) == ids
 
 
 @given(st.lists(st.integers(0, 999)), NOT_AN_ID, st.lists(st.integers(0, 999)))
-def test_whatever_is_not_an_id_is_refused_with_its_index(before, bad, after):
+def test_invalid_id_is_rejected_with_its_index(before, bad, after):
     with pytest.raises(ValueError, match=rf"^input_ids\[{len(before)}\] is "):
         encode_token_ids([*before, bad, *after])
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1), st.integers(1, 2000))
-def test_ids_outside_the_vocabulary_are_refused(ids, vocab_size):
+def test_ids_outside_the_vocabulary_are_rejected(ids, vocab_size):
     outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]
     if not outside:
         assert orjson.loads(encode_token_ids(ids, vocab_size)) == ids
@@ -389,7 +389,7 @@ def test_ids_outside_the_vocabulary_are_refused(ids, vocab_size):
 
 
 @given(st.text(), st.dictionaries(st.text(), st.integers(-(2**53), 2**53)))
-def test_a_request_id_is_added_whatever_is_in_it_and_in_the_body(rid, sampling):
+def test_any_request_id_is_added_to_any_body(rid, sampling):
     sampling.pop("n", None)
     try:
         body = encode_generate([1], sampling, {"rid": "prefix", "k": 1})
@@ -406,8 +406,8 @@ def test_a_request_id_is_added_whatever_is_in_it_and_in_the_body(rid, sampling):
 
 
 @given(st.binary())
-def test_a_body_is_a_generation_or_a_decoding_error_that_names_the_url(body):
-    with pytest.raises(SGLangDecodingError, match="http://h/generate answered"):
+def test_invalid_body_is_a_decoding_error_with_the_url(body):
+    with pytest.raises(SGLangDecodingError, match="http://h/generate (returned|responded)"):
         decode_generation(body, "http://h/generate")
 
 

@@ -1,4 +1,4 @@
-"""The scripted server: what it answers and refuses, its faults, its workers, and the ways to reach it."""
+"""The scripted server: its answers, rejections and faults, and the ways to reach it."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ async def refused(server, **body):
 
 
 class Gate:
-    """An answer function that waits to be let go, and tells when a request has reached it."""
+    """An answer function that waits for its release, and signals when a request has reached it."""
 
     def __init__(self, on_abort=None):
         self.reached = asyncio.Event()
@@ -74,21 +74,21 @@ class Gate:
 # --- answers ---
 
 
-async def test_a_text_is_tokenised_and_ends_with_the_stop_token(make_server, chatml_tokenizer):
+async def test_text_is_tokenized_and_ends_with_the_stop_token(make_server, chatml_tokenizer):
     body = await generate(make_server(["hello world"]))
     assert body["output_ids"] == [*chatml_tokenizer.encode("hello world"), chatml_tokenizer.eos_token_id]
     assert body["text"] == "hello world"
     assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": chatml_tokenizer.eos_token_id}
 
 
-async def test_a_stop_token_in_the_text_is_not_doubled_and_ends_the_answer(make_server, chatml_tokenizer):
+async def test_stop_token_in_the_text_ends_the_answer_once(make_server, chatml_tokenizer):
     server = make_server(["one<|im_end|>", "one<|im_end|>two"])
     first, second = await generate(server), await generate(server)
     expected = [*chatml_tokenizer.encode("one"), chatml_tokenizer.eos_token_id]
     assert first["output_ids"] == second["output_ids"] == expected
 
 
-async def test_given_token_ids_are_sampled_as_they_are(make_server, chatml_tokenizer):
+async def test_token_ids_are_sampled_unchanged(make_server, chatml_tokenizer):
     spelled_out = [chatml_tokenizer.encode(letter)[0] for letter in "hello"]
     assert spelled_out != chatml_tokenizer.encode("hello")
     body = await generate(make_server([ScriptedAnswer(token_ids=spelled_out, finish_reason="length")]))
@@ -128,7 +128,7 @@ async def test_an_async_function_and_functions_inside_a_list_work(make_server):
     assert [(await generate(server))["text"] for _ in range(3)] == ["later", "plain", "index 2"]
 
 
-async def test_an_exhausted_script_answers_501_and_names_the_request(make_server):
+async def test_exhausted_script_returns_501(make_server):
     server = make_server(["only one"])
     await generate(server)
     response = await post(server, input_ids=PROMPT)
@@ -138,7 +138,7 @@ async def test_an_exhausted_script_answers_501_and_names_the_request(make_server
     assert server.running == []
 
 
-async def test_an_error_in_an_answer_function_answers_501_with_its_text(make_server):
+async def test_error_in_an_answer_function_returns_501(make_server):
     def answer(request):
         raise ValueError("unexpected prompt")
 
@@ -148,12 +148,12 @@ async def test_an_error_in_an_answer_function_answers_501_with_its_text(make_ser
 
 
 @pytest.mark.parametrize("answers", ["a text", ScriptedAnswer("a text")])
-def test_a_single_answer_in_place_of_a_list_is_refused(make_server, answers):
+def test_single_answer_instead_of_a_list_is_rejected(make_server, answers):
     with pytest.raises(TypeError, match="list of answers"):
         make_server(answers)
 
 
-def test_meaningless_answers_are_refused():
+def test_meaningless_answers_are_rejected():
     with pytest.raises(ValueError, match="not both"):
         ScriptedAnswer("text", token_ids=[1])
     with pytest.raises(ValueError, match="finish_reason='done'"):
@@ -192,7 +192,7 @@ async def test_max_new_tokens_zero_only_scores_the_prompt(make_server):
     assert len(body["meta_info"]["input_token_logprobs"]) == len(PROMPT)
 
 
-async def test_the_context_cuts_the_answer_two_tokens_before_its_end(make_server):
+async def test_answer_ends_two_tokens_before_the_context(make_server):
     server = make_server([ScriptedAnswer(token_ids=[300] * 500)], context_length=100)
     body = await generate(server, [7] * 90, sampling_params={"max_new_tokens": 10})
     assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
@@ -211,7 +211,7 @@ async def test_the_requests_own_stop_tokens_end_it(make_server):
     assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 302}
 
 
-async def test_ignore_eos_goes_on_to_the_end_of_the_script(make_server, chatml_tokenizer):
+async def test_ignore_eos_continues_to_the_end_of_the_script(make_server, chatml_tokenizer):
     server = make_server([ScriptedAnswer(token_ids=[300, 2, 301, 2])])
     body = await generate(server, sampling_params={"ignore_eos": True, "max_new_tokens": 3})
     assert body["output_ids"] == [300, 2, 301]
@@ -219,7 +219,7 @@ async def test_ignore_eos_goes_on_to_the_end_of_the_script(make_server, chatml_t
 
 
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "the quick"), (True, "the quick brown")])
-async def test_a_stop_string_ends_it_at_the_token_that_completes_it(make_server, chatml_tokenizer, no_stop_trim, text):
+async def test_stop_string_ends_the_answer_at_its_last_token(make_server, chatml_tokenizer, no_stop_trim, text):
     server = make_server(["the quick brown fox"])
     params = {"stop": [" brown", " fox"], "no_stop_trim": no_stop_trim}
     body = await generate(server, sampling_params=params)
@@ -228,7 +228,7 @@ async def test_a_stop_string_ends_it_at_the_token_that_completes_it(make_server,
     assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": " brown"}
 
 
-async def test_the_text_leaves_special_tokens_out_unless_asked(make_server):
+async def test_text_excludes_special_tokens_by_default(make_server):
     server = make_server(["a<|im_start|>b<tool_call>"] * 3)
     texts = [
         (await generate(server, sampling_params=params))["text"]
@@ -240,12 +240,12 @@ async def test_the_text_leaves_special_tokens_out_unless_asked(make_server):
 # --- logprobs ---
 
 
-async def test_they_come_only_when_asked_for(make_server):
+async def test_logprobs_are_returned_on_request(make_server):
     meta = (await generate(make_server(["hi"])))["meta_info"]
     assert not {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"} & meta.keys()
 
 
-async def test_they_follow_from_position_and_token(make_server):
+async def test_logprobs_depend_on_position_and_token(make_server):
     body = await generate(make_server(["hello world"]), return_logprob=True)
     expected = [
         [scripted_logprob(len(PROMPT) + i, token_id), token_id, None] for i, token_id in enumerate(body["output_ids"])
@@ -256,7 +256,7 @@ async def test_they_follow_from_position_and_token(make_server):
     assert meta["input_token_logprobs"] == []
 
 
-async def test_a_prompt_scored_later_has_the_logprobs_it_was_sampled_with(make_server):
+async def test_scored_prompt_has_the_logprobs_of_its_sampling(make_server):
     server = make_server(["hello world", "unused"])
     sampled = await generate(server, return_logprob=True)
     scored = await generate(
@@ -272,7 +272,7 @@ async def test_a_prompt_scored_later_has_the_logprobs_it_was_sampled_with(make_s
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 5), (3, 2), (5, 0), (-1, 0), (None, 0)])
-async def test_prompt_logprobs_begin_at_logprob_start_len(make_server, start, length):
+async def test_prompt_logprobs_start_at_logprob_start_len(make_server, start, length):
     body = await generate(make_server(["hi"]), return_logprob=True, logprob_start_len=start)
     entries = body["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in entries] == PROMPT[len(PROMPT) - length :]
@@ -296,7 +296,7 @@ async def test_logprobs_that_do_not_fit_the_answer_are_an_error(make_server, fin
     assert "1 logprobs" in response.json()["error"]["message"]
 
 
-async def test_a_function_of_ones_own_gives_them(make_server):
+async def test_custom_function_computes_logprobs(make_server):
     server = make_server(["hi"], logprob=lambda position, token_id: -float(position))
     body = await generate(server, return_logprob=True)
     assert body["meta_info"]["output_token_logprobs"][0][0] == -5.0
@@ -312,7 +312,7 @@ def test_default_values_are_negative_float32(position, token_id):
 # --- prefix cache ---
 
 
-async def test_a_growing_conversation_finds_all_but_what_is_new(make_server):
+async def test_growing_conversation_finds_its_prefix(make_server):
     server = make_server(["one", "two"])
     first = await generate(server)
     await generate(server, [*PROMPT, *first["output_ids"], 66, 77])
@@ -334,7 +334,7 @@ async def test_asking_for_prompt_logprobs_limits_reuse(make_server, start, cache
     assert body["meta_info"]["cached_tokens"] == cached
 
 
-async def test_an_extra_key_and_a_flush_each_start_afresh(make_server):
+async def test_extra_key_and_flush_each_start_with_no_prefix(make_server):
     server = make_server(["answer"] * 4)
     await generate(server)
     await generate(server, extra_key="other")
@@ -346,7 +346,7 @@ async def test_an_extra_key_and_a_flush_each_start_afresh(make_server):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=15))
-def test_it_finds_the_longest_prefix_shared_with_any_earlier_prompt(prompts):
+def test_cache_finds_the_longest_prefix_of_earlier_prompts(prompts):
     tokenizer = build_chatml_tokenizer()
     server = ScriptedSGLang(tokenizer, lambda request: ScriptedAnswer(token_ids=[9]), stop_token_ids=[9])
 
@@ -360,7 +360,7 @@ def test_it_finds_the_longest_prefix_shared_with_any_earlier_prompt(prompts):
     assert asyncio.run(run()) == [expected(i) for i in range(len(prompts))]
 
 
-async def test_it_finds_the_first_difference_in_long_prompts(make_server):
+async def test_cache_finds_the_first_difference_in_long_prompts(make_server):
     server = make_server(lambda request: "ok", context_length=40000)
     base = [i % 900 for i in range(30000)]
     await generate(server, base)
@@ -371,23 +371,23 @@ async def test_it_finds_the_first_difference_in_long_prompts(make_server):
         assert body["meta_info"]["cached_tokens"] == change_at
 
 
-# --- refusals ---
+# --- rejections ---
 
 
-async def test_a_prompt_as_long_as_the_context_is_refused(make_server):
+async def test_prompt_as_long_as_the_context_is_rejected(make_server):
     assert await refused(make_server([], context_length=512), input_ids=[5] * 600) == (
         "The input (600 tokens) is longer than the model's context length (512 tokens)."
     )
 
 
-async def test_prompt_and_completion_longer_than_the_context_are_refused(make_server):
+async def test_prompt_plus_completion_must_fit_the_context(make_server):
     server = make_server([], context_length=512)
     message = await refused(server, input_ids=[5] * 500, sampling_params={"max_new_tokens": 100})
     assert message.startswith("Requested token count exceeds the model's maximum context length of 512 tokens.")
     assert "a total of 600 tokens: 500 tokens from the input" in message
 
 
-async def test_the_last_six_tokens_of_the_context_hold_no_prompt(make_server):
+async def test_prompt_cannot_use_the_last_six_tokens(make_server):
     server = make_server(["fits"], context_length=512)
     message = await refused(server, input_ids=[5] * 507, sampling_params={"max_new_tokens": 1})
     assert message.startswith("Input length (507 tokens) exceeds the maximum allowed length (506 tokens).")
@@ -415,7 +415,7 @@ async def test_the_last_six_tokens_of_the_context_hold_no_prompt(make_server):
         ),
     ],
 )
-async def test_the_engines_messages_are_the_real_ones(make_server, body, message):
+async def test_engine_messages_are_those_of_a_real_server(make_server, body, message):
     server = make_server(["unused"])
     assert await refused(server, **body) == message
     assert server.requests == []
@@ -432,7 +432,7 @@ async def test_the_engines_messages_are_the_real_ones(make_server, body, message
         ({"json_schema": {"type": "object"}}, "invalid type: map, expected a string"),
     ],
 )
-async def test_unknown_and_mistyped_sampling_keys_give_an_error_that_is_a_string(make_server, params, message):
+async def test_invalid_sampling_keys_give_a_string_error(make_server, params, message):
     response = await post(make_server([]), input_ids=PROMPT, sampling_params=params)
     assert response.status_code == 400
     assert response.json()["error"].startswith(message)
@@ -454,7 +454,7 @@ async def test_wrong_types_give_a_validation_error(make_server, body):
 
 
 @pytest.mark.parametrize("content", [b"", b"{broken", b"[1]"])
-async def test_a_body_that_is_no_json_object_gives_a_validation_error(make_server, content):
+async def test_body_must_be_a_json_object(make_server, content):
     server = make_server([])
     async with connect(server) as client:
         response = await client.post("/generate", content=content, headers={"content-type": "application/json"})
@@ -462,7 +462,7 @@ async def test_a_body_that_is_no_json_object_gives_a_validation_error(make_serve
     assert server.refusals[0].request == content
 
 
-async def test_a_body_not_declared_as_json_gives_a_validation_error(make_server):
+async def test_body_must_be_declared_as_json(make_server):
     async with connect(make_server([])) as client:
         response = await client.post("/generate", content=b'{"input_ids":[5]}')
     assert (response.status_code, response.json()["object"]) == (400, "error")
@@ -473,19 +473,19 @@ async def test_a_body_not_declared_as_json_gives_a_validation_error(make_server)
     [{"input_ids": [5, 10**6]}, {"input_ids": [-1]}, {"text": ""}]
     + [{"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": -2}],
 )
-async def test_what_kills_a_real_server_is_told(make_server, body):
+async def test_request_that_kills_a_real_server_is_rejected(make_server, body):
     response = await post(make_server(["unused"]), **body)
     assert response.status_code == 501
     assert "a real SGLang server dies on this request" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("extra", [{"stream": True}, {"input_ids": [PROMPT, PROMPT]}, {"sampling_params": {"n": 2}}])
-async def test_what_is_not_imitated_is_told(make_server, extra):
+async def test_request_that_is_not_emulated_is_rejected(make_server, extra):
     response = await post(make_server(["unused"]), **{"input_ids": PROMPT, **extra})
     assert response.status_code == 501
 
 
-async def test_a_refused_request_uses_up_no_answer(make_server):
+async def test_rejected_request_uses_up_no_answer(make_server):
     server = make_server(["first"])
     await refused(server, input_ids=[])
     assert (await generate(server))["text"] == "first"
@@ -494,7 +494,7 @@ async def test_a_refused_request_uses_up_no_answer(make_server):
 # --- log ---
 
 
-async def test_requests_and_responses_are_kept_as_they_were(make_server):
+async def test_requests_and_responses_are_logged_unchanged(make_server):
     server = make_server(["hi"])
     async with connect(server, headers={"X-SMG-Routing-Key": "k1"}) as client:
         body = {
@@ -513,7 +513,7 @@ async def test_requests_and_responses_are_kept_as_they_were(make_server):
     assert response.json()["meta_info"]["id"] == "r-1"
 
 
-async def test_responses_stand_at_the_index_of_their_request(make_server):
+async def test_responses_have_the_index_of_their_request(make_server):
     gate = Gate()
     server = make_server([gate, "second"])
     first = asyncio.create_task(generate(server))
@@ -525,7 +525,7 @@ async def test_responses_stand_at_the_index_of_their_request(make_server):
     assert server.responses[0 if await first else 1].body["text"] == "let go"
 
 
-async def test_a_text_prompt_is_tokenised(make_server, chatml_tokenizer):
+async def test_text_prompt_is_tokenized(make_server, chatml_tokenizer):
     server = make_server(["hi"])
     body = (await post(server, text="hello world", return_prompt_token_ids=True)).json()
     assert body["prompt_token_ids"] == server.requests[0].input_ids == chatml_tokenizer.encode("hello world")
@@ -544,7 +544,7 @@ async def test_the_weight_version_can_change_between_requests(make_server):
 # --- abort ---
 
 
-async def test_a_waiting_request_comes_back_aborted_and_empty(make_server):
+async def test_waiting_request_is_aborted_with_an_empty_answer(make_server):
     gate = Gate()
     server = make_server([gate])
     task = asyncio.create_task(generate(server, rid="r-1", return_logprob=True))
@@ -593,7 +593,7 @@ async def test_abort_all_ends_every_request(make_server):
     assert [(await task)["meta_info"]["finish_reason"] for task in tasks] == [ABORTED, ABORTED]
 
 
-async def test_a_request_that_its_client_left_runs_until_it_is_aborted(make_server):
+async def test_request_without_a_client_runs_until_aborted(make_server):
     gate = Gate()
     server = make_server([gate])
     task = asyncio.create_task(generate(server, rid="left"))
@@ -607,7 +607,7 @@ async def test_a_request_that_its_client_left_runs_until_it_is_aborted(make_serv
     assert (server.aborted, server.running, server.responses) == (["left"], [], [None])
 
 
-async def test_an_abort_that_comes_before_the_answer_is_waited_for_is_not_lost(make_server):
+async def test_abort_before_the_wait_for_the_answer_is_not_lost(make_server):
     def answer(request):
         thread = threading.Thread(target=lambda: asyncio.run(post(server, "/abort_request", rid="early")))
         thread.start()
@@ -618,7 +618,7 @@ async def test_an_abort_that_comes_before_the_answer_is_waited_for_is_not_lost(m
     assert (await generate(server, rid="early"))["meta_info"]["finish_reason"] == ABORTED
 
 
-async def test_an_aborted_request_does_not_end_a_later_one_with_its_id(make_server):
+async def test_aborted_request_does_not_end_a_later_one_of_its_id(make_server):
     first, second = Gate(on_abort="partial"), Gate()
     server = make_server([first, second])
     tasks = [asyncio.create_task(generate(server, rid="same"))]
@@ -643,7 +643,7 @@ async def test_a_request_id_in_flight_cannot_be_used_again(make_server):
     assert (await generate(server, rid="same"))["text"] == "second"
 
 
-async def test_a_read_timeout_is_honoured_in_process(make_server):
+async def test_read_timeout_is_honored_in_process(make_server):
     server = make_server([Gate()])
     async with connect(server, timeout=httpx.Timeout(None, read=0.01)) as client:
         with pytest.raises(httpx.ReadTimeout):
@@ -654,7 +654,7 @@ async def test_a_read_timeout_is_honoured_in_process(make_server):
 # --- other endpoints ---
 
 
-async def test_the_server_tells_its_model_and_context(make_server):
+async def test_server_reports_its_model_and_context(make_server):
     server = make_server([], model_path="org/model", context_length=4096)
     async with connect(server) as client:
         info = (await client.get("/model_info")).json()
@@ -761,7 +761,7 @@ async def test_it_keeps_connections_open_and_takes_large_bodies(make_server):
             assert response.headers.get("connection") != "close"
 
 
-def test_no_thread_is_left_and_the_port_is_free_again(make_server):
+def test_thread_ends_and_the_port_is_free_again(make_server):
     server = make_server(["one", "two"])
     before = threading.active_count()
     with server.serve() as base_url:
@@ -775,7 +775,7 @@ def test_no_thread_is_left_and_the_port_is_free_again(make_server):
     assert threading.active_count() == before
 
 
-async def test_open_requests_do_not_hold_up_the_end(make_server):
+async def test_open_requests_do_not_delay_the_end(make_server):
     reached = threading.Event()
 
     async def wait_for_ever(request):
@@ -792,7 +792,7 @@ async def test_open_requests_do_not_hold_up_the_end(make_server):
             await task
 
 
-async def test_a_client_that_disconnects_leaves_its_request_running_until_aborted(make_server):
+async def test_request_of_a_disconnected_client_runs_until_aborted(make_server):
     reached, left = threading.Event(), threading.Event()
 
     async def wait_for_ever(request):
@@ -817,7 +817,7 @@ async def test_a_client_that_disconnects_leaves_its_request_running_until_aborte
             assert (server.running, server.aborted) == ([], ["left"])
 
 
-def test_importing_it_does_not_load_transformers_or_the_http_server():
+def test_import_loads_neither_transformers_nor_aiohttp():
     # Importing the library itself may load what it needs; this module must add neither of the two.
     script = (
         "import strands_sglang, sys; before = set(sys.modules); import strands_sglang.testing; "
@@ -868,7 +868,7 @@ async def test_after_a_fault_the_retry_gets_the_next_answer(chatml_tokenizer, co
     assert server.running == []
 
 
-async def test_a_late_answer_is_late_and_an_abort_ends_the_wait(chatml_tokenizer):
+async def test_abort_ends_the_wait_for_a_late_answer(chatml_tokenizer):
     server = ScriptedSGLang(
         chatml_tokenizer, [ScriptedAnswer("late", latency_s=60.0), ScriptedAnswer("soon", latency_s=0.01)]
     )
@@ -883,10 +883,10 @@ async def test_a_late_answer_is_late_and_an_abort_ends_the_wait(chatml_tokenizer
         assert (await client.generate([1, 2, 3], {}))["meta_info"]["weight_version"] == "2"
 
 
-def test_faults_without_a_meaning_are_refused():
-    with pytest.raises(ValueError, match="kind='explode' is none of"):
+def test_meaningless_faults_are_rejected():
+    with pytest.raises(ValueError, match="kind='explode' is not one of"):
         ScriptedFault("explode")
-    with pytest.raises(ValueError, match="status=200 is no HTTP error"):
+    with pytest.raises(ValueError, match="status=200 is not an HTTP error"):
         ScriptedFault(status=200)
 
 
@@ -900,7 +900,7 @@ async def routing_generate(tokenizer, *, experts=EXPERTS, **fields):
         return await client.generate(PROMPT, {"max_new_tokens": 3}, **fields)
 
 
-async def test_a_row_says_the_experts_of_each_token_but_the_last(chatml_tokenizer):
+async def test_experts_have_a_row_for_each_token_but_the_last(chatml_tokenizer):
     response = await routing_generate(chatml_tokenizer, return_routed_experts=True)
     ids = read_generation(response, logprobs_expected=False).expert_ids()
     assert ids.tolist() == [EXPERTS.chosen(i, token_id) for i, token_id in enumerate([*PROMPT, 7, 8])]
@@ -915,12 +915,12 @@ async def test_the_first_rows_can_be_left_out(chatml_tokenizer):
 
 
 @pytest.mark.parametrize(("experts", "asked"), [(None, True), (EXPERTS, False)])
-async def test_nothing_is_told_by_a_dense_model_or_to_those_who_do_not_ask(chatml_tokenizer, experts, asked):
+async def test_experts_are_returned_only_on_request(chatml_tokenizer, experts, asked):
     response = await routing_generate(chatml_tokenizer, experts=experts, return_routed_experts=asked)
     assert "routed_experts" not in response["meta_info"]
 
 
-async def test_the_rows_of_a_conversation_go_on_where_those_of_the_turn_before_ended(rollout):
+async def test_expert_rows_continue_those_of_the_previous_turn(rollout):
     _, model = rollout(["one", "two"], server={"experts": EXPERTS}, return_routed_experts=True)
     agent = make_agent(model)
     await agent.invoke_async("a")
@@ -938,6 +938,6 @@ def test_experts_of_a_token_differ_within_a_layer():
 
 
 @pytest.mark.parametrize("numbers", [{"layers": 0}, {"top_k": 0}, {"top_k": 9}])
-def test_meaningless_numbers_are_refused(numbers):
+def test_meaningless_numbers_are_rejected(numbers):
     with pytest.raises(ValueError, match="top_k <= experts"):
         ScriptedExperts(**numbers)
