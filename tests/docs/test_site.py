@@ -1,8 +1,13 @@
 """The built documentation site in a real browser: search, other hosts, narrow screens, light and dark."""
 
-import pytest
+import functools
+import http.server
+import shutil
+import threading
 
-from support.browser import chromium, served
+import pytest
+from playwright.sync_api import sync_playwright
+
 from support.pages import ROOT
 
 SITE = ROOT / "docs" / "_site"
@@ -25,10 +30,16 @@ SEARCHES = {
 
 @pytest.fixture(scope="module")
 def site():
-    """The address of the site, and a browser."""
+    """The address of the site, served on a free port, and a headless Chromium, the one on the PATH."""
     assert PAGES, "docs/_site is empty: run `make docs`"
-    with served(SITE) as address, chromium() as browser:
-        yield address, browser
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "no Chromium on the PATH: apt-get install chromium"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]) as browser:
+            yield f"http://127.0.0.1:{server.server_port}", browser
+        server.shutdown()
 
 
 @pytest.fixture

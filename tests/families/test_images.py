@@ -210,4 +210,4 @@ def test_an_image_is_processed_without_its_alpha_and_unturned_as_the_server_does
 
 def test_the_guides_snippets_run(tmp_path, monkeypatch):
     processor, _, _ = setup("gemma_3")
-    run_page(ROOT / "docs/guides/images.md", {"google/gemma-3-4b-it": processor}, tmp_path, monkeypatch)
+    run_page(ROOT / "docs/guides/images.md", "google/gemma-3-4b-it", processor, tmp_path, monkeypatch)

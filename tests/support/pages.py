@@ -8,8 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
@@ -20,8 +21,6 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 URL = "http://localhost:30000"
-COMMANDS = ("strands-sglang", "strands-env")
-NOT_RUN = ("strands-sglang serve",)  # tests/integration runs it
 
 _FENCE = re.compile(
     r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?[^\n]*\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
@@ -29,8 +28,7 @@ _FENCE = re.compile(
 _TABLE = re.compile(r"^\|.*\|\n\|[-| ]+\|\n(?:\|.*\|\n)+", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(namedtuple("Block", ["language", "text", "line", "section", "title", "path"])):
     """A fenced block.
 
     Attributes:
@@ -41,13 +39,6 @@ class Block:
         title: The file that the block shows, None without.
         path: The page.
     """
-
-    language: str
-    text: str
-    line: int
-    section: str
-    title: str | None
-    path: Path
 
     def run(self, namespace, replace=str):
         """Execute Python in a namespace, `await` at the top level allowed; tracebacks name the page's own lines.
@@ -126,7 +117,7 @@ def sampled_text(request):
     return "I don't know."
 
 
-def run_page(page, models, folder, patch):
+def run_page(page, name, model, folder, patch):
     """Run the blocks of a page in order, in one namespace and one empty folder, against a scripted server.
 
     Python runs as written, a command of this project in a process of its own. A block with a title is a file, which
@@ -134,27 +125,24 @@ def run_page(page, models, folder, patch):
 
     Args:
         page: Path of the page.
-        models: The tokenizer or processor for each model name on the page; the first one is the server's.
+        name: Name of the model on the page.
+        model: Its tokenizer or processor.
         folder: A temporary folder.
         patch: pytest's `monkeypatch`.
     """
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
+    model.save_pretrained(folder / name)
     work = folder / "work"
     work.mkdir()
     patch.chdir(work)
     patch.syspath_prepend(str(work))
     patch.setenv("HF_HUB_OFFLINE", "1")
-    registered = set(TOOL_PARSER_REGISTRY)
-    [server, *_] = models.values()
+    tokenizer = getattr(model, "tokenizer", model)
+    slime.install_slime(patch, tokenizer)
     namespace = {"__name__": "__docs__"}
-    with ScriptedSGLang(getattr(server, "tokenizer", server), sampled_text).serve() as base_url:
-        slime.install_slime(patch, getattr(server, "tokenizer", server))
+    with mock.patch.dict(TOOL_PARSER_REGISTRY), ScriptedSGLang(tokenizer, sampled_text).serve() as base_url:
 
         def localized(text):
-            for name in models:
-                text = text.replace(name, str(folder / name))
-            return text.replace(URL, base_url)
+            return text.replace(name, str(folder / name)).replace(URL, base_url)
 
         for block in blocks(None, page):
             if block.title:
@@ -163,19 +151,17 @@ def run_page(page, models, folder, patch):
                 block.run(namespace, localized)
             elif block.language == "bash":
                 _run_commands(localized(block.text), f"{page}:{block.line}")
-    for name in set(TOOL_PARSER_REGISTRY) - registered:
-        TOOL_PARSER_REGISTRY.pop(name)
 
 
 def _run_commands(text, where):
-    """Run the commands of this project in a block of shell lines; see that the `make` targets of others exist."""
+    """Run the commands of this project in a block of shell lines."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["make"]:
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{where}: {line}"
-        if not words or words[0] not in COMMANDS or " ".join(words[:2]) in NOT_RUN:
-            continue
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
-        run = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
-        assert run.returncode == 0, f"{where}: {line}\n{run.stdout}{run.stderr}"
+        command, *arguments = shlex.split(line, comments=True) or [""]
+        # tests/integration serves.
+        if command in ("strands-sglang", "strands-env") and arguments[:1] != ["serve"]:
+            run = subprocess.run(
+                [command, *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
+            )
+            assert run.returncode == 0, f"{where}: {line}\n{run.stdout}{run.stderr}"

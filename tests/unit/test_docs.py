@@ -14,6 +14,7 @@ import httpx
 import pydantic
 import pytest
 from strands import Agent
+from transformers import PreTrainedTokenizerFast
 
 import strands_env.cli
 import strands_sglang
@@ -34,6 +35,7 @@ from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support import slime as slime_support
 from support.agents import call, make_agent
 from support.environments import sample
+from support.fake_server import FakeServer
 from support.pages import README, ROOT, blocks, names_in_code, run_page, table
 from support.slime import check_rollouts
 
@@ -48,7 +50,7 @@ SHELL_LINES = [line for page in PAGES for block in blocks("bash", ROOT / page) f
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_of_a_page_runs(page, chatml_tokenizer, tmp_path, monkeypatch):
-    run_page(ROOT / page, {"Qwen/Qwen3-4B-Instruct-2507": chatml_tokenizer}, tmp_path, monkeypatch)
+    run_page(ROOT / page, "Qwen/Qwen3-4B-Instruct-2507", chatml_tokenizer, tmp_path, monkeypatch)
 
 
 def test_the_pages_parser_reads_its_format_and_its_errors():
@@ -268,35 +270,15 @@ def test_the_line_that_tells_this_package_from_the_other_one_does():
 
 ROWS = table("By message", "What you see", "Why, and what to do", path=DOCS / "troubleshooting.md")
 
-HTML = httpx.MockTransport(lambda request: httpx.Response(200, html="<html>It works!</html>"))
-
 
 def refuse(request):
     raise httpx.ConnectError("connection refused", request=request)
-
-
-class WithoutTokenize(httpx.AsyncBaseTransport):
-    """A server behind a router that does not know `/tokenize`."""
-
-    def __init__(self, server):
-        self.inner = server.transport()
-
-    async def handle_async_request(self, request):
-        if request.url.path == "/tokenize":
-            return httpx.Response(404, json={"detail": "Not Found"}, request=request)
-        return await self.inner.handle_async_request(request)
 
 
 def other_tokenizer(tokenizer):
     """A tokenizer with one more special token, and with the same template."""
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"cls_token": "<|other|>"})
-    return other
-
-
-def base_tokenizer(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = None
     return other
 
 
@@ -309,7 +291,8 @@ def scripted(tokenizer, *answers, **kwargs):
     return SGLangModel(tokenizer=tokenizer, client=server.client())
 
 
-def on_transport(tokenizer, transport):
+def answered_by(tokenizer, answer):
+    transport = httpx.MockTransport(answer)
     client = SGLangClient("http://server:30000", transport=transport, max_retries=1, retry_delay=0)
     return SGLangModel(tokenizer=tokenizer, client=client)
 
@@ -318,7 +301,10 @@ def on_transport(tokenizer, transport):
 PROVOCATIONS = {
     "`pass exactly one of client= and base_url=`": (lambda tokenizer: SGLangModel(tokenizer=tokenizer), ask),
     "`has no chat template`": (
-        lambda tokenizer: SGLangModel(tokenizer=base_tokenizer(tokenizer), base_url="http://server:30000"),
+        lambda tokenizer: SGLangModel(
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer),
+            base_url="http://server:30000",
+        ),
         ask,
     ),
     "`there is no tool parser named`": (
@@ -330,10 +316,13 @@ PROVOCATIONS = {
         ask,
     ),
     "`no server has ever answered there`": (
-        lambda tokenizer: on_transport(tokenizer, httpx.MockTransport(refuse)),
+        lambda tokenizer: answered_by(tokenizer, refuse),
         ask,
     ),
-    "`is this an SGLang server?`": (lambda tokenizer: on_transport(tokenizer, HTML), ask),
+    "`is this an SGLang server?`": (
+        lambda tokenizer: answered_by(tokenizer, lambda request: httpx.Response(200, html="<html>It works!</html>")),
+        ask,
+    ),
     "`is not the one served at`": (
         lambda tokenizer: SGLangModel(
             tokenizer=other_tokenizer(tokenizer), client=ScriptedSGLang(tokenizer, ["Hello."]).client()
@@ -341,7 +330,7 @@ PROVOCATIONS = {
         ask,
     ),
     "`the tokenizer's match is unproven` (log)": (
-        lambda tokenizer: on_transport(tokenizer, WithoutTokenize(ScriptedSGLang(tokenizer, ["Hello."]))),
+        lambda tokenizer: answered_by(tokenizer, FakeServer()),
         ask,
     ),
     "`no room is left for an answer`": (lambda tokenizer: scripted(tokenizer, context_length=5), ask),
