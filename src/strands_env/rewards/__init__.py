@@ -1,4 +1,4 @@
-"""Rewards: what an episode is worth. A reward that cannot be computed raises; it is never a silent 0."""
+"""Ready-made rewards. A reward that cannot be computed raises an error; it is never silently 0."""
 
 from ..core.types import RewardError
 from .answers import last_boxed

@@ -1,4 +1,4 @@
-"""What rewards look at: the answer of an episode, and what it is compared with."""
+"""Answers and ground truths: finding them in texts and tasks."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(
     r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
 )
-MAX_JOINER = 40  # characters between boxes that give one answer together
+MAX_JOINER = 40  # most characters between boxes that form one answer
 
 
 def ground_truths(action: Action) -> list[str]:
-    """The right answers of a task as texts: one, or each of a list.
+    """Return the right answers of a task as strings.
 
     Raises:
-        RewardError: The task has none.
+        RewardError: The task has no ground truth.
     """
     try:
         return truth_texts(action.task_context.ground_truth)
     except ValueError as error:
-        raise RewardError(f"task {action.task_context.id!r} has {error}") from error
+        raise RewardError(f"task {action.task_context.id!r}: {error}") from error
 
 
 def truth_texts(truth: Any) -> list[str]:
-    """A ground truth as texts: one, or each of a list.
+    """Return a ground truth, or each of a list of ground truths, as a string.
 
     Raises:
-        ValueError: There is none.
+        ValueError: It is not a string, a number, or a list of them.
     """
-    several = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
-    if not several or not all(_is_truth(one) for one in several):
-        raise ValueError(f"no ground truth to compare with, but {truth!r:.200}")
-    return [str(one) for one in several]
+    truths = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
+    if not truths or not all(_is_truth(one) for one in truths):
+        raise ValueError(f"the ground truth must be a string, a number or a list of them, not {truth!r:.200}")
+    return [str(one) for one in truths]
 
 
 def _is_truth(one: Any) -> bool:
-    """Whether something is a text or a number. NaN is what tables have where they have nothing."""
+    """Whether a value is a string or a number. Empty cells of tables are NaN, which is neither."""
     is_number = not isinstance(one, float) or not math.isnan(one)
     return one is not None and is_number and not isinstance(one, bytes | Mapping | Set) and bool(str(one).strip())
 
 
 def question_of(action: Action) -> str:
-    """The text of the last message of a task that is a user's."""
+    """Return the text of a task's last user message."""
     if isinstance(action.message, str):
         return action.message
     messages = action.message if isinstance(action.message, list) else [action.message]
@@ -61,16 +61,22 @@ def question_of(action: Action) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` (or `\fbox{...}`) of a text; None if there is none.
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`.
 
-    Braces are matched; escaped ones are text. Linear in the length of the text.
+    Nested braces are matched, and escaped braces are text. Takes time linear in the length of the text.
+
+    Args:
+        text: Text to search.
+
+    Returns:
+        The content, or None if the text has no complete box.
     """
     boxes = _boxes(text)
     return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The answer in boxes: the last one, with those that stand joined to it, as in `\boxed{2}` and `\boxed{3}`."""
+    r"""Return the content of the last box and of the boxes joined to it, as in `\boxed{2}` and `\boxed{3}`."""
     boxes = _boxes(text)
     if not boxes:
         return None
@@ -87,9 +93,9 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where the complete boxes begin, where their contents begin and where these end, in the order of the ends."""
+    """Return the start of each complete box, and the start and end of its content, ordered by end."""
     found: list[tuple[int, int, int]] = []
-    open_braces: list[tuple[int, int] | None] = []  # for each where its box and its content begin, if it is one's
+    open_braces: list[tuple[int, int] | None] = []  # for a box's brace: the start of the box and of its content
     for match in _BRACES.finditer(text):
         mark = match[0]
         if mark == "}":
@@ -98,6 +104,6 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
                 found.append((*box, match.start()))
         elif mark == "{":
             open_braces.append(None)
-        elif len(mark) > 2:  # no escaped character
+        elif len(mark) > 2:  # not an escaped character
             open_braces.append((match.start(), match.end()))
     return found

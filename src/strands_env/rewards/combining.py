@@ -1,4 +1,4 @@
-"""Rewards made of rewards."""
+"""Rewards that combine other rewards."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from ..core.types import Action, RewardFunction, RewardResult, StepResult
 
 
 class WeightedSum(RewardFunction):
-    """The sum of rewards, each times its weight. All are computed at once; if one fails, so does the sum.
+    r"""The weighted sum of several rewards.
 
-    `info["parts"]` has for each name its `reward`, `weight` and `info`.
+    All parts are computed concurrently. If one fails, the sum fails. `info["parts"]` maps each name to its `reward`,
+    `weight` and `info`.
+
+    Examples:
+        >>> WeightedSum({"right": (MathReward(), 1.0), "boxed": (RegexReward(r"\\boxed\{"), 0.1)})
     """
 
     def __init__(self, parts: Mapping[str, tuple[RewardFunction, float]]) -> None:
-        """Set up the sum.
+        """Create the reward.
 
         Args:
-            parts: A reward function and its weight, by name.
+            parts: Reward function and weight by name.
 
         Raises:
-            ValueError: There are none.
+            ValueError: `parts` is empty.
         """
         if not parts:
-            raise ValueError("a sum needs parts")
+            raise ValueError("WeightedSum needs at least one part")
         self.parts = dict(parts)
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compute all parts and add them up."""
+        """Compute all parts and return their weighted sum."""
         running = [
             asyncio.ensure_future(part.compute(action=action, step_result=step_result))
             for part, _ in self.parts.values()
@@ -37,7 +41,7 @@ class WeightedSum(RewardFunction):
         try:
             results = await asyncio.gather(*running)
         finally:
-            for part in running:  # what the failure of another one has left running
+            for part in running:  # those that still run after another one failed
                 part.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         info: dict[str, Any] = {}
@@ -48,35 +52,39 @@ class WeightedSum(RewardFunction):
         return RewardResult(reward=total, info={"parts": info})
 
     def check_truth(self, truth: Any) -> None:
-        """Ask every part."""
+        """Check the ground truth with every part."""
         for part, _ in self.parts.values():
             part.check_truth(truth)
 
 
 class AllOf(RewardFunction):
-    """1 if every reward reaches the threshold, else 0. They are computed in order, up to the first that does not.
+    """1 if every part reaches a threshold, 0 otherwise.
 
-    So put cheap checks before a judge. `info["parts"]` has for each that was computed its `reward` and `info`;
-    `info["failed"]` is the name of the one that fell short, or None.
+    Parts are computed in order, up to the first that falls short, so put cheap checks before a judge. `info["parts"]`
+    maps the name of each computed part to its `reward` and `info`; `info["failed"]` is the name of the part that fell
+    short, or None.
+
+    Examples:
+        >>> AllOf({"right": MathReward(), "polite": JudgeReward(judge, "The answer is polite.")}, threshold=0.7)
     """
 
     def __init__(self, parts: Mapping[str, RewardFunction], *, threshold: float = 1.0) -> None:
-        """Set up the conjunction.
+        """Create the reward.
 
         Args:
-            parts: Reward functions by name.
-            threshold: What each has to reach.
+            parts: Reward functions by name, in the order in which they are computed.
+            threshold: Least reward of each part.
 
         Raises:
-            ValueError: There are none.
+            ValueError: `parts` is empty.
         """
         if not parts:
-            raise ValueError("all of nothing is nothing to reward")
+            raise ValueError("AllOf needs at least one part")
         self.parts = dict(parts)
         self.threshold = threshold
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compute the parts in order."""
+        """Compute the parts in order, up to the first that falls short."""
         info: dict[str, Any] = {}
         for name, part in self.parts.items():
             result = await part.compute(action=action, step_result=step_result)
@@ -86,6 +94,6 @@ class AllOf(RewardFunction):
         return RewardResult(reward=1.0, info={"parts": info, "failed": None})
 
     def check_truth(self, truth: Any) -> None:
-        """Ask every part."""
+        """Check the ground truth with every part."""
         for part in self.parts.values():
             part.check_truth(truth)

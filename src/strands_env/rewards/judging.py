@@ -48,9 +48,9 @@ Say briefly why, and give a score from {low} to {high}."""
 FIELDS = ("mark", "question", "ground_truth", "answer", "rubric", "low", "high")
 MAX_RETRY_DELAY_S = 30.0
 
-# Statuses of servers that answer nobody just now. A 500 may be the doing of the text that is graded.
+# Statuses of servers that are busy or down. The graded text itself may cause a 500.
 _BUSY = frozenset({429, 502, 503, 504, 529})
-# Classes of errors, of many providers, that come from the network or the load of a server.
+# Names of many providers' exceptions that the network or the load of a server causes.
 _UNREACHABLE = frozenset(
     {
         "ConnectionError",
@@ -62,19 +62,24 @@ _UNREACHABLE = frozenset(
     }
     | {"APIConnectionError", "SGLangConnectionError", "ModelThrottledException"}
 )
-# Those of answers that take too long: a text can make a judge write for ever.
+# Exceptions for responses that take too long: a text can make a judge write forever.
 _SLOW = frozenset({"ReadTimeout", "APITimeoutError", "SocketTimeoutError", "ReadTimeoutError"})
 
 
 class JudgeReward(RewardFunction):
-    """The score that a judge gives, brought to 0 ... 1. No answer is 0 without asking.
+    """The score of another model, mapped linearly from `scale` to 0 ... 1.
 
-    The judge answers in structured output (`reasoning`, `score`), is asked again if its answer does not fit or the call
-    fails, and in the end raises. Unless its server could not be reached at all, that counts as a wrong answer: a text
-    can make a judge refuse, ramble or answer out of form. Its calls belong to no episode and are never trained; a model
-    that records keeps nothing of them.
+    The judge responds with structured output (`reasoning` and `score`). If a call fails or its response does not fit,
+    the judge is asked again. After the last attempt the reward raises `RewardError`. The sample then counts as wrong
+    unless no attempt reached the judge's server, because a text can make a judge refuse, ramble or break the format.
+    An episode without an answer gets 0, and the judge is not asked.
 
-    `info` has `score`, `reasoning`, `attempts`, and `verdict` (judged, no_answer).
+    The judge's calls belong to no episode: they are not recorded in its trajectory and never trained.
+
+    `info` has `score`, `reasoning`, `attempts` and `verdict` (`judged` or `no_answer`).
+
+    Examples:
+        >>> JudgeReward(model_factory, "The answer is polite and names the product.", scale=(0, 10))
     """
 
     def __init__(
@@ -89,34 +94,37 @@ class JudgeReward(RewardFunction):
         timeout: float = 120.0,
         retry_delay: float = 1.0,
     ) -> None:
-        """Set up the judge.
+        """Create the reward.
 
         Args:
-            model: The judge: a Strands model, or what makes one for each answer (as the model factories of
-                `strands_env.core`).
-            rubric: What makes an answer good.
-            scale: The lowest and the highest score that the judge may give.
-            template: The message, with places for `question`, `answer`, `ground_truth`, `rubric`, `low`, `high`, and
-                `mark`, a tag that no answer can close, since it is made from the answer's text.
-            system_prompt: The judge's system prompt.
-            max_attempts: How often it is asked.
+            model: The judge: a Strands model, or a function, sync or async, that returns one for each answer, such as
+                a factory of `strands_env.core.models`.
+            rubric: What makes an answer good, in plain words.
+            scale: Lowest and highest score that the judge may give.
+            template: Prompt of the judge, with the fields `{question}`, `{answer}`, `{ground_truth}`, `{rubric}`,
+                `{low}`, `{high}` and `{mark}`. The mark is a tag derived from the answer's text, so that no answer can
+                close it. `{answer}` is required.
+            system_prompt: System prompt of the judge.
+            max_attempts: Most calls for one answer.
             timeout: Seconds for one attempt.
-            retry_delay: Seconds before the second attempt, twice as many before each further one, with jitter.
+            retry_delay: Seconds before the second attempt. The delay doubles for each further attempt, up to 30
+                seconds, and is shortened at random by up to half.
 
         Raises:
-            ValueError: The scale is empty, or the template has other places or none for the answer.
+            ValueError: The scale is empty, `max_attempts` is below 1, or the template has an unknown field or no
+                `{answer}`.
         """
         low, high = scale
         if not low < high:
-            raise ValueError(f"the scale goes from a lower to a higher score, not from {low} to {high}")
+            raise ValueError(f"scale must be a lower and a higher score, not {low} and {high}")
         if max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, not {max_attempts}")
         try:
             filled = template.format(**dict.fromkeys(FIELDS, "\0"))
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"the template has a place that is not one of {FIELDS}: {error}") from error
+            raise ValueError(f"the template has a field that is not one of {FIELDS}: {error}") from error
         if "{answer}" not in template or "\0" not in filled:
-            raise ValueError("the template has no place for {answer}")
+            raise ValueError("the template needs the field {answer}")
         self.model = model
         self.rubric = rubric
         self.scale = (low, high)
@@ -125,7 +133,7 @@ class JudgeReward(RewardFunction):
         self.max_attempts = max_attempts
         self.timeout = timeout
         self.retry_delay = retry_delay
-        self._judgement: type[BaseModel] = create_model(
+        self._judgment: type[BaseModel] = create_model(
             "Judgement",
             __config__=ConfigDict(allow_inf_nan=False),
             __doc__="A grade and the reason for it.",
@@ -134,10 +142,10 @@ class JudgeReward(RewardFunction):
         )
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Have the answer judged.
+        """Ask the judge for a score.
 
         Raises:
-            RewardError: No attempt gave a score; its cause is the last failure. It is the infrastructure's if no
+            RewardError: No attempt returned a score; its cause is the last failure. It counts as infrastructure if no
                 attempt reached the judge.
         """
         answer = step_result.observation.final_response
@@ -157,41 +165,41 @@ class JudgeReward(RewardFunction):
         is_unreachable = True
         for attempt in range(1, self.max_attempts + 1):
             try:
-                judgement = await asyncio.wait_for(self._ask(prompt), self.timeout)
+                judgment = await asyncio.wait_for(self._ask(prompt), self.timeout)
                 break
             except Exception as error:
                 logger.warning("attempt=<%d>, error=<%s> | the judge gave no score", attempt, error)
                 is_unreachable = is_unreachable and _is_infrastructure(error)
                 if attempt == self.max_attempts:
-                    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                     raise RewardError(
-                        f"the judge gave no score in {attempt} attempt(s); the last: {said}",
+                        f"the judge gave no score in {attempt} attempt(s); the last failed with {reason}",
                         is_infrastructure=is_unreachable,
                     ) from error
                 delay = min(MAX_RETRY_DELAY_S, self.retry_delay * 2 ** (attempt - 1))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-        score = float(judgement.score)
-        info = {"verdict": "judged", "score": score, "reasoning": judgement.reasoning, "attempts": attempt}
+        score = float(judgment.score)
+        info = {"verdict": "judged", "score": score, "reasoning": judgment.reasoning, "attempts": attempt}
         return RewardResult(reward=(score - low) / (high - low), info=info)
 
     async def _ask(self, prompt: str) -> Any:
         model = self.model if isinstance(self.model, Model) else await maybe_await(self.model())
-        judgement: BaseModel | None = None
-        # A model that records does so in a trajectory of this call's own, which is dropped.
+        judgment: BaseModel | None = None
+        # A model that records uses a new trajectory for this call, which is dropped.
         with model.episode() if isinstance(model, SGLangModel) else nullcontext():
             async for event in model.structured_output(
-                self._judgement, [{"role": "user", "content": [{"text": prompt}]}], system_prompt=self.system_prompt
+                self._judgment, [{"role": "user", "content": [{"text": prompt}]}], system_prompt=self.system_prompt
             ):
                 if "output" in event:
-                    judgement = event["output"]
-        if judgement is None:
-            raise ValueError("the judge answered without a judgement")
-        # Not every provider holds the answer against the schema.
-        return self._judgement.model_validate(judgement.model_dump(warnings=False))
+                    judgment = event["output"]
+        if judgment is None:
+            raise ValueError("the judge's response has no structured output")
+        # Not every provider validates the response against the schema.
+        return self._judgment.model_validate(judgment.model_dump(warnings=False))
 
 
 def _is_infrastructure(error: BaseException) -> bool:
-    """Whether a call failed for reasons that its prompt cannot bring about."""
+    """Whether a call failed for a reason that its prompt cannot cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -1,4 +1,4 @@
-"""Rewards that compare texts."""
+"""Rewards that compare strings."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ REGEX_LIMITS = WorkerLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=512 << 20, requ
 
 
 class ExactMatchReward(RewardFunction):
-    r"""1 if the answer is the ground truth (or one of them, for a list), 0 otherwise.
+    r"""1 if the answer equals the ground truth, or one of a list of ground truths; 0 otherwise.
 
-    White space at the ends and the length of white space do not count, nor do ways to write the same character in
-    Unicode.
-    `info` has `verdict` (correct, wrong, no_answer), `extracted` and `ground_truth`.
+    Leading and trailing whitespace, the amount of other whitespace, and different Unicode encodings of the same
+    character are ignored. `info` has `verdict` (`correct`, `wrong` or `no_answer`), `extracted` (the answer) and
+    `ground_truth`.
     """
 
     def __init__(self, *, ignore_case: bool = False, boxed: bool = False) -> None:
-        r"""Set up the reward.
+        r"""Create the reward.
 
         Args:
-            ignore_case: Whether capital letters count as small ones.
-            boxed: Whether the answer is what stands in the last `\boxed{}` rather than the whole text.
+            ignore_case: Whether upper and lower case are equal.
+            boxed: Whether the answer is the content of the last `\boxed{}` instead of the whole text.
         """
         self.ignore_case = ignore_case
         self.boxed = boxed
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compare the answer with the task's ground truth.
+        """Compare the answer with the ground truth.
 
         Raises:
             RewardError: The task has no ground truth.
@@ -44,16 +44,20 @@ class ExactMatchReward(RewardFunction):
         return _compared(answer, truths, self.ignore_case)
 
     def check_truth(self, truth: Any) -> None:
-        """Refuse a ground truth that is none."""
+        """Check that the ground truth is a string, a number, or a list of them."""
         truth_texts(truth)
 
 
 class RegexReward(RewardFunction):
-    """1 if the answer matches a pattern, 0 otherwise.
+    r"""1 if the answer matches a pattern, 0 otherwise.
 
-    With `group` what the group caught in the last match is the answer, and it has to be the ground truth (`r"####
-    (.*)", group=1`).
-    `info` has `verdict` (correct, wrong, no_answer, no_match) and `extracted`.
+    With `group`, the group's content in the last match is the answer, and it must equal the ground truth as for
+    `ExactMatchReward`. `info` has `verdict` (`correct`, `wrong`, `no_answer` or `no_match`) and `extracted`, the match.
+    Patterns run in a worker process, since a pattern can take exponential time on some texts.
+
+    Examples:
+        >>> RegexReward(r"\\boxed\{")
+        >>> RegexReward(r"#### (.*)", group=1)
     """
 
     def __init__(
@@ -66,19 +70,19 @@ class RegexReward(RewardFunction):
         ignore_case: bool = False,
         limits: WorkerLimits = REGEX_LIMITS,
     ) -> None:
-        """Compile the pattern.
+        """Create the reward.
 
         Args:
-            pattern: In the syntax of `re`.
+            pattern: Regular expression in the syntax of `re`.
             flags: Flags of `re`.
-            whole: Whether the whole answer has to match, and not only a part of it.
-            group: The group that holds the answer.
-            ignore_case: Whether capital letters count as small ones when the group is compared.
-            limits: What one match may use.
+            whole: Whether the whole answer must match instead of a part of it.
+            group: Number or name of the group that contains the answer; None to compare nothing.
+            ignore_case: Whether upper and lower case are equal when the group is compared.
+            limits: Limits of CPU time and memory for one match.
 
         Raises:
-            ValueError: There is no such group.
-            re.error: The pattern is none.
+            ValueError: The pattern has no such group.
+            re.error: The pattern is invalid.
         """
         compiled = re.compile(pattern, flags)
         if group is not None and not (
@@ -93,11 +97,11 @@ class RegexReward(RewardFunction):
         self.limits = limits
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Match the answer.
+        """Match the answer, and compare the group with the ground truth.
 
         Raises:
-            RewardError: The pattern takes for ever on this answer, which is a fault of the pattern; the task has no
-                ground truth, and one is needed; no worker runs.
+            RewardError: The match exceeds the limits, the task lacks a ground truth that `group` needs, or no worker
+                could be started (infrastructure).
         """
         truths = ground_truths(action) if self.group is not None else None
         text = step_result.observation.final_response
@@ -115,8 +119,8 @@ class RegexReward(RewardFunction):
             )
         except OverLimitsError as error:
             raise RewardError(
-                f"the pattern {self.pattern!r} took more than {error} on an answer of {len(text)} characters; write"
-                " it so that nothing in it can match in many ways"
+                f"the pattern {self.pattern!r} took more than {error} on an answer of {len(text)} characters; rewrite"
+                " it so that no part can match in many ways"
             ) from error
         except WorkerError as error:
             raise RewardError(
@@ -132,7 +136,7 @@ class RegexReward(RewardFunction):
         return _compared(matched, truths, self.ignore_case)
 
     def check_truth(self, truth: Any) -> None:
-        """Refuse a ground truth that is none where a group is compared with it."""
+        """Check that the ground truth is a string, a number, or a list of them; only if `group` is given."""
         if self.group is not None:
             truth_texts(truth)
 
@@ -141,11 +145,11 @@ def _compared(answer: str | None, truths: list[str], ignore_case: bool) -> Rewar
     shown = truths[0] if len(truths) == 1 else truths
     if answer is None:
         return RewardResult(reward=0.0, info={"verdict": "no_answer", "extracted": None, "ground_truth": shown})
-    same = _plain(answer, ignore_case) in {_plain(truth, ignore_case) for truth in truths}
-    info = {"verdict": "correct" if same else "wrong", "extracted": answer, "ground_truth": shown}
-    return RewardResult(reward=float(same), info=info)
+    is_equal = _normalized(answer, ignore_case) in {_normalized(truth, ignore_case) for truth in truths}
+    info = {"verdict": "correct" if is_equal else "wrong", "extracted": answer, "ground_truth": shown}
+    return RewardResult(reward=float(is_equal), info=info)
 
 
-def _plain(text: str, ignore_case: bool) -> str:
+def _normalized(text: str, ignore_case: bool) -> str:
     text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text

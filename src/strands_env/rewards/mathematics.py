@@ -1,25 +1,7 @@
-r"""`MathReward`: whether an answer is mathematically the right one, by the library math-verify.
+r"""`MathReward`: whether an answer is mathematically equal to the ground truth, by the library math-verify.
 
-What counts as the answer, in this order:
-
-1. what stands in the last complete `\boxed{...}` and those joined to it by "and", "or" or a comma; nothing else is
-   looked at then,
-2. with `require_boxed=False`, in the last 20,000 characters: the whole text if it is nothing but an answer, what the
-   last "answer is", "answer:" or `####` introduces, what the last sentence says something is, the last formula or
-   number.
-
-What is compared are kinds first: a number is no set, a point is no list, `x > 5` is not 5, `2516_8` is not 2516, "east"
-is not "seat". Within a kind, numbers are the same if they are exactly the same (`1/2`, `0.5`, `\frac{1}{2}`, `5e-1`),
-and formulas if math-verify finds them to be, which is checked with numbers. Units, names (`x = 5`) and signs of
-currencies may be left out, and must agree where both sides have them. Lists and sets are in any order. What cannot be
-told is wrong.
-
-The task restated is no answer: operations that the right answer does not have (`25 \times 17`, a sum, an integral)
-must have been carried out.
-
-Answers are parsed and compared in worker processes with limits on CPU time and memory. An answer that goes over
-them (`9^{9^{9^9}}`) is wrong, with the verdict `over_limits`: no grader would have found it right, and if it were an
-error, an evaluation would try it for ever.
+Answers that exceed the limits of a worker process (`9^{9^{9^9}}`) are wrong, not errors: no grader would have found
+them right, and an evaluation would retry an error forever.
 """
 
 from __future__ import annotations
@@ -37,11 +19,40 @@ MAX_SHOWN_CHARS = 200
 
 
 class MathReward(RewardFunction):
-    r"""1 for the right answer, 0 for a wrong one or none.
+    r"""1 if the answer is mathematically equal to the ground truth, 0 otherwise.
 
-    `info` has `verdict`, `extracted` (the answer as it was found) and `ground_truth`. Verdicts are correct, wrong,
-    no_answer, not_boxed, too_long, over_limits, unevaluated (right or not, operations are left undone), unreadable (the
-    answer is in no known notation) and unreadable_truth (the ground truth is; `check_truth` finds it beforehand).
+    The ground truth is a string, a number, or a list of right answers. The answer is the first of these that the
+    response has:
+
+    1. The content of the last complete `\boxed{...}`, with the boxes joined to it by "and", "or" or a comma.
+    2. Unless `require_boxed` is set, and within the last 20,000 characters: the whole text if it is only an answer;
+       what the last "answer is", "answer:" or `####` introduces; what the last sentence equates something to; the last
+       formula or number.
+
+    Answers of different kinds are never equal: a number is not a set, a point is not a list, `x > 5` is not 5, `2516_8`
+    is not 2516, and "east" is not "seat". Numbers must be exactly equal (`1/2`, `0.5`, `\frac{1}{2}` and `5e-1` are),
+    and formulas must be equal for [math-verify](https://github.com/huggingface/Math-Verify) and numerically. The order
+    of lists and sets does not matter. Units, currency signs and names (`x = 5`) may be missing on one side; if both
+    sides have them, they must agree. An answer whose equality cannot be decided is wrong, and the verdict says why.
+
+    An unevaluated answer is refused: operations that the ground truth does not have, such as `25 \times 17` for 425, a
+    sum or an integral, must be carried out.
+
+    Answers are parsed and compared in worker processes with limits on CPU time and memory. An answer that exceeds them,
+    such as `9^{9^{9^9}}`, is wrong. Waiting for a busy worker does not count toward the environment's `reward_timeout`.
+    A worker takes about a second of CPU time to start, and then some milliseconds per answer.
+
+    `info` has `extracted` (the answer), `ground_truth`, and `verdict`, which is one of
+
+    - `correct` or `wrong`,
+    - `no_answer`, or `not_boxed` (only with `require_boxed`),
+    - `too_long`: the box has more than 5,000 characters,
+    - `over_limits`: the answer exceeds the limits of a worker,
+    - `unevaluated`: operations are not carried out, whether or not the value is right,
+    - `unreadable`: the answer is in no known notation,
+    - `unreadable_truth`: the ground truth is in no known notation; `check_truth` reports this before any episode.
+
+    Needs the `env` extra.
     """
 
     def __init__(
@@ -54,15 +65,16 @@ class MathReward(RewardFunction):
         limits: WorkerLimits | None = None,
         n_workers: int | None = None,
     ) -> None:
-        r"""Set up the reward. Cheap: rewards with the same limits share their workers.
+        r"""Create the reward. Rewards with the same limits share their workers.
 
         Args:
-            require_boxed: Whether an answer outside of `\boxed{}` counts as none.
-            allow_unevaluated: Whether operations may be left undone: `25 \times 17` for 425.
-            float_rounding: Decimals that must agree between numbers; None for all of them.
-            numeric_precision: Significant digits after which a decimal counts as a floating-point number, which agrees
-                with what it is rounded from.
-            limits: What one answer may use.
+            require_boxed: Whether an answer outside of `\boxed{}` counts as no answer.
+            allow_unevaluated: Whether operations may be left unevaluated: `25 \times 17` for 425.
+            float_rounding: Number of decimals to which numbers must agree; None for exact equality.
+            numeric_precision: Significant digits from which on a decimal counts as a floating-point number. It then
+                equals every number that rounds to it.
+            limits: Limits for one answer; None for the defaults of
+                [`WorkerLimits`][strands_env.rewards.WorkerLimits].
             n_workers: Most worker processes; None for one per CPU, at most 8.
 
         Raises:
@@ -78,10 +90,10 @@ class MathReward(RewardFunction):
         self.n_workers = n_workers
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compare the answer with the task's ground truth: a text or number, or a list of which each is right.
+        """Compare the answer with the ground truth.
 
         Raises:
-            RewardError: The task has no ground truth; no worker runs.
+            RewardError: The task has no ground truth, or no worker could be started (infrastructure).
         """
         truths = ground_truths(action)
         text = step_result.observation.final_response
@@ -97,7 +109,7 @@ class MathReward(RewardFunction):
             return _result("correct", plain, truths)
         pool = shared_pool("mathematics", self.limits, self.n_workers)
         try:
-            said = await pool.run(
+            response = await pool.run(
                 self._request(truths, text[-MAX_ANSWER_CHARS:] if box is None else box, box is not None)
             )
         except OverLimitsError as error:
@@ -107,10 +119,10 @@ class MathReward(RewardFunction):
             raise RewardError(
                 f"the answer could not be compared: {error}", is_infrastructure=error.is_infrastructure
             ) from error
-        if "error" in said:
-            return _result("unreadable", box, truths, reason=said["error"])
-        more = {"reason": said["reason"]} if "reason" in said else {}
-        return _result(said["verdict"], said["extracted"] or box, truths, **more)
+        if "error" in response:
+            return _result("unreadable", box, truths, reason=response["error"])
+        more = {"reason": response["reason"]} if "reason" in response else {}
+        return _result(response["verdict"], response["extracted"] or box, truths, **more)
 
     def _request(self, truths: list[str], answer: str | None, boxed: bool) -> dict[str, Any]:
         return {
@@ -123,17 +135,20 @@ class MathReward(RewardFunction):
         }
 
     def check_truth(self, truth: Any) -> None:
-        """Read a ground truth as `compute` will.
+        """Check that the ground truth can be parsed.
+
+        Args:
+            truth: Value of `TaskContext.ground_truth`.
 
         Raises:
-            ValueError: There is none, or one that cannot be read within the limits.
-            RewardError: No worker runs.
+            ValueError: It is not a string, a number or a list of them, or it cannot be parsed within the limits.
+            RewardError: No worker could be started (infrastructure).
         """
         truths = truth_texts(truth)
         try:
             read = shared_pool("mathematics", self.limits, self.n_workers).ask(self._request(truths, None, False))
         except OverLimitsError as error:
-            raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to understand") from error
+            raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to read") from error
         except WorkerError as error:
             raise RewardError(
                 f"the ground truth could not be read: {error}", is_infrastructure=error.is_infrastructure

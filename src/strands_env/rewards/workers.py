@@ -1,8 +1,8 @@
-"""Worker processes for what a hostile text could hang or crash: computer algebra, patterns.
+"""Worker processes for computations that a hostile text could hang or crash: computer algebra, regular expressions.
 
-A worker has limits on CPU time per request and on memory, is replaced when it dies, and answers one request at a time.
-Whether a request is over the limits does not depend on how busy the machine is. Workers start when they are first
-needed and go with this process.
+A worker answers one request at a time, within limits on CPU time per request and on memory, and is replaced when it
+dies. Whether a request exceeds the limits does not depend on the machine's load. Workers start on first use and end
+with this process.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _BOOTSTRAP = (
     "import sys, types; package = types.ModuleType('jobs'); package.__path__ = [sys.argv.pop(1)]; "
     "sys.modules['jobs'] = package; from jobs.worker import main; main()"
 )
-START_S = 120.0  # how long a worker may take to start
-# Signals that a request brings upon its worker; others come from elsewhere.
+START_S = 120.0  # seconds that a worker may take to start
+# Signals that a request causes in its worker; others come from outside.
 FAULTS_OF_REQUESTS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 )
 
 
 class WorkerError(RewardError):
-    """A request has no answer, through no limit that it went over.
+    """A request failed without exceeding a limit.
 
     Attributes:
-        is_infrastructure: Whether no worker could be started; else one took the request and was lost.
+        is_infrastructure: True if no worker could be started; False if a worker died with the request.
     """
 
 
 class OverLimitsError(RuntimeError):
-    """A request took more than it may have. Too much memory or a crash counts only in a new worker.
+    """A request exceeded a limit. Exceeding the memory limit and crashing count only in a new worker.
 
     Attributes:
-        stage: The last note that the worker gave; None if it gave none.
-        is_time: Whether it was CPU time.
+        stage: Last stage that the worker reported; None if it reported none.
+        is_time: Whether the limit is the CPU time.
     """
 
     def __init__(self, message: str, stage: str | None = None, is_time: bool = False) -> None:
-        """Set the message and what is known."""
+        """Create the error."""
         super().__init__(message)
         self.stage = stage
         self.is_time = is_time
@@ -64,13 +64,13 @@ class OverLimitsError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What a request may use.
+    """Limits of a worker process that parses or matches answers.
 
     Attributes:
-        cpu_s: Seconds of CPU time.
-        wall_s: Seconds after which something is wrong with the machine.
-        memory_bytes: Address space of a worker.
-        requests: After so many a worker is replaced, since what it caches grows.
+        cpu_s: Seconds of CPU time per request.
+        wall_s: Seconds of wall-clock time per request, after which the worker counts as lost.
+        memory_bytes: Address space of a worker, in bytes.
+        requests: Number of requests after which a worker is replaced, because its caches grow.
     """
 
     cpu_s: float = 3.0
@@ -80,14 +80,14 @@ class WorkerLimits:
 
 
 class WorkerPool:
-    """Workers for one kind of job. May be used from any thread and event loop."""
+    """Workers for one kind of job, for use from any thread and event loop."""
 
     def __init__(self, job: str, limits: WorkerLimits, n_workers: int) -> None:
-        """Set up a pool; nothing is started yet.
+        """Create a pool; no worker is started yet.
 
         Args:
-            job: Module in `jobs`.
-            limits: What a request may use.
+            job: Name of a module in `jobs`.
+            limits: Limits of a request.
             n_workers: Most workers at a time.
         """
         self.job = job
@@ -98,34 +98,34 @@ class WorkerPool:
         weakref.finalize(self, _stop_all, self._idle)
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Have a worker answer a request. The time until one starts on it counts for no timeout of an environment's.
+        """Run a request in a worker. Waiting for a free worker does not count toward an environment's timeouts.
 
         Raises:
-            OverLimitsError: The request takes more than it may.
-            WorkerError: There is no worker.
+            OverLimitsError: The request exceeds a limit.
+            WorkerError: No worker could be started, or the worker died.
         """
         loop = asyncio.get_running_loop()
-        with queued() as begin:
+        with queued() as resume:
 
-            def begun() -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                    loop.call_soon_threadsafe(begin)
+            def on_start() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
+                    loop.call_soon_threadsafe(resume)
 
-            return await loop.run_in_executor(self._threads, self.ask, request, begun)
+            return await loop.run_in_executor(self._threads, self.ask, request, on_start)
 
-    def ask(self, request: dict[str, Any], begun: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """As `run`, for callers without an event loop.
+    def ask(self, request: dict[str, Any], on_start: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Run a request as `run` does, without an event loop.
 
         Args:
-            request: What to answer.
-            begun: Called when a worker starts on it.
+            request: Request for the job's `handle`.
+            on_start: Called when a worker starts on the request.
         """
         with self._lock:
             worker = self._idle.pop() if self._idle else None
-        # The first worker may be worn out by earlier requests; the second one is new.
+        # Earlier requests may have used up the first worker's memory; the second worker is new.
         for is_last in (False, True):
             worker = worker or _Worker(self.job, self.limits)
-            begun()
+            on_start()
             try:
                 answer = worker.ask(request)
             except (OverLimitsError, WorkerError) as error:
@@ -144,7 +144,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process."""
+    """One worker process."""
 
     def __init__(self, job: str, limits: WorkerLimits) -> None:
         self.requests = 0
@@ -153,7 +153,7 @@ class _Worker:
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "PYTHONHASHSEED": "0",  # the same verdict every time
+            "PYTHONHASHSEED": "0",  # for reproducible verdicts
         }
         try:
             self._process = subprocess.Popen(
@@ -163,24 +163,24 @@ class _Worker:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt from the keyboard is this process's matter
+                start_new_session=True,  # Ctrl-C goes to this process only
             )
         except OSError as error:
             self._connection.close()
-            raise WorkerError(f"no worker for {job} could be started: {error}", is_infrastructure=True) from error
+            raise WorkerError(f"a worker for {job} could not be started: {error}", is_infrastructure=True) from error
         finally:
             theirs.close()
         if not self._connection.poll(START_S) or receive(self._connection) is None:
             self.stop()
             raise WorkerError(
-                f"a worker for {job} did not start: it ended, exit code {self._process.returncode}",
+                f"a worker for {job} did not start: it ended with exit code {self._process.returncode}",
                 is_infrastructure=True,
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self.requests += 1
         stage = None
-        with contextlib.suppress(OSError):  # it has died; the exit code tells how
+        with contextlib.suppress(OSError):  # it has died; the exit code says how
             send(self._connection, request)
             while self._connection.poll(self._limits.wall_s):
                 answer = receive(self._connection)
@@ -198,8 +198,8 @@ class _Worker:
         code = self._process.returncode
         if code is not None and -code in FAULTS_OF_REQUESTS:
             is_time = -code == signal.SIGPROF
-            what = f"{self._limits.cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name
-            raise OverLimitsError(what, stage, is_time)
+            limit = f"{self._limits.cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name
+            raise OverLimitsError(limit, stage, is_time)
         raise WorkerError(f"a worker died with exit code {code}")
 
     def stop(self) -> None:
@@ -214,17 +214,17 @@ def _stop_all(workers: list[_Worker]) -> None:
 
 
 def shared_pool(job: str, limits: WorkerLimits, n_workers: int | None = None) -> WorkerPool:
-    """The pool of this process for a job and limits.
+    """Return this process's pool for a job and its limits.
 
     Args:
-        job: Module in `jobs`.
-        limits: What a request may use.
-        n_workers: Most workers; None for one per CPU that this process may use, at most 8.
+        job: Name of a module in `jobs`.
+        limits: Limits of a request.
+        n_workers: Most workers; None for one per CPU available to this process, at most 8.
     """
     return _pool(job, limits, n_workers or min(8, len(os.sched_getaffinity(0))), os.getpid())
 
 
 @functools.lru_cache(maxsize=64)
 def _pool(job: str, limits: WorkerLimits, n_workers: int, process: int) -> WorkerPool:
-    # By process: threads do not come along into a fork.
+    # By process: threads do not survive a fork.
     return WorkerPool(job, limits, n_workers)

@@ -1,4 +1,4 @@
-"""What runs in worker processes: a module per kind of job, with a function `handle(request, stage)`, and the loop.
+"""Code of worker processes: the loop, and one module per kind of job with a function `handle(request, stage)`.
 
-Imported under another name and without the rest of the package, so that a worker starts fast and holds little.
+Workers import it under another name and without the rest of the package, to start fast and use little memory.
 """

@@ -1,8 +1,8 @@
-"""What math-verify says of two formulas, and the guards around it.
+"""Comparison of two formulas by math-verify, and the guards around it.
 
-math-verify multiplies letters, rounds floats and drops what is small. So words and capitals that stand together
-reach it as one symbol each and decimals as fractions, and what it finds equal is held against values with 50 digits.
-It also computes what it is given: the operations that an answer may leave undone are those that the truth has.
+math-verify multiplies letters, rounds floats and drops small terms. So words and adjacent capitals are passed as one
+symbol each and decimals as fractions, and formulas that it finds equal are also compared numerically with 50 digits.
+It evaluates formulas, too: an answer may leave unevaluated only operations that the ground truth has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from .notation import DEGREE, FUNCTIONS, compact
 
-_HOW = (
+_EXTRACTION = (
     LatexExtractionConfig(
         boxed_match_priority=0,
         normalization_config=NormalizationConfig(
@@ -27,7 +27,7 @@ _HOW = (
     ),
 )
 _DIGITS = 50
-_FAR = sympy.Float("1e-30", _DIGITS)
+_TOLERANCE = sympy.Float("1e-30", _DIGITS)
 _POINTS = tuple(sympy.Rational(*ratio) for ratio in ((271, 113), (-355, 339), (17, 29), (1543, 211)))
 _OPERATIONS = {
     "integral": r"\\i*int|\\oint",
@@ -71,25 +71,25 @@ class UnknownFormulaError(ValueError):
 
 
 def operations(latex: str) -> set[str]:
-    """What a formula would have computed."""
+    """Return the names of the operations in a formula."""
     return {name for name, pattern in _OPERATIONS.items() if re.search(pattern, latex)}
 
 
 def symbols(latex: str) -> set[str]:
-    """The letters of a formula that stand for something."""
+    """Return the variables of a formula."""
     words = re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", re.sub(r"\\(?:begin|end)\{\w+\}|\\text", " ", latex))
     return {word for word in words if len(word) == 1 or word[1:].casefold() in _GREEK} - {"e", "i", "d"}
 
 
 def commands(latex: str) -> set[str]:
-    """The commands of a formula that mean something unknown here: one that is misspelled must not be passed over."""
+    """Return the LaTeX commands of a formula that are unknown here, such as misspelled ones."""
     return (
         set(re.findall(r"\\([a-zA-Z]+)", latex)) - _KNOWN - _GREEK - {name.capitalize() for name in _GREEK} - FUNCTIONS
     )
 
 
-def left_undone(truth: str, answer: str) -> set[str]:
-    """The operations of an answer that the right one does not have."""
+def unevaluated_operations(truth: str, answer: str) -> set[str]:
+    """Return the operations of an answer that the ground truth does not have."""
     allowed = operations(truth)
     if symbols(truth):
         allowed.update(_OF_SYMBOLS)
@@ -104,7 +104,7 @@ def is_same(truth: str, answer: str) -> bool:
     """Whether two formulas are equal.
 
     Raises:
-        UnknownFormulaError: One of them cannot be read.
+        UnknownFormulaError: math-verify cannot read one of them.
     """
     if compact(truth) == compact(answer):
         return True
@@ -115,7 +115,7 @@ def is_same(truth: str, answer: str) -> bool:
 
 
 def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed: bool) -> bool:
-    """Whether two relations with a common sign, each given by its sides, say the same by a common factor."""
+    """Whether two relations with the same sign, each given by its two sides, differ only by a constant factor."""
     one, other = (formula(left) - formula(right) for left, right in (truth, answer))
     if one.free_symbols != other.free_symbols or not one.free_symbols:
         return False
@@ -124,7 +124,7 @@ def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed
 
 
 def number(latex: str) -> Fraction | None:
-    """A formula without letters as a number of 50 digits, None if it is none, or has thousands of digits."""
+    """Evaluate a formula without variables to 50 digits; None if it is no real number or has thousands of digits."""
     value = formula(latex)
     value = sympy.N(value, _DIGITS) if not value.free_symbols else value
     if not (value.is_number and value.is_real and value.is_finite) or abs(value) > sympy.Float("1e2000"):
@@ -134,20 +134,20 @@ def number(latex: str) -> Fraction | None:
 
 @lru_cache(maxsize=1024)
 def formula(latex: str) -> Any:
-    """What math-verify reads in a formula.
+    """Parse a formula with math-verify.
 
     Raises:
-        UnknownFormulaError: Nothing.
+        UnknownFormulaError: math-verify cannot read it.
     """
     prepared = _MARKED.sub(_symbol, _TOGETHER.sub(_symbol, latex))
     prepared = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", prepared)
     prepared = prepared.replace("*", r" \cdot ").replace(DEGREE, r"^{\circ}")
     found = parse(
-        f"\\boxed{{{prepared}}}", _HOW, parsing_timeout=None, raise_on_error=False, fallback_mode="no_fallback"
+        f"\\boxed{{{prepared}}}", _EXTRACTION, parsing_timeout=None, raise_on_error=False, fallback_mode="no_fallback"
     )
     value = found[0] if found else None
     if not isinstance(value, sympy.Basic) or value.has(sympy.nan, sympy.zoo) or not hasattr(value, "free_symbols"):
-        raise UnknownFormulaError(f"{latex!r:.200} is no formula that math-verify can read")
+        raise UnknownFormulaError(f"math-verify cannot read {latex!r:.200}")
     constants = {"i": sympy.I, "e": sympy.E}
     return value.subs({name: constants.get(name.name, sympy.Symbol(name.name)) for name in value.free_symbols})
 
@@ -157,7 +157,7 @@ def _symbol(found: re.Match[str]) -> str:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether two formulas have the same values at some points, as far as they have any there."""
+    """Whether two formulas have equal values at some points where both have values."""
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return True
     names = sorted(one.free_symbols | other.free_symbols, key=str)
@@ -168,7 +168,7 @@ def _agree(one: Any, other: Any) -> bool:
         if not is_finite and not names:
             return bool(a == b)
         is_comparable = is_finite and (not names or (a.is_real and b.is_real))
-        if is_comparable and abs(a - b) > _FAR * (abs(a) + abs(b)):
+        if is_comparable and abs(a - b) > _TOLERANCE * (abs(a) + abs(b)):
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Whether an answer says the same as one of the right ones: shape by shape, formulas by math-verify."""
+"""Comparison of an answer with the right ones: kind by kind, and formulas by math-verify."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .reading import (
 
 
 def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, Any]:
-    """Compare.
+    """Compare an answer with the right ones.
 
     Args:
-        request: `truths` and `answer`, as texts (None to read the truths alone); whether the answer is `boxed`, and
-            `unevaluated` ones will do; `rounding` and `precision` in digits.
-        stage: Is told "answer" when the right answers are understood.
+        request: `truths` and `answer`, as strings (None only parses the truths); `boxed` and `unevaluated`, whether the
+            answer comes from a box and may be unevaluated; `rounding` and `precision`, in digits.
+        stage: Called with "answer" after the truths are parsed.
     """
     for text in request["truths"]:
         try:
-            _understood(text)
+            _parsed_truth(text)
         except (UnreadableError, engine.UnknownFormulaError) as error:
             return {"verdict": "unreadable_truth", "reason": str(error), "extracted": None}
     stage("answer")
@@ -56,8 +56,8 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
 
 
 @lru_cache(maxsize=4096)
-def _understood(text: str) -> Value:
-    """A right answer, each formula of which math-verify can read."""
+def _parsed_truth(text: str) -> Value:
+    """Parse a right answer, and check that math-verify can read each of its formulas."""
     value = read(text)
     for latex in _formulas(value):
         if "\\infty" not in latex:
@@ -80,11 +80,11 @@ class _Grader:
         self.refused = ""
 
     def verdict(self, truth: str, answer: str) -> tuple[str, str]:
-        """correct, wrong, unreadable or unevaluated, and why."""
+        """Return correct, wrong, unreadable or unevaluated, and the reason."""
         self.refused = ""
         if compact(spelled(truth)) == compact(spelled(answer)):
             return "correct", ""
-        value = _understood(truth)
+        value = _parsed_truth(truth)
         if isinstance(value, Text) and len(value.words) == 1 and (letter := chosen(answer)) is not None:
             answer = letter
         try:
@@ -98,7 +98,7 @@ class _Grader:
         return ("unevaluated", self.refused) if self.refused else ("wrong", "")
 
     def same(self, truth: Value, answer: Value) -> bool:
-        """Whether two values are the same, in kind as well."""
+        """Whether two values are of the same kind and equal."""
         match truth, answer:
             case Text(), Text():
                 return truth.key() == answer.key()
@@ -158,8 +158,8 @@ class _Grader:
         is_percent = of_truth != of_answer and "%" in (of_truth, of_answer)
         if not (is_percent and isinstance(one, Number) and isinstance(other, Number)):
             return self.same(one, other)
-        # With a percent sign on one side only: 50 % is 0.5, and the sign may have been left out as a unit's is. But
-        # where 0.05 is right, 0.05 % is not.
+        # A percent sign on one side only: 50 % is 0.5, and the sign may be left out like a unit. But if 0.05 is right,
+        # 0.05 % is not.
         if of_truth == "%":
             return other.value in (one.value, one.value / 100)
         return one.value == other.value / 100 or (abs(one.value) > 1 and one.value == other.value)
@@ -180,7 +180,7 @@ class _Grader:
         )
 
     def _chain(self, truth: Value, answer: Value) -> bool:
-        """Whether an answer, or a chain of equations, leads to the truth, each step right: x = 25 * 17 = 425."""
+        """Whether an answer, or a chain of correct equations, ends in the truth: x = 25 * 17 = 425."""
         answer = answer.value if isinstance(answer, Named) else answer
         if not isinstance(answer, Relation):
             return self.same(truth, answer)
@@ -197,7 +197,9 @@ class _Grader:
         if "\\infty" in of_truth + of_answer:
             return compact(of_truth).lstrip("+") == compact(of_answer).lstrip("+")
         if isinstance(answer, Formula):
-            if isinstance(truth, Number) and self._refuses(engine.left_undone(of_truth, of_answer) or {"arithmetic"}):
+            if isinstance(truth, Number) and self._refuses(
+                engine.unevaluated_operations(of_truth, of_answer) or {"arithmetic"}
+            ):
                 return False
             return self._may_compare(of_truth, of_answer) and engine.is_same(of_truth, of_answer)
         exact = engine.number(of_truth) if answer.form == "decimal" and answer.value.denominator != 1 else None
@@ -211,19 +213,19 @@ class _Grader:
         return is_rounded or engine.is_same(of_truth, of_answer)
 
     def _refuses(self, undone: set[str]) -> bool:
-        """Whether operations may not be left undone; if so, that is kept as the reason."""
+        """Whether unevaluated operations are refused; if so, keep the reason."""
         if undone and not self.unevaluated:
-            self.refused = f"{', '.join(sorted(undone))} left undone"
+            self.refused = f"{', '.join(sorted(undone))} left unevaluated"
         return bool(undone) and not self.unevaluated
 
     def _may_compare(self, truth: str, answer: str) -> bool:
-        """Whether an answer has no letters but the truth's, and nothing left to be computed."""
-        undone = engine.left_undone(truth, answer)
+        """Whether an answer has only the truth's variables and commands, and is evaluated."""
+        undone = engine.unevaluated_operations(truth, answer)
         return (
             not self._refuses(undone)
             and engine.commands(answer) <= engine.commands(truth)
-            and _square(answer) <= _square(truth)
-            and (bool(undone) or engine.symbols(answer) <= engine.symbols(truth))  # a sum has letters of its own
+            and _has_ambiguous_brackets(answer) <= _has_ambiguous_brackets(truth)
+            and (bool(undone) or engine.symbols(answer) <= engine.symbols(truth))  # a sum has its own variables
         )
 
     def _close(self, truth: Number, answer: Number) -> bool:
@@ -243,39 +245,39 @@ class _Grader:
         return len(truth) == len(answer) and all(map(self.same, truth, answer))
 
     def _matched(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
-        """Whether each finds its own among the others."""
-        left = list(answer)
+        """Whether the values are equal in some order."""
+        rest = list(answer)
         if len(truth) != len(answer):
             return False
         for one in truth:
-            found = next((at for at, other in enumerate(left) if self.same(one, other)), None)
-            if found is None:
+            match = next((at for at, other in enumerate(rest) if self.same(one, other)), None)
+            if match is None:
                 return False
-            del left[found]
+            del rest[match]
         self.refused = ""
         return True
 
 
-# Relations that may be turned round.
+# Symmetric relations.
 _SYMMETRIC = ("=", "\\ne", "\\approx", "\\equiv", "\\parallel", "\\perp", "\\cong", "\\sim")
 
 
 def _sides(value: Named | Relation) -> tuple[tuple[Value, ...], tuple[str, ...]]:
-    """The parts of a relation, and its signs."""
+    """Return the parts of a relation, and its signs."""
     if isinstance(value, Relation):
         return value.parts, value.signs
     return (Formula(value.name), value.value), ("=",)
 
 
 def _pieces(value: Value) -> tuple[Value, ...] | None:
-    """A set of numbers as intervals, where it is one: from a relation, an interval, or several joined."""
+    """Convert relations, intervals and unions of them to intervals; None for other values."""
     match value:
         case Union(items):
             found = [_pieces(item) for item in items]
         case Several(items, "or"):
             found = [_pieces(item) if isinstance(item, Relation) else None for item in items]
         case Relation(parts, signs) if set(signs) <= {"<", "\\le"}:
-            if len(parts) == 2:  # an end is missing
+            if len(parts) == 2:  # one end is infinite
                 end = 1 if _is_variable(parts[0]) else 0
                 parts = (Formula("-\\infty"), *parts) if end else (*parts, Formula("\\infty"))
                 signs = ("<", *signs) if end else (*signs, "<")
@@ -294,15 +296,15 @@ def _is_variable(value: Value) -> bool:
 
 
 def _unnamed(several: Several, other: Several) -> tuple[Value, ...]:
-    """The values of x = 1 or x = 2, where the other side gives the values alone."""
+    """Return the values of "x = 1 or x = 2" without the name if the other side has no names."""
     names = {item.name if isinstance(item, Named) else None for item in several.items}
     if len(names) == 1 and None not in names and not any(isinstance(item, Named) for item in other.items):
         return tuple(item.value for item in several.items if isinstance(item, Named))
     return several.items
 
 
-def _square(latex: str) -> bool:
-    """Whether a formula has brackets that may round or take a fraction's part as well as group."""
+def _has_ambiguous_brackets(latex: str) -> bool:
+    """Whether a formula has brackets that may mean rounding or a fractional part instead of grouping."""
     return re.search(r"\[|\\\{", re.sub(r"\\sqrt\s*\[", "", latex)) is not None
 
 
@@ -320,7 +322,7 @@ def _latex(value: Value) -> str | None:
 
 
 def _rounded(value: Fraction, digits: int) -> Fraction:
-    """To so many significant digits."""
+    """Round to a number of significant digits."""
     power = 0
     while abs(value) >= Fraction(10) ** (power + 1):
         power += 1

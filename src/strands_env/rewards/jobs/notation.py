@@ -1,4 +1,4 @@
-"""One spelling for what LaTeX, Unicode and plain text spell in many ways. It never changes an answer's value."""
+"""Normalization of LaTeX, Unicode and plain text to one notation. It never changes an answer's value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import re
 import unicodedata
 
-CURRENCY, DEGREE = "\ue000", "\ue001"  # a dollar sign that means money; `$` around formulas is gone
+CURRENCY, DEGREE = "\ue000", "\ue001"  # a dollar sign that means money; `$` around formulas is removed
 
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt frac binom gcd lcm max min"
@@ -45,12 +45,12 @@ _REPLACED = {
     "bf": "", "rm": "", "it": "", "sf": "", "tt": "", "fbox": "",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
-_COMMA = "\ue002"  # one between digits is none of a list
+_COMMA = "\ue002"  # between digits it does not separate the items of a list
 Rules = tuple[tuple[re.Pattern[str], str], ...]
 
 
 def rules(*pairs: tuple[str, str]) -> Rules:
-    """Patterns and what replaces them, for `rewritten`."""
+    """Compile pairs of a pattern and its replacement, for `rewritten`."""
     return tuple((re.compile(pattern), replacement) for pattern, replacement in pairs)
 
 
@@ -98,30 +98,30 @@ _WRAPPED = re.compile(
 
 
 def spelled(text: str) -> str:
-    """The one spelling of a text: commands renamed, spacing reduced, wrappers of the whole taken off."""
+    """Normalize a text: rename commands, reduce spacing, remove wrappers around the whole."""
     text = _COMMAND.sub(_command, rewritten(_ascii(text), _SIGNS))
     text = _unwrapped(rewritten(text, _SPACING))
-    if text.count("$") % 2:  # one alone is money
+    if text.count("$") % 2:  # an unpaired dollar sign means money
         text = re.sub(r"\$\s*(?=[\d.])|(?<=\d)\s*\$$", CURRENCY, text, count=1)
     return _unwrapped(rewritten(text, _ARGUMENTS))
 
 
 def rewritten(text: str, rules: Rules) -> str:
-    """A text after replacements of patterns, each in what the one before it made."""
+    """Apply replacement rules in order."""
     for pattern, replacement in rules:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _ascii(text: str) -> str:
-    """Full-width and other variants of characters as their plain ones, fractions and powers as LaTeX."""
+    """Replace character variants by plain characters, and Unicode fractions and powers by LaTeX."""
     if text.isascii():
         return text
-    out = []
-    for script, run in itertools.groupby(unicodedata.normalize("NFC", text), _script):  # letters and accents as one
+    parts = []
+    for script, run in itertools.groupby(unicodedata.normalize("NFC", text), _script):  # NFC composes accents
         plain = "".join(map(_plain_character, run))
-        out.append(f"{script}{{{plain}}}" if script else plain)
-    return "".join(out)
+        parts.append(f"{script}{{{plain}}}" if script else plain)
+    return "".join(parts)
 
 
 def _script(char: str) -> str:
@@ -142,7 +142,7 @@ def _command(match: re.Match[str]) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without what stands around the whole: white space, `$`, braces, quotes, the full stop."""
+    """Remove wrappers around the whole text: whitespace, `$`, braces, quotes, the final period."""
     while True:
         before = text
         text = text.strip().rstrip(".,;: ").rstrip() if not text.endswith("\\ldots") else text
@@ -156,7 +156,7 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Where the brace that opens at `start` is closed; -1 if it is not. Escaped braces are no braces."""
+    """Return the index of the brace that closes the one at `start`, or -1. Escaped braces do not count."""
     depth = 0
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -171,9 +171,9 @@ _CLOSES = {"end": "env", "\\}": "{s", "\\rangle": "<", "\\rfloor": "f", "\\rceil
 
 
 def levels(text: str) -> list[int] | None:
-    r"""For each character how many brackets of any kind are open around it; None if they do not match.
+    r"""Return the bracket depth of each character, or None if the brackets do not match.
 
-    Half-open intervals make `(` and `[` interchangeable. What is between `\begin` and `\end` is inside.
+    `(` and `[` are interchangeable, because of half-open intervals. `\begin` and `\end` are brackets.
     """
     found: list[int] = []
     stack: list[str] = []
@@ -188,12 +188,12 @@ def levels(text: str) -> list[int] | None:
 
 
 def compact(text: str) -> str:
-    """Without the spaces that mean nothing: `5 6` is not 56."""
+    """Remove spaces, except between digits: `5 6` is not 56."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def split(text: str, pattern: str) -> tuple[list[str], list[str]]:
-    """The parts of a text between the matches of a pattern outside of all brackets, and the matches."""
+    """Split a text at the matches of a pattern outside of all brackets; return the parts and the matches."""
     depth = levels(text)
     if depth is None:
         return [text], []

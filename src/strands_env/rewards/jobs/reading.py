@@ -1,8 +1,8 @@
-r"""What an answer says: a number, a text, an interval, a set, a relation, and so on, read from its one spelling.
+r"""Parsing of answers to numbers, texts, intervals, sets, relations and so on, from their normalized notation.
 
-Only the shape is read here, and numbers; what is left, formulas with letters or functions, is math-verify's to
-understand (`Formula`). No shape is ever taken for another: that is what keeps `(1,2)` from `\{1,2\}`, `BC` from `CB`
-and `x > 5` from 5. Nothing of ours is imported but the spelling: this runs in worker processes, too.
+Only the structure and numbers are parsed here; formulas with letters or functions are left to math-verify (`Formula`).
+The kinds are never confused: `(1,2)` is not `\{1,2\}`, `BC` is not `CB`, and `x > 5` is not 5. This module imports only
+the notation, because worker processes run it, too.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from fractions import Fraction
 from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, levels, spelled, split
 from .units import UNITS, magnitude, unit_of
 
-MAX_NUMBER_CHARS = 2_000  # digits, and powers of ten
+MAX_NUMBER_CHARS = 2_000  # most digits, and largest power of ten
 
 
 class UnreadableError(ValueError):
-    """A text is no answer in any notation known here."""
+    """A text is an answer in no known notation."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Words, a letter to choose, a date: compared as they are written, white space and capitals of words aside."""
+    """Words, the letter of a choice, a date: compared literally, except for whitespace and the case of words."""
 
     words: str
 
     def key(self) -> str:
-        """The same for texts that say the same."""
+        """Return a key that is equal for equal texts."""
         bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", self.words).strip()
         bare = re.sub(r"^(?:an?|the)\s+(?=\S\S)", "", bare, flags=re.IGNORECASE)
         bare = re.sub(r"[\s\"'.]+", "", bare).strip("()[],;:")
@@ -38,11 +38,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Number:
-    """A rational number as a literal.
+    """A rational number, written as a literal.
 
     Attributes:
-        value: Which.
-        form: integer, decimal, fraction, mixed or scientific.
+        value: The number.
+        form: integer, decimal, fraction, mixed, repeating or scientific.
         digits: Significant digits of a decimal.
     """
 
@@ -53,7 +53,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Based:
-    """Digits in a base that is given: `2516_8`."""
+    """Digits with a base: `2516_8`."""
 
     digits: str
     base: int
@@ -61,14 +61,14 @@ class Based:
 
 @dataclass(frozen=True)
 class Formula:
-    """What math-verify is asked about, in LaTeX."""
+    """A formula for math-verify, in LaTeX."""
 
     latex: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with a unit, `%` and currencies among them."""
+    """A value with a unit, a percent sign or a currency."""
 
     value: Value
     unit: str
@@ -84,7 +84,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """A point, a vector, an interval, a matrix of rows: in order, between brackets. Sets are `Several`."""
+    """A point, a vector, an interval or a matrix of rows: ordered values in brackets. Sets are `Several`."""
 
     left: str
     items: tuple[Value, ...]
@@ -93,11 +93,11 @@ class Bracketed:
 
 @dataclass(frozen=True)
 class Several:
-    """Values in any order: a set, a list of solutions.
+    """Values in any order: a set or a list of solutions.
 
     Attributes:
         items: The values.
-        how: What joins them: "or", "and", "," or "set".
+        how: How they are joined: "or", "and", ",", "set" or "+-".
     """
 
     items: tuple[Value, ...]
@@ -106,14 +106,14 @@ class Several:
 
 @dataclass(frozen=True)
 class Union:
-    """Intervals and sets joined."""
+    """A union of intervals and sets."""
 
     items: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Relation:
-    """`a < b`, or a chain of such."""
+    """A relation such as `a < b`, or a chain of relations."""
 
     parts: tuple[Value, ...]
     signs: tuple[str, ...]
@@ -121,7 +121,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Named:
-    """`x = 5`: a value and what it is the value of."""
+    """A value with a name: `x = 5`."""
 
     name: str
     value: Value
@@ -132,7 +132,7 @@ Value = Text | Number | Based | Formula | Measured | Ratio | Bracketed | Several
 _REALS = Bracketed("(", (Formula("-\\infty"), Formula("\\infty")), ")")
 _CONSTANTS: dict[str, Value] = {"\\emptyset": Several((), "set"), "\\mathbb{R}": _REALS}
 _LIST = r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]"
-# What math-verify has no meaning for: compared as it is written.
+# Notation that math-verify does not support: compared literally.
 _SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
@@ -147,7 +147,7 @@ _NAME = re.compile(
     r"(?:_(?:\w|\{\w+\}))?\s*(?:\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?"
     r"|\(\s*\\?[a-zA-Z](?:_\w)?(?:\s*,\s*\\?[a-zA-Z](?:_\w)?)*\s*\)"
 )
-# Too short to be told from products of letters by their length.
+# Words so short that their length does not distinguish them from products of letters.
 _SMALL_WORDS = frozenset(
     "a an and are as at be but by can did do for get got had has he her his how if in is it its me my no nor not of off"
     " on one or our out per she so than the to too two up us was we who why yes yet you cm mm km kg mg ml lb oz ft in"
@@ -168,31 +168,37 @@ _BASES = {**{name: base for base, name in enumerate(_NUMERALS, 2)}, "sixteen": 1
 
 
 def read(text: str) -> Value:
-    """What an answer says.
+    """Parse an answer.
 
     Raises:
-        UnreadableError: It is nothing that is known here.
+        UnreadableError: It is in no known notation.
     """
     text = spelled(text).strip()
-    if re.fullmatch(r"\][^][]*,[^][]*\[", text):  # the French way to write open ends
+    if re.fullmatch(r"\][^][]*,[^][]*\[", text):  # French notation of an open interval
         text = f"({text[1:-1]})"
     if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
         text = spelled(text[6:-1])
     if not text:
-        raise UnreadableError("there is nothing")
+        raise UnreadableError("the answer is empty")
     return next(value for reader in _READERS if (value := reader(text)) is not None)
 
 
 def value_key(text: str) -> str:
-    """The same text for answers of the same value, as far as that can be told without algebra; texts as they are."""
-    said = " ".join(text.split())
+    """Return a key that is equal for answers with the same value, as far as no algebra is needed.
+
+    `1/2`, `0.5` and `0.50` have one key. Words are compared literally, except for the amount of whitespace.
+
+    Args:
+        text: An answer.
+    """
+    words = " ".join(text.split())
     if len(text) > MAX_NUMBER_CHARS:
-        return said
+        return words
     try:
         value = read(text)
         return " ".join(_plain(value.words).split()) if isinstance(value, Text) else _key(value)
     except (UnreadableError, RecursionError):
-        return said
+        return words
 
 
 def _key(value: Value) -> str:
@@ -235,7 +241,7 @@ def _choice(text: str) -> Value | None:
 
 
 def chosen(text: str) -> str | None:
-    """The letter of an answer that gives a choice with what it stands for: `(B) 12`."""
+    """Return the letter of an answer that gives a choice with its value, such as `(B) 12`."""
     found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.*)", _plain(spelled(text)).strip(), re.DOTALL)
     if found is None or re.search(
         r"(?<![a-zA-Z\\])[A-Z](?![a-zA-Z])|(?<![a-zA-Z])(?:or|and|not)(?![a-zA-Z])", found[2]
@@ -245,7 +251,7 @@ def chosen(text: str) -> str | None:
 
 
 def _words(text: str) -> Value | None:
-    """Words alone, with none of mathematics' signs."""
+    """Words only, without mathematical signs."""
     plain = _plain(text)
     if re.fullmatch(r"all real(?:s| numbers)?", plain.strip().casefold()):
         return _REALS
@@ -262,7 +268,7 @@ def _several(text: str) -> Value | None:
     depth = levels(text)
     if depth is None:
         raise UnreadableError(f"the brackets of {text!r:.200} do not match")
-    # A comma before three digits is no comma of a list, outside of brackets.
+    # Outside of brackets, a comma before three digits does not separate items.
     joined = _THOUSANDS.sub(lambda found: found[0].replace(",", "") if depth[found.start()] == 0 else found[0], text)
     parts, marks = split(joined, _LIST)
     if not marks:
@@ -285,7 +291,7 @@ def _joint(marks: list[str]) -> str:
 
 
 def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Both values of 1 +- 2 instead of the pair, which is no value of a list's own."""
+    """Replace each pair such as 1 +- 2 by its two values."""
     return tuple(
         one for item in items for one in (item.items if isinstance(item, Several) and item.how == "+-" else (item,))
     )
@@ -439,7 +445,7 @@ _LITERALS = (
 
 
 def _number(text: str) -> Number | None:
-    """The number that a text is the literal of, if it is one. `25 * 17` is none."""
+    """Parse the literal of a number. `25 * 17` is not a literal."""
     text = re.sub(r"(?<![a-zA-Z}^_\]])\{(\d+)\}", r"\1", text.strip().removesuffix("{}"))
     if len(text) > MAX_NUMBER_CHARS:
         return None
@@ -465,7 +471,7 @@ def _exact(text: str) -> Fraction:
 
 
 def _formula(text: str) -> Value:
-    """What is left: formulas, and texts that are none."""
+    """Everything else: formulas, and texts that are not formulas."""
     if _SIGNS_ONLY.search(text):
         return Text(text)
     bare = re.sub(r"\\text\{\s*([a-zA-Z]|\d+)\s*\}", r"\1", text)
@@ -474,12 +480,12 @@ def _formula(text: str) -> Value:
     if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
         return Text(text)
     if re.search(r"(?<![_\d])\d+\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
-        raise UnreadableError(f"{text!r:.200} is no formula")
+        raise UnreadableError(f"{text!r:.200} is not a formula")
     return Formula(bare)
 
 
 def _plain(text: str) -> str:
-    r"""Without `\text{}` around words."""
+    r"""Remove `\text{}` around words."""
     while (start := text.find("\\text{")) >= 0 and (end := closing(text, start + 5)) >= 0:
         text = f"{text[:start]} {text[start + 6 : end]} {text[end + 1 :]}"
     return text
@@ -491,7 +497,7 @@ _READERS: tuple[Callable[[str], Value | None], ...] = (
 )  # fmt: skip
 
 
-# --- where a text without a box has its answer ---
+# --- the answer of a text without a box ---
 
 _ANCHOR = re.compile(
     r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
@@ -524,11 +530,11 @@ MAX_ANSWER_WORDS = 4
 
 
 def answer_in(text: str) -> str | None:
-    """The answer that a text without a box ends with; None if it has none.
+    """Return the answer of a text without a box, or None if it has none.
 
-    The whole text, if it is nothing but an answer; else what the last "answer is", "answer:" or "####" introduces; else
-    what its last sentence says something is; else the last formula or number. Where more than one value is offered,
-    all are the answer: that is for the comparison to refuse.
+    The whole text if it is only an answer; else what the last "answer is", "answer:" or "####" introduces; else what
+    the last sentence equates something to; else the last formula or number. If the text offers several values, all of
+    them are the answer; the comparison then refuses it.
     """
     whole = text.strip()
     anchors = list(_ANCHOR.finditer(whole))
@@ -539,9 +545,9 @@ def answer_in(text: str) -> str | None:
     sentences = (part for part in reversed(_SENTENCE.split(whole)) if part.strip(" *\n\t"))
     last = next(sentences, "")[-MAX_PHRASE_CHARS:]
     for verb in reversed(list(_IS.finditer(last))):
-        said = last[verb.end() :].strip()
-        if _is_answer(said, MAX_ANSWER_WORDS):
-            return said
+        answer = last[verb.end() :].strip()
+        if _is_answer(answer, MAX_ANSWER_WORDS):
+            return answer
     found = list(_VALUES.finditer(whole))
     is_hedged = found and _HEDGE.search(whole[: found[-1].start()].rstrip("$ "))
     is_one_of_several = len(found) > 1 and _JOINED.fullmatch(whole[found[-2].end() : found[-1].start()])
@@ -549,35 +555,35 @@ def answer_in(text: str) -> str | None:
 
 
 def _phrase(text: str) -> str | None:
-    """The answer that a text begins with: up to the end of the sentence or to a reason."""
+    """Return the answer that a text begins with, up to the end of the sentence or to a reason."""
     text = text.strip()[:MAX_PHRASE_CHARS]
     sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
     if _DOUBT.match(text[len(sentence) :]):
         return text
-    for said in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
-        if _DOUBT.match(sentence[len(said) :]):
+    for phrase in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
+        if _DOUBT.match(sentence[len(phrase) :]):
             break
-        said = re.sub(r"^\s*(?:option|choice)\s+", "", said.strip(" *\t"), flags=re.IGNORECASE)
-        if _is_answer(said, MAX_ANSWER_WORDS):
-            return said
+        phrase = re.sub(r"^\s*(?:option|choice)\s+", "", phrase.strip(" *\t"), flags=re.IGNORECASE)
+        if _is_answer(phrase, MAX_ANSWER_WORDS):
+            return phrase
     return sentence.strip() or None
 
 
 def _is_answer(text: str, words: int) -> bool:
-    """Whether a text can be read, and is no talk of more than so many words."""
+    """Whether a text can be parsed, and is not prose of more than some words."""
     try:
-        return not _is_talk(read(text), words)
+        return not _is_prose(read(text), words)
     except (UnreadableError, RecursionError):
         return False
 
 
-def _is_talk(value: Value, words: int) -> bool:
-    """Whether a value is only words, and more of them than an answer has."""
+def _is_prose(value: Value, words: int) -> bool:
+    """Whether a value is prose: only words, and more of them than an answer has."""
     match value:
         case Relation(parts):
-            return any(_is_talk(part, 1) for part in parts)
+            return any(_is_prose(part, 1) for part in parts)
         case Several(items):
-            return any(_is_talk(item, words) for item in items)
-        case Text(said) if not said.startswith(("date ", "time ")):
-            return len(said.split()) > words or re.search(r"\d", said) is not None
+            return any(_is_prose(item, words) for item in items)
+        case Text(text) if not text.startswith(("date ", "time ")):
+            return len(text.split()) > words or re.search(r"\d", text) is not None
     return False

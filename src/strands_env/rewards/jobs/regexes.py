@@ -1,4 +1,4 @@
-"""Whether a text matches a pattern: in a worker, since a pattern can take for ever and hold the interpreter."""
+"""Matching of regular expressions, in a worker: a pattern can take exponential time and block the interpreter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, Any]:
-    """Match.
+    """Match a pattern.
 
     Args:
-        request: `pattern`, `flags`, `text`, whether the `whole` text must match, and the `group` that is asked for.
-        stage: Not used.
+        request: `pattern`, `flags`, `text`, `whole` (whether the whole text must match), and the `group` to return.
+        stage: Unused.
     """
     pattern = re.compile(request["pattern"], request["flags"])
     last = None

@@ -1,4 +1,4 @@
-"""Units as answers spell them, brought to one spelling. Nothing is converted: a metre is not a hundred centimetres."""
+"""Normalization of units to one spelling. Nothing is converted: a meter is not a hundred centimeters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _SPELLINGS = {
 }
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _MAGNITUDES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Words with the ending of a plural that count nothing, or change what was counted.
+# Words that end like a plural but count nothing, or that change the count.
 _NO_COUNTS = frozenset(
     "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
     " minus hundreds thousands millions billions dozens dozen tens pairs pair squares powers roots factors digits"
@@ -74,7 +74,7 @@ _NO_COUNTS = frozenset(
 
 
 def magnitude(text: str) -> tuple[Fraction, str]:
-    """What a number before a text is times as much of, and the rest of the text: "million dollars"."""
+    """Return the factor that a text begins with, and the rest: one million and "dollars" for "million dollars"."""
     words = text.split()
     scale = Fraction(1)
     while words and words[0].casefold() in _MAGNITUDES:
@@ -97,8 +97,8 @@ _RAISED = {"squared": "^2", "cubed": "^3"}
 
 
 def unit_of(text: str) -> str | None:
-    """The one spelling of a unit; None if a text is none. A plural of any noun counts as one."""
-    out: list[str] = []
+    """Return the normalized unit, or None if the text is not a unit. The plural of any noun is a unit."""
+    parts: list[str] = []
     power = ""
     for word in rewritten(text, _SPACING).split():
         lower = word.casefold()
@@ -106,26 +106,26 @@ def unit_of(text: str) -> str | None:
         known = UNITS.get(name) or UNITS.get(name.casefold()) or _counted(name)
         if lower in _POWERS:
             power = _POWERS[lower]
-        elif lower in _RAISED and out:
-            out[-1] += _RAISED[lower]
-        elif lower in ("/", "per") or (lower in ("a", "an") and out):
-            out.append("/")
+        elif lower in _RAISED and parts:
+            parts[-1] += _RAISED[lower]
+        elif lower in ("/", "per") or (lower in ("a", "an") and parts):
+            parts.append("/")
         elif known is not None and re.fullmatch(r"(?:-?\d)?", raised):
-            out.append(known + (f"^{raised}" if raised not in ("", "1") else power))
+            parts.append(known + (f"^{raised}" if raised not in ("", "1") else power))
             power = ""
-        elif name in ("C", "F") and out == ["°"]:
-            out = [f"°{name}"]
+        elif name in ("C", "F") and parts == ["°"]:
+            parts = [f"°{name}"]
         else:
             return None
-    is_counted = any(one.startswith("#") for one in out)
-    if power or not out or out[-1] == "/" or (is_counted and len(out) > 1 and "/" not in out):
+    is_counted = any(one.startswith("#") for one in parts)
+    if power or not parts or parts[-1] == "/" or (is_counted and len(parts) > 1 and "/" not in parts):
         return None
-    joined = " ".join(out)
+    joined = " ".join(parts)
     return {"mile / hour": "mph", "° radian": "radian"}.get(joined, joined.replace(" / ", "/"))
 
 
 def _counted(word: str) -> str | None:
-    """Things that are counted, by a plural: `#egg`."""
+    """Return the noun of a plural that counts items, as `#egg`."""
     word = word.casefold()
     if not re.fullmatch("[a-z]{3,20}s", word) or word in _NO_COUNTS or word.endswith(("ss", "us", "is", "ys's")):
         return None

@@ -1,8 +1,7 @@
-"""The loop of a worker process: a request, its answer, the next; within limits that the kernel keeps.
+"""The loop of a worker process: it answers requests one by one, within limits that the kernel enforces.
 
-Messages are JSON, which a process that was taken over cannot turn into code, over the socket that is the process's
-standard input. `stage` sends a note ahead of the answer, so that whoever waits knows how far a request came that this
-process does not survive.
+Messages are JSON, which a compromised process cannot turn into code, over a socket that is the process's standard
+input. `stage` reports progress before the answer, so that the parent knows how far a request got if the process dies.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer requests until the other side closes the socket."""
+    """Answer requests until the parent closes the socket."""
     name, cpu_s, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     connection = Connection(0)
     handle = importlib.import_module(f"jobs.{name}").handle
@@ -29,8 +28,8 @@ def main() -> None:
         resource.setrlimit(what, (limit, limit))
     send(connection, {"ready": True})
     while (request := receive(connection)) is not None:
-        # CPU time, not the clock: an answer's fate must not depend on what else the machine does. The signal ends this
-        # process even inside of C code.
+        # CPU time, not wall-clock time: the result must not depend on the machine's load. The signal ends this process
+        # even inside C code.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             answer = handle(request, lambda stage: send(connection, {"stage": stage}))
@@ -43,12 +42,12 @@ def main() -> None:
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    """Send a message; `receive` of the other side returns it."""
+    """Send a message, which the peer's `receive` returns."""
     connection.send_bytes(json.dumps(message).encode())
 
 
 def receive(connection: Connection) -> dict[str, Any] | None:
-    """The next message; None if the other side is gone."""
+    """Return the next message, or None if the peer has closed the connection."""
     try:
         message: dict[str, Any] = json.loads(connection.recv_bytes())
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Rewards: texts compared, mathematics, and a judge."""
+"""Rewards: string comparison, mathematics, and a judge."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ from support.agents import ScriptedModel
 from support.environments import answered, task
 from support.processes import has_ended, processes
 
-# === rewards that compare texts ===
+# === rewards that compare strings ===
 
 
 async def reward(function, text, truth=None):
@@ -65,7 +65,7 @@ async def reward(function, text, truth=None):
         ({"boxed": True}, "Paris", "Paris", (0.0, "no_answer")),
     ],
 )
-async def test_exact_matches(options, text, truth, expected):
+async def test_exact_match(options, text, truth, expected):
     assert await reward(ExactMatchReward(**options), text, truth) == expected
 
 
@@ -84,19 +84,19 @@ async def test_exact_matches(options, text, truth, expected):
         ((r"is (?P<city>\w+)|x", {"group": "city"}), "x", "Paris", (0.0, "wrong")),
     ],
 )
-async def test_patterns(arguments, text, truth, expected):
+async def test_regex_match(arguments, text, truth, expected):
     pattern, *options = arguments
     assert await reward(RegexReward(pattern, **(options[0] if options else {})), text, truth) == expected
 
 
 @pytest.mark.parametrize("text", ["<think>hm, 6</think>5", "6</think>5", "<thinking>6</thinking>\n5<think>or 6"])
-async def test_thoughts_are_no_answer(text):
-    """B5."""
+async def test_reasoning_is_not_part_of_the_answer(text):
+    """An answer that appeared only in the reasoning was rewarded."""
     assert await reward(ExactMatchReward(), text, "5") == (1.0, "correct")
     assert await reward(RegexReward("6"), text) == (0.0, "no_match")
 
 
-async def test_a_text_on_which_a_pattern_takes_for_ever_is_an_error_that_names_the_pattern():
+async def test_slow_pattern_is_an_error_that_names_it():
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"\(a\+\)\+\$"):
         await reward(RegexReward(r"(a+)+$"), "a" * 50 + "b")
@@ -104,7 +104,7 @@ async def test_a_text_on_which_a_pattern_takes_for_ever_is_an_error_that_names_t
     assert await reward(RegexReward(r"(a+)+$"), "aaa") == (1.0, "correct")
 
 
-async def test_long_and_strange_texts_are_matched():
+async def test_long_and_unusual_texts_are_matched():
     assert await reward(RegexReward("end$"), "x" * 3_000_000 + "end") == (1.0, "correct")
     assert await reward(RegexReward("\ud800"), "\ud800\x00") == (1.0, "correct")
 
@@ -113,15 +113,15 @@ async def test_long_and_strange_texts_are_matched():
     ("arguments", "error"),
     [(("(",), re.error), (("(a)", {"group": 2}), ValueError), (("(a)", {"group": "b"}), ValueError)],
 )
-def test_a_pattern_that_is_none_is_refused_at_once(arguments, error):
+def test_invalid_pattern_is_refused_at_once(arguments, error):
     pattern, *options = arguments
     with pytest.raises(error):
         RegexReward(pattern, **(options[0] if options else {}))
 
 
 @pytest.mark.parametrize("function", [ExactMatchReward(), RegexReward("(a)", group=1)])
-async def test_without_a_ground_truth_there_is_an_error_and_no_reward(function):
-    with pytest.raises(RewardError, match="no ground truth"):
+async def test_matching_without_a_ground_truth_is_an_error(function):
+    with pytest.raises(RewardError, match="the ground truth must be"):
         await reward(function, "a")
 
 
@@ -129,7 +129,7 @@ async def test_without_a_ground_truth_there_is_an_error_and_no_reward(function):
 
 
 class Fixed(RewardFunction):
-    """Gives a number, or raises, after others had their turn."""
+    """Return a number, or raise, after yielding to other tasks."""
 
     def __init__(self, value):
         self.value = value
@@ -151,20 +151,20 @@ async def compute(function, text="x"):
     return await function.compute(action=task("x"), step_result=answered(text))
 
 
-async def test_a_sum_weighs_its_parts_and_shows_them():
+async def test_weighted_sum_reports_its_parts():
     result = await compute(WeightedSum({"a": (Fixed(1.0), 0.75), "b": (Fixed(-2.0), 0.5)}))
     assert result.reward == pytest.approx(-0.25)
     assert result.info["parts"]["b"] == {"reward": -2.0, "weight": 0.5, "info": {"fixed": True}}
 
 
-async def test_a_part_that_fails_fails_the_sum_and_stops_the_others():
+async def test_failing_part_fails_the_sum_and_stops_the_others():
     slow = Fixed(9.0)
     with pytest.raises(RewardError, match="no judge"):
         await compute(WeightedSum({"slow": (slow, 1.0), "broken": (Fixed(RewardError("no judge")), 1.0)}))
     assert slow.cancelled
 
 
-async def test_a_cancelled_sum_cancels_its_parts():
+async def test_cancelled_sum_cancels_its_parts():
     slow = Fixed(9.0)
     running = asyncio.ensure_future(compute(WeightedSum({"slow": (slow, 1.0)})))
     while not slow.computed:
@@ -190,12 +190,12 @@ async def test_all_of_stops_at_the_first_that_falls_short():
 
 
 @pytest.mark.parametrize("make", [WeightedSum, AllOf])
-def test_nothing_cannot_be_combined(make):
+def test_combining_no_rewards_is_an_error(make):
     with pytest.raises(ValueError):
         make({})
 
 
-# === MathReward: right is right however it is written, and no text hangs or crashes this process ===
+# === MathReward: notation does not matter, and no text hangs or crashes this process ===
 
 
 needs_math_verify = pytest.mark.skipif(find_spec("math_verify") is None, reason="the extra `env` is not installed")
@@ -230,7 +230,7 @@ async def verdict_of(text, truth, **options):
     ],
 )
 @needs_math_verify
-async def test_what_means_the_same_is_correct(truth, text):
+async def test_equal_answers_are_correct(truth, text):
     assert await verdict_of(text, truth) == (1.0, "correct")
 
 
@@ -248,14 +248,14 @@ async def test_what_means_the_same_is_correct(truth, text):
     ],
 )
 @needs_math_verify
-async def test_what_does_not_is_not(truth, text, verdict):
+async def test_different_answers_are_wrong(truth, text, verdict):
     given_reward, given_verdict = await verdict_of(text, truth)
     assert given_reward == 0.0
     assert given_verdict in (verdict, "no_answer")
 
 
 @needs_math_verify
-async def test_an_answer_outside_of_a_box_counts_only_if_it_may():
+async def test_require_boxed_ignores_answers_outside_of_a_box():
     assert await verdict_of("It is 42.", "42") == (1.0, "correct")
     assert await verdict_of("It is 42.", "42", require_boxed=True) == (0.0, "not_boxed")
 
@@ -271,8 +271,8 @@ async def test_an_answer_outside_of_a_box_counts_only_if_it_may():
     ],
 )
 @needs_math_verify
-async def test_thoughts_are_no_mathematical_answer(text, verdict):
-    """B5."""
+async def test_reasoning_is_not_part_of_the_math_answer(text, verdict):
+    """A box in the reasoning was taken as the answer."""
     assert await verdict_of(text, "5") == (float(verdict == "correct"), verdict)
 
 
@@ -284,8 +284,8 @@ async def test_info_says_what_was_compared():
 
 @pytest.mark.parametrize("truth", [None, "", "  ", [], [None], float("nan"), {"answer": 42}, {42}])
 @needs_math_verify
-async def test_without_a_true_answer_to_compare_with_there_is_an_error_and_no_reward(truth):
-    with pytest.raises(RewardError, match="no ground truth"):
+async def test_math_without_a_ground_truth_is_an_error(truth):
+    with pytest.raises(RewardError, match="the ground truth must be"):
         await verdict_of("42", truth)
 
 
@@ -301,8 +301,8 @@ def test_a_ground_truth_is_checked_before_any_episode(truth):
     "truth", [None, "", [], [""], ["1", " "], r"\frac{", ["1", r"x^{"], float("nan"), {"a": "1"}, ["1", float("nan")]]
 )
 @needs_math_verify
-def test_a_ground_truth_that_cannot_be_read_is_refused_with_its_reason(truth):
-    """B3."""
+def test_unreadable_ground_truth_is_refused(truth):
+    """An unreadable ground truth made every answer to its task wrong."""
     rewards = [MathReward(limits=SHORT), AllOf({"math": MathReward(limits=SHORT)})]
     for reward_fn in rewards:
         with pytest.raises(ValueError, match="ground truth"):
@@ -334,7 +334,7 @@ HOSTILE = {
 )
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 @needs_math_verify
-async def test_hostile_answers_are_wrong_within_their_limits(text, truth):
+async def test_hostile_answers_are_wrong_within_the_limits(text, truth):
     began = time.monotonic()
     given_reward, verdict = await verdict_of(text, truth, limits=SHORT)
     assert given_reward == 0.0
@@ -344,7 +344,7 @@ async def test_hostile_answers_are_wrong_within_their_limits(text, truth):
 
 
 @needs_math_verify
-async def test_a_hostile_answer_does_not_hold_up_others():
+async def test_hostile_answer_does_not_delay_others():
     hostile = [verdict_of(r"\boxed{9^{9^{9^{9}}}}", "2^{10}", limits=SHORT) for _ in range(3)]
     plain = [verdict_of(rf"${n}.0$", n, limits=SHORT) for n in range(60)]
     results = await asyncio.gather(*hostile, *plain)
@@ -360,7 +360,7 @@ async def test_memory_is_limited():
 
 
 @needs_math_verify
-async def test_a_worker_that_dies_is_replaced():
+async def test_dead_worker_is_replaced():
     limits = WorkerLimits(cpu_s=2.0)
     assert await verdict_of("$1.0$", "1", limits=limits, n_workers=1) == (1.0, "correct")
     for pid, (parent, command) in processes().items():
@@ -370,14 +370,14 @@ async def test_a_worker_that_dies_is_replaced():
 
 
 @needs_math_verify
-async def test_a_machine_that_starts_no_workers_is_an_error_and_no_reward(monkeypatch):
+async def test_machine_without_workers_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(RewardError, match="could not be compared"):
         await verdict_of("$1.0$", "1", limits=WorkerLimits(cpu_s=2.5))
 
 
 @needs_math_verify
-async def test_cancelling_does_not_break_the_workers():
+async def test_cancellation_does_not_break_the_workers():
     running = [asyncio.ensure_future(verdict_of(f"${n}$", n, limits=SHORT)) for n in range(20)]
     await asyncio.sleep(0)
     for task_ in running[::2]:
@@ -388,13 +388,13 @@ async def test_cancelling_does_not_break_the_workers():
 
 
 @needs_math_verify
-def test_it_works_in_one_event_loop_after_another():
+def test_workers_serve_several_event_loops():
     for _ in range(2):
         assert asyncio.run(verdict_of("$1.0$", "1")) == (1.0, "correct")
 
 
 @needs_math_verify
-def test_workers_go_with_their_process():
+def test_workers_end_with_their_process():
     code = (
         "import asyncio, os\nfrom support.environments import answered, task\n"
         "from strands_env.rewards import MathReward\n"
@@ -414,7 +414,7 @@ def test_workers_go_with_their_process():
 @settings(max_examples=300)
 @given(st.text(alphabet="\\boxed{}f a1", max_size=60))
 @needs_math_verify
-def test_the_last_box_is_some_text_between_braces_that_match(text):
+def test_last_box_is_a_braced_part_of_the_text(text):
     box = last_boxed(text)
     if box is not None:
         assert f"{{{box}}}" in text
@@ -422,7 +422,7 @@ def test_the_last_box_is_some_text_between_braces_that_match(text):
 
 @given(st.text(alphabet=st.characters(exclude_characters="{}\\")), st.text())
 @needs_math_verify
-def test_what_was_boxed_last_is_found(content, before):
+def test_last_box_is_found(content, before):
     before = before.replace("\\", "")
     assert last_boxed(f"{before}\\boxed{{{content}}}") == content
 
@@ -439,12 +439,12 @@ def test_long_texts_are_searched_in_linear_time(text):
     "truth", [r"\angle BAC", r"0, 1, \ldots, 9", r"x=\frac{-b\pm\sqrt{b^2-4ac}}{2a}", r"\$0.25", r"\star"]
 )
 @needs_math_verify
-def test_ground_truths_of_common_data_sets_are_read(truth):
-    """B3."""
+def test_ground_truths_of_common_datasets_are_read(truth):
+    """Notation of common datasets was refused."""
     MathReward().check_truth(truth)
 
 
-# --- no answer that looks right and is wrong is paid for, and no harmless spelling costs anything ---
+# --- wrong answers that look right get no reward, and harmless spellings cost none ---
 
 
 def lines_of(name):
@@ -456,7 +456,7 @@ TRUTHS = lines_of("math_truths.jsonl")
 
 
 async def misjudged(cases, is_right):
-    """The pairs of truth and answer that `MathReward` judges otherwise, with its verdict."""
+    """Return the pairs of truth and answer that `MathReward` judges wrongly, with its verdict."""
     reward = MathReward()
     results = await asyncio.gather(
         *(reward.compute(action=task(truth), step_result=answered(text)) for truth, text in cases)
@@ -469,8 +469,8 @@ async def misjudged(cases, is_right):
 
 
 @needs_math_verify
-def test_the_table_has_pairs_of_every_kind():
-    """Item 4."""
+def test_table_has_pairs_of_every_kind():
+    """The table has to cover all kinds of answers."""
     kinds = Counter(pair["kind"] for pair in PAIRS)
     assert len(PAIRS) >= 150 and len(kinds) >= 25
     assert {pair["right"] for pair in PAIRS} == {True, False}
@@ -478,18 +478,18 @@ def test_the_table_has_pairs_of_every_kind():
 
 @pytest.mark.parametrize("is_right", [True, False])
 @needs_math_verify
-async def test_the_table_of_right_and_wrong_answers_holds(is_right):
-    """B3, B4."""
+async def test_table_of_right_and_wrong_answers(is_right):
+    """A right answer in another notation was refused, or a wrong one was accepted."""
     cases = [(pair["truth"], pair["answer"]) for pair in PAIRS if pair["right"] is is_right]
     assert await misjudged(cases, is_right) == []
 
 
 @needs_math_verify
-async def test_answers_altered_in_one_place_are_wrong():
-    """B4."""
+async def test_altered_answers_are_wrong():
+    """A wrong answer that resembles the truth was accepted."""
 
     def altered(truth, count):
-        """Answers that are wrong: those of the file, and the truth with another digit or one more."""
+        """Return wrong answers: those of the file, and the truth with one digit changed or added."""
         text, chance = truth["text"], random.Random(f"0 {truth['text']}")
         digits = [found.start() for found in re.finditer(r"\d", text)]
         found = dict.fromkeys(truth["other"])
@@ -506,7 +506,7 @@ async def test_answers_altered_in_one_place_are_wrong():
 
 @needs_math_verify
 async def test_harmless_spellings_are_right():
-    """B4."""
+    """A right answer with harmless LaTeX around it was refused."""
     spellings = (
         r"\boxed{ %s }", r"\boxed{%s.}", r"\boxed{$%s$}", r"$\boxed{%s}$", r"\[ \boxed{%s} \]", r"\fbox{%s}",
         r"So the answer is \boxed{%s}.", r"\boxed{\displaystyle %s}", "The answer is $%s$.",
@@ -520,7 +520,7 @@ async def test_harmless_spellings_are_right():
     )
 
     def respelled(truth):
-        """Answers that say the same."""
+        """Return equal answers in other spellings."""
         text = truth["text"]
         spelled = [re.sub(pattern, other, text) for pattern, other in same_commands]
         boxed = [text, *truth["same"], *(other for other in spelled if other != text)]
@@ -530,7 +530,7 @@ async def test_harmless_spellings_are_right():
     assert await misjudged(random.Random(7).sample(cases, 800), True) == []
 
 
-# --- who waits for a worker loses nothing by it, whoever keeps the workers busy ---
+# --- waiting for a busy worker costs no reward ---
 
 
 LIMITS = WorkerLimits(cpu_s=0.5)
@@ -547,8 +547,8 @@ def hostile(number):
 
 @pytest.mark.parametrize("kind", ["sum", "regex"])
 @needs_math_verify
-async def test_time_in_the_queue_is_not_the_rewards(kind):
-    """B11."""
+async def test_reward_timeout_excludes_time_in_the_queue(kind):
+    """A right answer got no reward because hostile ones kept the workers busy."""
     if kind == "regex":
         limits = WorkerLimits(cpu_s=0.5, wall_s=60.0)
         reward_fn = RegexReward("(a+)+$|5$", limits=limits)
@@ -567,12 +567,12 @@ async def test_time_in_the_queue_is_not_the_rewards(kind):
             for _ in range(2)
         ),
     )
-    assert time.monotonic() - began > 0.9, "nobody had to wait"
+    assert time.monotonic() - began > 0.9, "no reward had to wait"
     assert [(result.reward and result.reward.reward, result.error) for result in results[-2:]] == [(1.0, None)] * 2
 
 
 @needs_math_verify
-async def test_a_reward_that_hangs_by_itself_still_ends_in_time():
+async def test_hanging_reward_times_out():
     class Hangs(RewardFunction):
         async def compute(self, **kwargs):
             await MathReward(limits=LIMITS).compute(**kwargs)
@@ -584,7 +584,7 @@ async def test_a_reward_that_hangs_by_itself_still_ends_in_time():
 
 
 @needs_math_verify
-async def test_a_caller_that_is_cancelled_in_the_queue_leaves_it():
+async def test_cancelled_caller_leaves_the_queue():
     reward_fn = MathReward(limits=LIMITS, n_workers=1)
     waiting = [asyncio.ensure_future(graded(hostile(number), "2^{10}+1", reward_fn, 30.0)) for number in range(3)]
     waiting.append(asyncio.ensure_future(graded("5.0", "5", reward_fn, 0.2)))
@@ -594,11 +594,11 @@ async def test_a_caller_that_is_cancelled_in_the_queue_leaves_it():
     assert (await waiting[3]).reward.reward == 1.0
 
 
-# === JudgeReward: a score from a model, asked again where it does not fit, and never a silent 0 ===
+# === JudgeReward: a score from a model, retried if it is malformed, and never silently 0 ===
 
 
 class Judge(ScriptedModel):
-    """Answers with what it is told to: fields of the judgement, an exception, or "hang"."""
+    """Return the given judgments one by one: fields, an exception, or "hang"."""
 
     def __init__(self, *answers):
         super().__init__([])
@@ -625,7 +625,7 @@ def judge(model, **options):
 GOOD = {"reasoning": "fine", "score": 8}
 
 
-async def test_the_score_is_brought_to_the_unit_interval():
+async def test_judge_score_is_mapped_to_the_unit_interval():
     result = await judge(Judge(GOOD)).compute(action=task("42"), step_result=answered("It is 42."))
     assert result.reward == pytest.approx(0.8)
     assert result.info == {"verdict": "judged", "score": 8.0, "reasoning": "fine", "attempts": 1}
@@ -641,7 +641,7 @@ async def test_the_judge_sees_question_answer_ground_truth_and_rubric():
         assert part in model.prompts[0]
 
 
-async def test_an_answer_cannot_close_its_marks():
+async def test_answer_cannot_close_its_mark():
     model = Judge(GOOD, GOOD)
     function = judge(model)
     await function.compute(action=task(), step_result=answered("x"))
@@ -662,12 +662,12 @@ async def test_an_answer_cannot_close_its_marks():
         {"reasoning": "x", "score": "high"},
     ],
 )
-async def test_a_judgement_that_does_not_fit_is_asked_for_again(bad):
+async def test_malformed_judgment_is_retried(bad):
     result = await judge(Judge(bad, GOOD)).compute(action=task(), step_result=answered("x"))
     assert (result.reward, result.info["attempts"]) == (0.8, 2)
 
 
-async def test_a_judge_that_fails_is_an_error_and_no_reward():
+async def test_failing_judge_is_an_error():
     model = Judge(*[ConnectionError("refused")] * 3)
     with pytest.raises(RewardError, match="3 attempt.*refused") as failed:
         await judge(model).compute(action=task(), step_result=answered("x"))
@@ -700,18 +700,18 @@ def caused(error, cause):
         (["hang"] * 3, False),
     ],
 )
-async def test_a_judge_fails_by_its_infrastructure_only_where_no_attempt_reached_it(failures, is_infrastructure):
+async def test_unreachable_judge_is_an_infrastructure_failure(failures, is_infrastructure):
     with pytest.raises(RewardError) as failed:
         await judge(Judge(*failures), timeout=0.05).compute(action=task(), step_result=answered("x"))
     assert failed.value.is_infrastructure is is_infrastructure
 
 
-async def test_a_judge_that_hangs_is_given_up():
+async def test_hanging_judge_is_abandoned():
     result = await judge(Judge("hang", GOOD), timeout=0.05).compute(action=task(), step_result=answered("x"))
     assert result.info["attempts"] == 2
 
 
-async def test_cancelling_is_not_retried():
+async def test_cancelled_judge_is_not_retried():
     model = Judge("hang", GOOD)
     running = asyncio.ensure_future(judge(model).compute(action=task(), step_result=answered("x")))
     while not model.prompts:
@@ -723,20 +723,20 @@ async def test_cancelling_is_not_retried():
 
 
 @pytest.mark.parametrize("text", ["<think>Say 10.</think>It is 41.", "Say 10.</think>\nIt is 41."])
-async def test_the_judge_does_not_see_thoughts(text):
-    """B5."""
+async def test_judge_does_not_see_reasoning(text):
+    """The judge graded the reasoning."""
     model = Judge(GOOD)
     await judge(model).compute(action=task("42"), step_result=answered(text))
     assert "It is 41." in model.prompts[0] and "Say 10." not in model.prompts[0]
 
 
-async def test_no_answer_is_nothing_without_asking():
+async def test_no_answer_is_zero_without_a_judge():
     model = Judge()
     result = await judge(model).compute(action=task(), step_result=answered(None))
     assert (result.reward, result.info["verdict"], model.prompts) == (0.0, "no_answer", [])
 
 
-async def test_a_factory_makes_a_judge_for_each_answer():
+async def test_factory_creates_a_judge_for_each_answer():
     made = []
 
     async def factory():
@@ -748,7 +748,7 @@ async def test_a_factory_makes_a_judge_for_each_answer():
     assert len(made) == 1
 
 
-async def test_judgements_of_an_sglang_model_are_in_no_trajectory(chatml_tokenizer):
+async def test_judgments_are_not_recorded_in_a_trajectory(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, [json.dumps(GOOD)])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     result = await judge(model).compute(action=task("42"), step_result=answered("42"))
@@ -761,6 +761,6 @@ async def test_judgements_of_an_sglang_model_are_in_no_trajectory(chatml_tokeniz
     [{"scale": (1, 1)}, {"template": "{answer} {nothing}"}, {"template": "no place"}, {"template": "{answer} {"}]
     + [{"max_attempts": 0}],
 )
-def test_what_cannot_work_is_refused_at_once(options):
+def test_invalid_judge_options_are_refused(options):
     with pytest.raises(ValueError):
         judge(Judge(), **options)
