@@ -130,7 +130,7 @@ def test_images_in_tool_results_are_rendered_in_the_order_of_the_calls(family):
 @pytest.mark.parametrize("family", ["qwen3", "llama_3_1", "glm_4_6"])
 def test_a_template_without_a_place_for_images_is_refused_at_once(family):
     template = ChatTemplate(load_tokenizer(family))
-    with pytest.raises(ValueError, match="processor= was given, and the chat template"):
+    with pytest.raises(ValueError, match="processor= was given, but the chat template"):
         ImageProcessor(load_processor("qwen3_vl"), template)
 
 

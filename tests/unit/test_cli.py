@@ -181,7 +181,7 @@ async def test_the_example_is_the_templates_own_conversation_token_by_token(chat
 async def test_what_is_unproven_is_named_with_its_reason(chatml_tokenizer):
     report = await check_model(chatml_tokenizer, "a-model", chat_template=MOVES_TOOLS)
     assert not report.is_proven
-    assert report.unproven["user turn"] == "the chat template moves the tools behind the turn"
+    assert report.unproven["user turn"] == "the chat template moves the tools after the turn"
     assert any(line.startswith("user turn") and "UNPROVEN" in line for line in report_lines(report))
 
 
@@ -214,7 +214,7 @@ def test_the_command_exits_with_1_if_something_is_unproven(folder, tmp_path, cap
     assert cli.main(["check", folder, "--chat-template", str(template), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["is_proven"] is False
-    assert report["unproven"]["tool result"] == "the chat template moves the tools behind the turn"
+    assert report["unproven"]["tool result"] == "the chat template moves the tools after the turn"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Strands messages: as chat templates take them, and as fingerprints."""
+"""Strands messages: as input of chat templates, and as fingerprints."""
 
 from .content import (
     ChatMessage,

@@ -1,6 +1,6 @@
-"""Strands messages as chat templates take them: text, documents as text, images as parts.
+"""Strands messages in the form of chat templates: text, documents as text, images as parts.
 
-What cannot be put in front of a model raises with the path of its block. Nothing is ever left out.
+Content that no model can take raises an error with the path of its block. Nothing is ever dropped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TEXT_FORMATS = ("txt", "md", "csv", "html")
 """The formats of Strands documents whose bytes are text."""
 
 Content = str | list[dict[str, str]]
-"""Text; or where there are images, parts: `{"type": "text", "text": ...}` and `ImagePart`."""
+"""Text, or parts if there are images: `{"type": "text", "text": ...}` and `ImagePart`."""
 
 
 class UnsupportedContentError(ValueError):
-    """A message holds content that cannot be put in front of the model. The message names its path."""
+    """A message holds content that cannot be rendered for the model. The error message names its path."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Picture:
     """An image of a conversation.
 
     Attributes:
-        data: The bytes of its file; the same object as in the Strands message.
-        format: "png", "jpeg", "gif" or "webp".
-        where: Its path in the history, for error messages.
+        data: Bytes of the image file; the same object as in the Strands message.
+        format: `"png"`, `"jpeg"`, `"gif"` or `"webp"`.
+        where: Path of the image in the history, for error messages.
     """
 
     data: bytes
@@ -42,7 +42,7 @@ class Picture:
 
 
 class ImagePart(dict[str, str]):
-    """`{"type": "image"}`, as chat templates take an image; the picture is beside it, where templates do not look."""
+    """`{"type": "image"}`, as chat templates take an image; the picture is an attribute that they ignore."""
 
     def __init__(self, picture: Picture) -> None:
         """Wrap a picture."""
@@ -53,12 +53,12 @@ class ImagePart(dict[str, str]):
 Piece = str | ImagePart
 """One block, rendered."""
 
-_UNKNOWN_TOOL = "Unknown tool"  # how Strands' own result of a call begins whose tool it does not have
+_UNKNOWN_TOOL = "Unknown tool"  # start of Strands' own result of a call whose tool it does not have
 
 ChatMessage = dict[str, Any]
-"""A message as chat templates take it: role, content, and for assistants reasoning_content and tool_calls.
+"""A message in the form of chat templates: role, content and, for assistants, reasoning_content and tool_calls.
 
-Content is text, or a list of parts where there are images (`content.Content`).
+The content is text, or a list of parts if there are images (`Content`).
 """
 
 
@@ -66,7 +66,7 @@ class PlacedMessage(ChatMessage):
     """A chat message that knows its path in the Strands history, for error messages."""
 
     def __init__(self, where: str, **fields: Any) -> None:
-        """Make a message of its fields."""
+        """Create a message from its fields."""
         super().__init__(fields)
         self.where = where
 
@@ -81,33 +81,33 @@ def to_chat_messages(
     first: int = 0,
     images: bool = False,
 ) -> list[ChatMessage]:
-    """Strands messages as chat-template messages. Every content block is rendered or raises; none is dropped.
+    """Convert Strands messages to chat-template messages. Every content block is rendered or raises; none is dropped.
 
-    Tool results become one `tool` message each, in the order of the calls that they answer (Strands puts those of
-    invalid calls first, and those of interrupted ones last); what stands beside them becomes a `user` message after
-    them. The blocks of a message are joined by newlines. A document becomes text with its name around it:
+    Tool results become one `tool` message each, in the order of their calls (Strands puts those of invalid calls first,
+    and those of interrupted ones last). Other blocks of the same message become a `user` message after them. The blocks
+    of a message are joined by newlines. A document becomes text with its name around it:
 
         <document name="prices" format="csv">
         apple,3
         </document>
 
-    Whether a tool succeeded is not rendered: chat templates have no place for it, and a tool's error text is in the
+    Whether a tool succeeded is not rendered: chat templates have no field for it, and a tool's error text is in the
     content of its result.
 
     Args:
         messages: Strands messages.
-        known_calls: Tool calls of the assistant message that stands right before `messages`, if that one is not in
-            them: `{"toolUseId", "name", "id"}`.
-        result_notice: Given a toolUseId, the text that replaces Strands' word that there is no such tool: what the
-            model is told of a call that did not parse. None keeps that, and any other result is kept as it stands.
-        as_shown: Given a toolUseId, the tool's name and how many calls came before it, the name and the id that the
-            model reads: the name that it wrote where Strands has `INVALID_NAME`, the id in its family's form.
-        calls_before: How many calls came before `messages`.
+        known_calls: Tool calls of the assistant message right before `messages`, if it is not among them:
+            `{"toolUseId", "name", "id"}`.
+        result_notice: Given a toolUseId, the text that replaces Strands' "Unknown tool" result: the notice to the model
+            about a call that did not parse. None keeps the result; other results are always kept.
+        as_shown: Given a toolUseId, the tool's name and the number of earlier calls, the name and the id that the model
+            reads: the name that it wrote if Strands has `INVALID_NAME`, and the id in its family's format.
+        calls_before: Number of calls before `messages`.
         first: Position of the first of `messages` in the whole history, for error messages.
-        images: Whether images can be put in front of the model; content that holds one is a list of parts.
+        images: Whether the model takes images; content with an image is a list of parts.
 
     Raises:
-        UnsupportedContentError: A block cannot be rendered; the message names its path.
+        UnsupportedContentError: A block cannot be rendered; the error message names its path.
     """
     chat: list[ChatMessage] = []
     calls = list(known_calls)
@@ -127,7 +127,7 @@ def to_chat_messages(
 
 
 def plain_texts(value: Any) -> Iterator[str]:
-    """The texts in content blocks, whatever else is in them."""
+    """Yield the texts in content blocks, and skip everything else."""
     if isinstance(value, str):
         yield encodable(value)
     elif isinstance(value, Mapping):
@@ -140,7 +140,7 @@ def plain_texts(value: Any) -> Iterator[str]:
 
 
 def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:
-    """The images of chat messages, in the order in which a template renders them."""
+    """Return the images of chat messages, in the order in which a template renders them."""
     return [
         part.picture
         for message in chat
@@ -151,7 +151,7 @@ def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:
 
 
 def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]] | None:
-    """Strands tool specs in the OpenAI form that chat templates take; None if there are none."""
+    """Convert Strands tool specs to the OpenAI form that chat templates take; None if there are none."""
     tools = [
         {
             "type": "function",
@@ -167,7 +167,7 @@ def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]]
 
 
 def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mapping[str, Any]] | None) -> str | None:
-    """The system prompt as text, None if there is none.
+    """Return the system prompt as text; None if there is none.
 
     Raises:
         UnsupportedContentError: A block is neither text nor a cache point.
@@ -240,7 +240,7 @@ def _user_messages(
 
 
 def is_unknown_tool(result: ToolResult) -> bool:
-    """Whether a result is Strands' own answer to a call of a tool that it does not have."""
+    """Whether a result is Strands' own answer to a call of an unknown tool."""
     texts = [block.get("text") or "" for block in result["content"]]
     return len(texts) == 1 and texts[0].startswith(_UNKNOWN_TOOL)
 
@@ -249,15 +249,15 @@ def is_unknown_tool(result: ToolResult) -> bool:
 
 
 def render_block(block: Mapping[str, Any], where: str, *, images: bool) -> Piece:
-    """A text, document or image block of a message.
+    """Render a text, document or image block of a message.
 
     Args:
         block: The Strands content block.
-        where: Its path, for error messages.
-        images: Whether images can be put in front of the model.
+        where: Path of the block, for error messages.
+        images: Whether the model takes images.
 
     Raises:
-        UnsupportedContentError: It is none of these, or not in a form that can be rendered.
+        UnsupportedContentError: The block has another kind, or a form that cannot be rendered.
     """
     if "text" in block:
         return encodable(block["text"])
@@ -269,7 +269,7 @@ def render_block(block: Mapping[str, Any], where: str, *, images: bool) -> Piece
 
 
 def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bool) -> Content:
-    """The content of a tool result: as of a message, and json.
+    """Render the content of a tool result: the blocks of a message, and JSON.
 
     Raises:
         UnsupportedContentError: A block cannot be rendered.
@@ -287,7 +287,7 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Content:
-    """Texts joined by newlines, images between them as parts of their own."""
+    """Join texts by newlines, with images between them as parts of their own."""
     parts: list[dict[str, str]] = []
     for _, run in groupby(pieces, key=type):
         together = list(run)
@@ -299,30 +299,30 @@ def join_pieces(pieces: Sequence[Piece]) -> Content:
 
 
 def encodable(text: str) -> str:
-    """The text with halves of surrogate pairs replaced: broken files hold them, and no tokenizer takes them."""
+    """Replace lone surrogates in a text: broken files hold them, and no tokenizer takes them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def encodable_value(value: Any) -> Any:
-    """A JSON-like value with halves of surrogate pairs replaced in its texts; a value without any stays the same."""
+    """Replace lone surrogates in the texts of a JSON-like value; a value without any is returned unchanged."""
     try:
         text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # what is no JSON is for the template to refuse
+    except (TypeError, ValueError):  # the template refuses what is not JSON
         return value
     clean = encodable(text)
     return value if clean == text else json.loads(clean)
 
 
 def unsupported(block: Mapping[str, Any], where: str) -> UnsupportedContentError:
-    """The error for a kind of block that is never rendered."""
+    """Return the error for a kind of block that is never rendered."""
     return UnsupportedContentError(
-        f"{where}: cannot put a {block_kind(block)} block in front of the model; text, json, tool uses, tool results "
-        "and reasoning can be, and documents and images of users and tools. Turn the block into text before the call"
+        f"{where}: cannot put a {block_kind(block)} block in front of the model; supported are text, json, tool uses, "
+        "tool results, reasoning, and documents and images of users and tools. Turn the block into text before the call"
     )
 
 
 def block_kind(block: Mapping[str, Any]) -> str:
-    """What a block is, for error messages."""
+    """Return the kind of a block, for error messages."""
     return "/".join(block) or "empty"
 
 
@@ -336,12 +336,12 @@ def _image(image: Mapping[str, Any], where: str, images: bool) -> ImagePart:
         )
     data = (image.get("source") or {}).get("bytes")
     if not isinstance(data, bytes) or not data:
-        raise UnsupportedContentError(f"{refused}: it must come as bytes, not as {_source(image)}; load it before")
+        raise UnsupportedContentError(f"{refused}: it must be bytes, not {_source(image)}; load it first")
     return ImagePart(Picture(data, file_format, where))
 
 
 def _document(document: Mapping[str, Any], where: str) -> str:
-    """A document as text between two tags, the first of which holds its name, format and context."""
+    """Render a document as text between two tags; the first holds its name, format and context."""
     source = document.get("source") or {}
     if "text" in source:
         text = source["text"]
@@ -364,8 +364,8 @@ def _document(document: Mapping[str, Any], where: str) -> str:
             ) from error
     else:
         raise UnsupportedContentError(
-            f"{where}: cannot put a document block in front of the model: it must come as bytes or text, not as "
-            f"{_source(document)}; load it before"
+            f"{where}: cannot put a document block in front of the model: it must be bytes or text, not "
+            f"{_source(document)}; load it first"
         )
     attributes = "".join(
         f' {key}="{html.escape(str(document[key]))}"' for key in ("name", "format", "context") if document.get(key)
@@ -380,7 +380,7 @@ def _text_of(block: Mapping[str, Any], where: str) -> str:
 
 
 def _source(content: Mapping[str, Any]) -> str:
-    """What a block came with in place of bytes."""
+    """Describe the source of a block that has no bytes."""
     source = content.get("source") or {}
     kinds = [f"an empty {key}" if not value else f"{key} ({type(value).__name__})" for key, value in source.items()]
     return ", ".join(kinds) or "nothing"

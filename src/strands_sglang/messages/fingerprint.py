@@ -1,10 +1,9 @@
 """Fingerprints of conversations.
 
-A conversation is identified by what the model would see of it: system prompt, tools, template, messages. `fingerprint`
-hashes it into a chain, one link per message, so that "is this a recorded conversation plus something new?" is a
-dictionary look-up per message and never a comparison of texts. Canonical form: the whitelist `role` and `content`, the
-normalisation that Strands itself applies before every model call, and cache points left out, which the model never
-sees.
+A conversation is identified by what the model sees of it: system prompt, tools, template, messages. `fingerprint`
+hashes it into a chain with one link per message. So "is this a recorded conversation plus something new?" is one
+dictionary look-up per message, never a comparison of texts. The canonical form keeps only `role` and `content`, applies
+the normalization that Strands applies before every model call, and drops cache points, which the model never sees.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from strands.tools.tools import InvalidToolUseNameException, validate_tool_use_n
 from strands.types.content import Message, Messages
 
 BLANK_TEXT = "[blank text]"
-"""What Strands puts where an assistant message has no text (`strands.event_loop.streaming._normalize_messages`)."""
+"""Strands' substitute for an assistant message without text (`strands.event_loop.streaming._normalize_messages`)."""
 
 INVALID_NAME = "INVALID_TOOL_NAME"
-"""What Strands puts where a tool call has a name that no tool may have; there as well."""
+"""Strands' substitute for the name of a tool call that no tool may have, in the same function."""
 
-_KINDS = {"reasoningContent": "reasoning", "toolUse": "tool call"}  # what blocks are called in words
+_KINDS = {"reasoningContent": "reasoning", "toolUse": "tool call"}  # names of blocks in words
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a model call was asked with, as fingerprints.
+    """What a model call was asked, as fingerprints.
 
     Attributes:
-        parts: Digests of what stands before the messages: system prompt, tools, chat template, template arguments.
-        digests: One digest per message, shape (M,).
-        chain: `chain[i]` identifies `parts` and the first `i` messages; shape (M + 1,).
-        roles: The role of each message, shape (M,).
+        parts: Digests of what precedes the messages: system prompt, tools, chat template, template arguments.
+        digests: One digest per message, shape `(M,)`.
+        chain: `chain[i]` identifies `parts` and the first `i` messages; shape `(M + 1,)`.
+        roles: The role of each message, shape `(M,)`.
     """
 
     parts: Mapping[str, bytes]
@@ -48,7 +47,7 @@ class Conversation:
 
     @property
     def key(self) -> bytes:
-        """Identifies the whole conversation."""
+        """The digest of the whole conversation."""
         return self.chain[-1]
 
 
@@ -56,7 +55,7 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages) -> Conversation:
     """Fingerprint a conversation in one pass.
 
     Args:
-        parts: What stands before the messages, by name; any JSON-like values.
+        parts: What precedes the messages, by name; any JSON-like values.
         messages: Strands messages.
     """
     part_digests = {name: _digest(_dump(value)) for name, value in parts.items()}
@@ -66,7 +65,7 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages) -> Conversation:
 
 
 def chain_of(parts: Mapping[str, bytes], digests: Iterable[bytes]) -> tuple[bytes, ...]:
-    """The `chain` of a conversation, from its other digests."""
+    """Return the `chain` of a conversation with these parts and message digests."""
     chain = [_digest(b"".join(parts.values()))]
     for digest in digests:
         chain.append(next_link(chain[-1], digest))
@@ -74,17 +73,17 @@ def chain_of(parts: Mapping[str, bytes], digests: Iterable[bytes]) -> tuple[byte
 
 
 def message_digest(message: Message) -> bytes:
-    """The digest of a message's canonical form."""
+    """Return the digest of a message's canonical form."""
     return _digest(_dump([message["role"], canonical_content(message)]))
 
 
 def next_link(link: bytes, digest: bytes) -> bytes:
-    """The chain link after `link` for a message with this digest."""
+    """Return the chain link after `link` for a message with this digest."""
     return _digest(link + digest)
 
 
 def canonical_content(message: Message) -> list[Mapping[str, Any]]:
-    """The content blocks in the form in which Strands hands an assistant message back to its model."""
+    """Return the content blocks in the form in which Strands hands an assistant message back to its model."""
     blocks = [cast(Mapping[str, Any], block) for block in message["content"] if "cachePoint" not in block]
     if message["role"] != "assistant":
         return blocks
@@ -103,9 +102,9 @@ def canonical_content(message: Message) -> list[Mapping[str, Any]]:
     ]
 
 
-@lru_cache(maxsize=1024)  # it logs every time
+@lru_cache(maxsize=1024)  # Strands logs each check
 def is_tool_name(name: str) -> bool:
-    """Whether Strands lets a tool have a name; it hands calls of others back to their model as `INVALID_NAME`."""
+    """Whether Strands accepts a tool name; it hands calls with other names back to their model as `INVALID_NAME`."""
     try:
         validate_tool_use_name({"name": name, "toolUseId": "", "input": {}})
     except InvalidToolUseNameException:
@@ -114,7 +113,7 @@ def is_tool_name(name: str) -> bool:
 
 
 def block_digests(message: Message) -> tuple[tuple[str, bytes], ...]:
-    """Kind and digest of each content block, to tell how two messages differ; white space around texts left aside."""
+    """Return kind and digest of each content block, ignoring white space around texts."""
     blocks = []
     for block in canonical_content(message):
         kind = next(iter(block), "")
@@ -124,10 +123,10 @@ def block_digests(message: Message) -> tuple[tuple[str, bytes], ...]:
 
 
 def block_difference(recorded: Sequence[tuple[str, bytes]], message: Message) -> str:
-    """How a message differs from a recorded one, in words.
+    """Describe in words how a message differs from a recorded one.
 
     Args:
-        recorded: The `block_digests` of the recorded one.
+        recorded: The `block_digests` of the recorded message.
         message: The message.
     """
     there = block_digests(message)
@@ -144,18 +143,18 @@ def _digest(data: bytes) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    """Bytes that are equal exactly for equal values (dictionaries by content, not by order)."""
+    """Return bytes that are equal exactly for equal values; the order of dictionary keys does not matter."""
     try:
         data = orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # integers beyond 64 bits, lone surrogates: rare, and the standard library can
+    except TypeError:  # integers beyond 64 bits and lone surrogates: rare, and fine for the standard library
         return json.dumps(value, default=repr, sort_keys=True).encode()
-    if b"null" in data and _holds_nan(value):  # written as null, too
+    if b"null" in data and _holds_nan(value):  # orjson writes NaN as null
         return json.dumps(value, default=repr, sort_keys=True).encode()
     return data
 
 
 def _holds_nan(value: Any) -> bool:
-    """Whether there is a float in a value that JSON has no form for."""
+    """Whether a value contains a float that JSON cannot represent."""
     if isinstance(value, dict):
         return any(map(_holds_nan, value.values()))
     if isinstance(value, list | tuple):
@@ -170,4 +169,4 @@ def _dump_other(value: Any) -> str:
 
 
 NO_SYSTEM_PROMPT = _digest(_dump(None))
-"""The digest of a system prompt that is not there."""
+"""The digest of a missing system prompt."""

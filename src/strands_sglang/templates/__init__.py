@@ -1,1 +1,1 @@
-"""What the next prompt is: chat templates, and the tokens of what they write."""
+"""Chat templates, and the prompt tokens that they produce."""

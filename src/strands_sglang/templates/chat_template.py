@@ -1,16 +1,16 @@
 """From chat messages to prompt tokens: the opening of a sequence, and the continuation after a sampled turn.
 
-The opening is the template's render of the whole conversation. The continuation is what the same template puts *after*
-a sampled turn, found without rendering that turn again: a short stand-in conversation ends in an assistant message that
-holds a unique sentinel; the new messages follow it; whatever the template writes behind the first end-of-turn token
-after the sentinel is the continuation (`text_after_turn`). The sampled tokens themselves are never decoded into a
-prompt. At construction the method is checked against full renders of probe conversations (`prove`). What it cannot
-prove raises `UnprovenContinuationError`, and the caller starts a new sequence from a full render instead.
+The opening is the template's render of the whole conversation. The continuation is what the same template writes
+*after* a sampled turn, found without rendering that turn. A short stand-in conversation ends in an assistant message
+that holds a unique sentinel, and the new messages follow it. Everything after the first end-of-turn token that follows
+the sentinel is the continuation (`text_after_turn`). Sampled tokens are never decoded into a prompt. At construction
+the method is checked against full renders of probe conversations (`prove`). If it cannot be proven,
+`UnprovenContinuationError` is raised, and the caller starts a new sequence from a full render instead.
 
-Everything that is known about a template is found out by rendering small conversations with it. Templates differ in
-where they look for reasoning, in whether they show text beside a tool call, and in how they want a call's arguments. A
-part in a form that a template does not know is left out of its text without a word, so messages are put into the
-template's own forms before each render (`TemplateForms`).
+All knowledge about a template comes from rendering small conversations with it. Templates differ in where they look for
+reasoning, in whether they show text next to a tool call, and in the form of a call's arguments. A template silently
+drops a part in a form that it does not know, so messages are put into the template's own forms before each render
+(`TemplateForms`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 Tools = Sequence[Mapping[str, Any]] | None
 """Tools in OpenAI form."""
 
-# Texts that no conversation holds and that most templates leave as they are; one that changes letters or drops digits
-# lets another one through.
+# Texts that no conversation holds and that most templates leave unchanged. A template that changes letters or drops
+# digits leaves another one unchanged.
 _SENTINELS: tuple[Callable[[], str], ...] = (
     lambda: f"sentinel{uuid.uuid4().hex}",
     lambda: f"SENTINEL{uuid.uuid4().hex.upper()}",
@@ -51,7 +51,7 @@ _SENTINELS: tuple[Callable[[], str], ...] = (
 
 
 CASES = ("tool result", "several tool results", "user turn", "cut turn")
-"""What can follow a sampled turn, and a turn that was cut off before its end; each is proven on its own."""
+"""What can follow a sampled turn, and a turn that was cut off; each case is proven separately."""
 
 _SYSTEM = "You are being probed."
 _DESCRIPTION = "Looks at what the probe holds."
@@ -66,7 +66,7 @@ PROBE_TOOL = {
 
 
 class ChatTemplateError(ValueError):
-    """The chat template is missing, or refused a conversation. The message holds the template's own words."""
+    """The chat template is missing, or rejected a conversation. The message quotes the template's own error."""
 
 
 class UnprovenContinuationError(Exception):
@@ -75,22 +75,22 @@ class UnprovenContinuationError(Exception):
 
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
-_SHORTEST_COUNTED = 1000  # characters; for less it is not worth it
-_MOST_COUNTED = 16_000_000  # characters together; what was counted for nothing has to go
+_MIN_CACHED = 1000  # characters; caching shorter texts is not worth it
+_MAX_CACHED = 16_000_000  # characters together; texts that no call takes are evicted
 _TAIL_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to put in front of the model.
+    """Tokens of a prompt.
 
     Attributes:
-        token_ids: Ids, shape (T,).
-        encoded: The rendered text that they end with, from the end of the turn before it on, and its ids, in parts. The
-            ids may have more in front of them, or lack the first.
-        kept: How many of the sampled ids before it stay in the sequence; None for all of them.
+        token_ids: Ids, shape `(T,)`.
+        encoded: The rendered text that the ids end with, starting at the end of the previous turn, and its ids, in
+            parts. The ids may begin with further tokens, or lack the first one.
+        kept: Number of the sampled ids before the prompt that stay in the sequence; None for all.
         note: Why not all of them stay.
-        pictures: The images of the text, in its order; the ids hold one placeholder for each.
+        pictures: The images of the text, in order; the ids hold one placeholder for each.
     """
 
     token_ids: list[int]
@@ -105,19 +105,19 @@ class Prompt:
         return "".join(part.text for part in self.encoded)
 
     def ends_with(self, mark: str) -> bool:
-        """Whether a mark such as `<think>` is the last thing in the prompt, white space aside."""
+        """Whether the prompt ends with a mark such as `<think>`, ignoring white space."""
         return bool(mark.strip()) and self.text[-_TAIL_CHARACTERS:].rstrip().endswith(mark.rstrip())
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn that the model sampled, as far as what follows depends on it.
+    """The facts about a sampled turn that its continuation depends on.
 
     Attributes:
-        output_ids: The sampled ids, shape (T,).
+        output_ids: The sampled ids, shape `(T,)`.
         stop_token_id: The stop token among them; None if the turn was cut off or ended at a stop string.
-        calls: The turn's tool calls: `{"id", "name"}` in order.
-        ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed.
+        calls: The turn's tool calls in order: `{"id", "name"}`.
+        ends_in_reasoning: Whether the turn ends inside unclosed reasoning.
     """
 
     output_ids: Sequence[int]
@@ -131,14 +131,15 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: The library's own copy of the Hugging Face tokenizer.
-        encode: The ids of rendered text; no special tokens are added, the template wrote them.
-        decode: The text of ids, special tokens included.
-        family: The model family; None if it is not known.
-        stops: The tokens that can end an assistant's turn; `stop_ids` are their ids.
-        arguments: Passed to the template with every render.
+        encode: Returns the ids of rendered text; no special tokens are added, since the template wrote them.
+        decode: Returns the text of ids, including special tokens.
+        family: The model family; None if unknown.
+        stops: The tokens that can end an assistant's turn.
+        stop_ids: Ids of `stops`.
+        arguments: Arguments of every render.
         forms: The forms in which the template takes messages.
-        sentinel: Makes a new text that stands nowhere else and that the template leaves as it is.
-        identity: What about the template is part of a conversation's identity.
+        sentinel: Creates a unique text that the template leaves unchanged.
+        identity: The facts about the template that are part of a conversation's identity.
     """
 
     def __init__(
@@ -150,18 +151,18 @@ class ChatTemplate:
         family: str | None = None,
         escape_control_tokens: bool = False,
     ) -> None:
-        """Find the template and the tokens that end an assistant's turn in it, and check what can be proven.
+        """Find the template and its end-of-turn tokens, and check what can be proven.
 
         Args:
             tokenizer: A Hugging Face tokenizer.
             chat_template: Jinja text that replaces the tokenizer's own template.
-            arguments: Passed to the template with every render, e.g. `{"enable_thinking": False}`.
-            family: Name of the model family, where the template does not tell.
-            escape_control_tokens: Whether control tokens that stand in messages and tools are encoded as ordinary text.
+            arguments: Arguments of every render, such as `{"enable_thinking": False}`.
+            family: Name of the model family, if the template does not identify it.
+            escape_control_tokens: Whether control tokens in messages and tools are encoded as ordinary text.
 
         Raises:
-            ChatTemplateError: The tokenizer has no chat template and none was given, or it cannot render a plain
-                exchange; or the named family's stop tokens are not in the vocabulary.
+            ChatTemplateError: There is no chat template, it cannot render a plain exchange, or the named family's stop
+                tokens are not in the vocabulary.
             ValueError: There is no such family.
         """
         own = getattr(tokenizer, "chat_template", None)
@@ -176,7 +177,7 @@ class ChatTemplate:
         self.encode, self.decode = encoder.encode, encoder.decode
         self.arguments = dict(arguments or {})
         self.forms = TemplateForms()
-        # Pinned: a tokenizer is shared, and may get another one.
+        # Pinned: the shared tokenizer may get another template.
         self._template = chat_template or own
         self.sentinel = _SENTINELS[0]
         self.sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
@@ -189,7 +190,7 @@ class ChatTemplate:
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, bool], bool] = {}
-        # Long texts that were encoded to be counted, until the call takes them that sends them: each is encoded once.
+        # Long texts that were encoded for counting, kept for the call that sends them, so that each is encoded once.
         self._counted: dict[str, tuple[EncodedText, ...]] = {}
         self._lock = threading.Lock()
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
@@ -198,11 +199,14 @@ class ChatTemplate:
     # --- what is proven ---
 
     def self_check(self, *, has_system: bool = True, has_tools: bool = True) -> dict[str, str | None]:
-        """What can be proven of this template: by case, why it cannot be; None where it is proven.
+        """Check what can be proven of this template.
 
         Args:
             has_system: Whether conversations begin with a system message.
             has_tools: Whether there are tools.
+
+        Returns:
+            By case, why it cannot be proven; None if it is proven.
         """
         return {case: self._prove(case, has_system, has_tools).reason for case in CASES}
 
@@ -215,7 +219,7 @@ class ChatTemplate:
         return self._proofs[key]
 
     def rewrites_history(self, *, tool_result: bool = False, reasoning: bool = True) -> bool:
-        """Whether the template writes earlier turns differently once something follows them.
+        """Whether the template renders earlier turns differently once something follows them.
 
         Args:
             tool_result: Whether a tool result follows, rather than a user message.
@@ -228,7 +232,7 @@ class ChatTemplate:
 
     @cached_property
     def left_out(self) -> frozenset[str]:
-        """What the template leaves out without a word: "system prompt", "tool calls", "tool results"."""
+        """What the template drops silently: "system prompt", "tool calls", "tool results"."""
         system, argument, result = (self.sentinel() for _ in range(3))
         call = probe_call(self, 0)
         question: ChatMessage = {"role": "user", "content": "u"}
@@ -240,16 +244,16 @@ class ChatTemplate:
         missing: set[str] = set()
         for messages, tools, expected in probes:
             text = self.try_render(messages, tools, add_generation_prompt=True)
-            if text is not None:  # a template that refuses them says so itself
+            if text is not None:  # a template that rejects them raises an error of its own
                 missing.update(part for part, sentinel in expected.items() if sentinel not in text)
         return frozenset(missing)
 
     @cached_property
     def reasoning_close(self) -> str | None:
-        """What stands between reasoning that ends and the answer, in an assistant's turn as the template writes it.
+        """The text between the end of reasoning and the answer, as the template writes it.
 
-        Where the template does not show reasoning, it is the family's mark; None if there is none. Where the turn ends
-        with its reasoning, as in harmony, it is empty: the token that ends the turn closes both.
+        If the template does not show reasoning, it is the family's mark; None if there is none. If the turn ends with
+        its reasoning, as in harmony, it is empty: the token that ends the turn closes both.
         """
         reasoning, answer = self.sentinel(), self.sentinel()
         exchange: list[ChatMessage] = [
@@ -257,12 +261,12 @@ class ChatTemplate:
             {"role": "assistant", "content": answer, "reasoning_content": reasoning},
         ]
         marks = None if self.family is None else self.family.reasoning
-        # Marks that were put around reasoning only so that it is shown are no proof of what closes it.
+        # Marks that were added only to show reasoning do not prove what closes it.
         forms = self.forms if marks else replace(self.forms, reasoning_marks=None)
         text = self.try_render(exchange, add_generation_prompt=False, forms=forms) or ""
-        _, found, behind = text.partition(reasoning)
-        if found and answer in behind:
-            close = behind.partition(answer)[0]
+        _, found, rest = text.partition(reasoning)
+        if found and answer in rest:
+            close = rest.partition(answer)[0]
         elif marks is not None:
             close = marks[1]
         else:
@@ -280,23 +284,23 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         forms: TemplateForms | None = None,
     ) -> str:
-        """The template's text for a conversation.
+        """Render a conversation as text.
 
         Args:
             messages: Chat messages.
             tools: Tools in OpenAI form.
-            add_generation_prompt: Whether the model's turn is opened behind them.
-            arguments: In place of its own.
-            forms: In place of its own.
+            add_generation_prompt: Whether to open the model's turn after the messages.
+            arguments: Arguments that replace the template's own.
+            forms: Forms that replace the template's own.
 
         Raises:
-            ChatTemplateError: The template refused it.
+            ChatTemplateError: The template rejected the conversation.
         """
         try:
             return self.tokenizer.apply_chat_template(
                 (self.forms if forms is None else forms).put(messages),
                 tools=None if tools is None else list(tools),
-                # Of several named templates the tokenizer chooses at each render, by whether there are tools.
+                # With several named templates the tokenizer chooses one per render, depending on the tools.
                 chat_template=self._template if isinstance(self._template, str) else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -307,14 +311,14 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
     def try_render(self, messages: Sequence[ChatMessage], tools: Tools = None, **options: Any) -> str | None:
-        """The same; None where the template refuses it."""
+        """Render a conversation as `render` does; None if the template rejects it."""
         try:
             return self.render(messages, tools, **options)
         except ChatTemplateError:
             return None
 
     def added_tokens(self, *, special_only: bool) -> set[str]:
-        """The tokens that were added to the vocabulary, or those among them that are control tokens."""
+        """Return the tokens that were added to the vocabulary, or only the control tokens among them."""
         added = self.tokenizer.added_tokens_decoder.values()
         texts = {token.content for token in added if token.special or not special_only}
         return (texts | set(self.tokenizer.all_special_tokens)) - {""}
@@ -325,7 +329,7 @@ class ChatTemplate:
 
     @property
     def template_text(self) -> str:
-        """The template's text; of several named ones all of them."""
+        """The template's text; all texts of several named templates."""
         template = self._template
         return template if isinstance(template, str) else "\n".join(map(str, dict(template or {}).values()))
 
@@ -336,15 +340,15 @@ class ChatTemplate:
     # --- prompts ---
 
     def opening(self, messages: Sequence[ChatMessage], tools: Tools, *, ahead: bool = False) -> Prompt:
-        """The prompt that opens a sequence: the whole conversation, rendered.
+        """Return the prompt that opens a sequence: the whole conversation, rendered.
 
         Args:
-            messages: Chat messages, the system message first if there is one.
+            messages: Chat messages, with the system message first if there is one.
             tools: Tools in OpenAI form.
-            ahead: Whether the tokens are counted only, and the call that sends them comes next.
+            ahead: Whether the tokens are only counted, before the call that sends them.
 
         Raises:
-            ChatTemplateError: The template refused the conversation, or would leave something out of it.
+            ChatTemplateError: The template rejected the conversation, or would drop a part of it.
         """
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
@@ -362,23 +366,23 @@ class ChatTemplate:
         had_tool_results: bool = False,
         ahead: bool = False,
     ) -> Prompt:
-        """The prompt tokens that follow a sampled turn.
+        """Return the prompt tokens that follow a sampled turn.
 
-        A turn that was cut off, or that ended at a stop string or at a token of its own text (`</tool_call>`), gets
-        what is missing of its end as prompt tokens. Of one that ended with another control token than the template
-        writes there, all but that token stays in the sequence.
+        If the turn was cut off, or ended at a stop string or at a token of its own text (`</tool_call>`), the missing
+        part of its end becomes prompt tokens. If it ended with another control token than the template writes there,
+        the sequence keeps all but that token.
 
         Args:
             turn: The turn.
-            messages: The chat messages that came since.
+            messages: The chat messages since then.
             tools: Tools in OpenAI form.
             has_system: Whether the conversation begins with a system message.
             had_tool_results: Whether the conversation before the turn holds tool results.
             ahead: As for `opening`.
 
         Raises:
-            UnprovenContinuationError: The template's text after the turn cannot be told.
-            ChatTemplateError: The template would leave something out of the new messages.
+            UnprovenContinuationError: The template's text after the turn cannot be derived.
+            ChatTemplateError: The template would drop a part of the new messages.
         """
         last = turn.output_ids[-1] if len(turn.output_ids) else None
         results = sum(message["role"] == "tool" for message in messages)
@@ -397,7 +401,7 @@ class ChatTemplate:
                 needs_tool_step = needs_tool_step or proof.needs_tool_step
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
-        # A template without a place for calls has none to write: what is new follows the turn's text.
+        # A template that drops calls writes none: the new messages follow the turn's text.
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
@@ -413,23 +417,21 @@ class ChatTemplate:
         encoded = self._encoded(after.end + after.following, ahead)
         token_ids = _ids_of(encoded)
         if not token_ids or token_ids[0] != end_id:
-            raise UnprovenContinuationError(
-                f"{after.end!r} does not stay one token in front of {after.following[:40]!r}"
-            )
+            raise UnprovenContinuationError(f"{after.end!r} is not a single token before {after.following[:40]!r}")
         if last == end_id:
             return Prompt(token_ids[1:], encoded, pictures=pictures)
         stop = "" if last is None else str(self.tokenizer.convert_ids_to_tokens(last))
-        # A control token of the turn's own text, at which a user's `stop_token_ids` stopped, stays.
+        # A control token of the turn's own text, at which the user's `stop_token_ids` stopped, stays.
         is_odd = last == turn.stop_token_id and self.is_special(last) and stop not in after.rest
         if last is not None and (last in self.stop_ids or is_odd):
-            note = f"the model stopped with {stop!r} where the chat template puts {after.end!r}"
+            note = f"the model stopped with {stop!r} where the chat template writes {after.end!r}"
             return Prompt(token_ids, encoded, len(turn.output_ids) - 1, note, pictures)
-        # What the template still writes of a turn whose text ends here, without what the turn has of it already.
+        # The rest of the turn as the template writes it, without the part that was sampled already.
         rest = "" if results else after.rest
         if turn.ends_in_reasoning and not results:
             if self.reasoning_close is None:
                 raise UnprovenContinuationError(
-                    "the turn was cut off in its reasoning, and what closes that is unknown"
+                    "the turn was cut off in its reasoning, and it is unknown what closes that"
                 )
             rest = self.reasoning_close + rest
         tail = self.decode(turn.output_ids[-_TAIL_TOKENS:]) if rest else ""
@@ -437,7 +439,7 @@ class ChatTemplate:
         return Prompt([*self.encode(rest[sampled:]), *token_ids], encoded, pictures=pictures)
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
-        """The messages and tools as they are rendered, with marks in place of control tokens if those are escaped."""
+        """Return messages and tools as they are rendered, with marks for control tokens if those are escaped."""
         if self._control_tokens is not None:
             return self._control_tokens.escape(messages), self._control_tokens.escape(tools)
         for message in messages:
@@ -449,8 +451,8 @@ class ChatTemplate:
             if token is not None:
                 self._warned = True
                 logger.warning(
-                    "role=<%s>, token=<%s> | the text of a message holds a control token, which becomes a real one in "
-                    "the prompt, as on the server's chat endpoint; escape_control_tokens=True keeps it text",
+                    "role=<%s>, token=<%s> | a message contains the text of a control token, which becomes a real one "
+                    "in the prompt, as on the server's chat endpoint; escape_control_tokens=True keeps it text",
                     message["role"],
                     token.group(),
                 )
@@ -462,52 +464,52 @@ class ChatTemplate:
         if encoded is None:
             escaped = self._control_tokens
             encoded = tuple(escaped.pieces(text)) if escaped else (EncodedText(text, self.encode(text)),)
-        if ahead and _SHORTEST_COUNTED <= len(text) <= _MOST_COUNTED:
+        if ahead and _MIN_CACHED <= len(text) <= _MAX_CACHED:
             with self._lock:
                 self._counted[text] = encoded
-                while sum(map(len, self._counted)) > _MOST_COUNTED:
+                while sum(map(len, self._counted)) > _MAX_CACHED:
                     del self._counted[next(iter(self._counted))]
         return encoded
 
     def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse what the template would leave out without a word."""
+        """Reject messages with parts that the template would silently drop."""
         for i, message in enumerate(messages):
             where = getattr(message, "where", f"message {i}")
             parts = {_PART_OF_ROLE.get(message["role"]), "tool calls" if message.get("tool_calls") else None}
             for part in parts & self.left_out:
                 raise ChatTemplateError(
-                    f"{where}: the chat template leaves the {part} out of what it writes; use a template that has a "
-                    "place for them, chat_template=<jinja text>"
+                    f"{where}: the chat template drops the {part}; pass a template that renders all parts, "
+                    "chat_template=<jinja text>"
                 )
             if self.forms.text_beside_calls == "left out" and any(
                 formed.get("tool_calls") and formed["content"] for formed in self.forms.put([message])
             ):
                 raise ChatTemplateError(
-                    f"{where}: the chat template leaves text beside a tool call out of what it writes; take the text "
-                    "out of the message, or use a template that has a place for it, chat_template=<jinja text>"
+                    f"{where}: the chat template drops text next to a tool call; remove the text from the message, or "
+                    "pass a template that renders it, chat_template=<jinja text>"
                 )
 
     # --- tokens ---
 
     def is_special(self, token_id: int | None) -> bool:
-        """Whether a token is a control token, which never belongs to the text of an answer."""
+        """Whether a token is a control token, which is never part of an answer's text."""
         token = self.tokenizer.added_tokens_decoder.get(token_id)
         is_marked = token is not None and token.special
         return is_marked or token_id in self.tokenizer.all_special_ids or token_id in self.stop_ids
 
     def call_id(self, tool_use_id: str, name: str, number: int) -> str:
-        """The id of a tool call in the form in which the family's templates show ids.
+        """Return the id of a tool call in the id format of the family's templates.
 
         Args:
             tool_use_id: The agent's id.
             name: The tool's name.
-            number: How many calls the conversation has before it.
+            number: Number of earlier calls in the conversation.
         """
         make = self.family.call_id if self.family is not None else None
         return tool_use_id if make is None else make(tool_use_id, name, number)
 
     def _find_family(self, name: str | None) -> tuple[Family | None, tuple[str, ...]]:
-        """The model family with its stop tokens; or none, and the stop token that can be derived from the template."""
+        """Find the model family with its stop tokens, or else derive the stop token from the template."""
         family = find_family(self.template_text) if name is None else get_family(name)
         if family is not None:
             added = self.added_tokens(special_only=False)
@@ -516,8 +518,8 @@ class ChatTemplate:
                 return family, known
             if name is not None:
                 raise ChatTemplateError(f"family={name!r}: none of its stop tokens {family.stops} is in the vocabulary")
-        # None that is known, or its template on another vocabulary.
-        # It ends a turn with the first control token that it writes behind an assistant's text.
+        # An unknown family, or its template with another vocabulary. The first control token that the template writes
+        # after an assistant's text ends a turn.
         sentinel = self.sentinel()
         exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
         after = self.render(exchange, add_generation_prompt=False).rpartition(sentinel)[2]
@@ -528,12 +530,12 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class TextAfterTurn:
-    """What the template writes behind the text of an assistant's turn.
+    """What the template writes after the text of an assistant's turn.
 
     Attributes:
-        rest: What it still writes of the turn, such as the end of a section; a turn that was sampled to its end has it.
+        rest: The rest of the turn, such as the end of a section; a turn that was sampled to its end includes it.
         end: The token that ends the turn.
-        following: The text behind that token.
+        following: The text after that token.
     """
 
     rest: str
@@ -550,22 +552,22 @@ def text_after_turn(
     has_system: bool,
     after_tool_step: bool = False,
 ) -> TextAfterTurn:
-    """What the template writes behind a turn, found without rendering that turn: a stand-in takes its place.
+    """Return what the template writes after a turn, with a stand-in instead of that turn.
 
     Args:
         template: The template.
-        calls: The turn's tool calls: `{"id", "name"}` in order; none where the template does not write calls.
-        messages: The chat messages behind the turn.
+        calls: The turn's tool calls in order: `{"id", "name"}`. Empty if the template does not write calls.
+        messages: The chat messages after the turn.
         tools: Tools in OpenAI form.
-        has_system: Whether the conversation begins with a system message (some templates refuse one).
+        has_system: Whether the conversation begins with a system message (some templates reject one).
         after_tool_step: Whether the stand-in conversation has a tool call and its result before the turn.
 
     Raises:
-        UnprovenContinuationError: It cannot be told.
+        UnprovenContinuationError: The text cannot be derived.
     """
     sentinel = template.sentinel()
-    # The sentinel stands in every call: what counts is the last one that the template writes, and gpt-oss's template
-    # writes one of several.
+    # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
+    # of several calls.
     stand_in = assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), sentinel)
     before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
     before.append({"role": "user", "content": "u"})
@@ -574,18 +576,18 @@ def text_after_turn(
     try:
         text = template.render([*before, stand_in, *messages], tools, add_generation_prompt=True)
     except ChatTemplateError as error:
-        # Whether the template refuses the messages or only the stand-in is for the full render to tell.
+        # The full render shows whether the template rejects the messages or only the stand-in.
         raise UnprovenContinuationError(str(error)) from error
     found = _split(text, sentinel, template.stops)
-    # Without knowing the family, a control token in between may be the true end of the turn, and what stands behind it
-    # a message.
+    # If the family is unknown, a control token in between may be the true end of the turn, and the text after it a
+    # message.
     if template.family is None and any(token in found.rest for token in template.added_tokens(special_only=True)):
-        raise UnprovenContinuationError(f"a control token stands between the turn and {found.end!r}")
+        raise UnprovenContinuationError(f"there is a control token between the turn and {found.end!r}")
     return found
 
 
 def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage:
-    """An assistant's turn that ends in `text`: in its calls, or in its content where it has none."""
+    """Create an assistant's turn that ends in `text`: in its calls or, without calls, in its content."""
     if not calls:
         return {"role": "assistant", "content": text}
     return {
@@ -605,7 +607,7 @@ def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage
 def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
     _, found, after = text.rpartition(sentinel)
     if not found:
-        raise UnprovenContinuationError("the chat template leaves the assistant's turn out of its render")
+        raise UnprovenContinuationError("the chat template drops the assistant's turn")
     positions = [(after.index(stop), stop) for stop in stops if stop in after]
     if not positions:
         raise UnprovenContinuationError(f"the chat template does not end the turn with any of {tuple(stops)}")
@@ -618,11 +620,11 @@ def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether the text after a turn is what the whole conversation would have there.
+    """Whether the text after a turn equals that in a render of the whole conversation.
 
     Attributes:
-        reason: Why that is not proven; None if it is.
-        needs_tool_step: Whether it takes a stand-in with a tool step before the turn where the conversation has one.
+        reason: Why it is not proven; None if it is.
+        needs_tool_step: Whether the stand-in needs a tool step before the turn if the conversation has one.
     """
 
     reason: str | None
@@ -632,8 +634,8 @@ class Proof:
 def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool) -> Proof:
     """Prove the text after a turn for one of `CASES`.
 
-    Conversations of three lengths are rendered in full. What they have behind the turn must be what the stand-in
-    conversation has there, and neither the system prompt nor the tools may come after the turn.
+    Conversations of three lengths are rendered in full. Their text after the turn must equal that of the stand-in
+    conversation, and neither the system prompt nor the tools may come after the turn.
 
     Args:
         template: The template.
@@ -648,7 +650,7 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
     new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
     before: list[ChatMessage] = [{"role": "system", "content": _SYSTEM}] if has_system else []
     before.append({"role": "user", "content": "What is there?"})
-    exchange = [{"role": "assistant", "content": "A thing."}, {"role": "user", "content": "Which one?"}]
+    exchange = [{"role": "assistant", "content": "A probe."}, {"role": "user", "content": "Which one?"}]
 
     try:
         references = []
@@ -658,9 +660,9 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
             references.append(_split(whole, answer, template.stops))
             after = references[-1].rest + references[-1].following
             if has_system and _SYSTEM in after:
-                return Proof("the chat template moves the system prompt behind the turn")
+                return Proof("the chat template moves the system prompt after the turn")
             if has_tools and _DESCRIPTION in after:
-                return Proof("the chat template moves the tools behind the turn")
+                return Proof("the chat template moves the tools after the turn")
             before += _tool_step(probe_call(template, number)) if count else exchange
         plain = text_after_turn(template, shown, new, tools, has_system=has_system)
         if references == [plain] * 3:
@@ -670,7 +672,7 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
             return Proof(None, needs_tool_step=True)
     except (UnprovenContinuationError, ChatTemplateError) as error:
         return Proof(str(error))
-    return Proof("what the chat template writes behind the turn depends on what came before it")
+    return Proof("what the chat template writes after the turn depends on what came before it")
 
 
 def _tool_step(call: Mapping[str, str]) -> list[ChatMessage]:
@@ -678,23 +680,24 @@ def _tool_step(call: Mapping[str, str]) -> list[ChatMessage]:
 
 
 def probe_call(template: ChatTemplate, number: int) -> dict[str, str]:
-    """A call of `PROBE_TOOL`: `{"id", "name"}`, the id in the form of the family."""
-    # Nine letters and digits, which is what the strictest templates take.
+    """Create a call of `PROBE_TOOL`: `{"id", "name"}`, with the id in the family's format."""
+    # Nine letters and digits, as the strictest templates require.
     return {"id": template.call_id(f"call{number:05}", "look", number), "name": "look"}
 
 
 def probe_result(call: Mapping[str, str]) -> ChatMessage:
-    """What a probe call returned."""
+    """Create the result of a probe call."""
     return {"role": "tool", "content": f"seen by {call['id']}", "name": call["name"], "tool_call_id": call["id"]}
 
 
-# --- what it does with parts of a conversation ---
+# --- how it treats parts of a conversation ---
 
 
 def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bool) -> bool:
-    """Whether the template writes a sampled turn differently once something follows it.
+    """Whether the template renders a sampled turn differently once something follows it.
 
-    Reasoning models strip their reasoning then; an empty block of reasoning that the generation prompt held may vanish.
+    Templates of reasoning models then strip reasoning, and an empty reasoning block of the generation prompt may
+    vanish.
 
     Args:
         template: The template.
@@ -707,23 +710,26 @@ def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bo
     turn = assistant_turn([call] if tool_result else [], answer)
     if reasoning:
         turn["reasoning_content"] = thought
-    behind = probe_result(call) if tool_result else {"role": "user", "content": "v"}
+    following = probe_result(call) if tool_result else {"role": "user", "content": "v"}
     tools = [PROBE_TOOL] if tool_result else None
     try:
         opening = template.render([question], tools, add_generation_prompt=True)
         as_last = template.render([question, turn], tools, add_generation_prompt=False)
-        whole = template.render([question, turn, behind], tools, add_generation_prompt=True)
+        whole = template.render([question, turn, following], tools, add_generation_prompt=True)
     except ChatTemplateError:
-        return True  # nothing is known: the template's own form is its full render
+        return True  # unknown: the template's own form is its full render
     if not whole.startswith(opening) or (reasoning and thought not in whole):
         return True
-    # What stands before the answer may be there only while the turn is the last one.
+    # The text before the answer may be there only while the turn is the last one.
     before = whole.partition(answer)[0]
     return before not in (opening, as_last.partition(answer)[0]) and not tool_result
 
 
 def prefix_arguments(template: ChatTemplate) -> str:
-    """The template arguments that change how history is rendered, as JSON; others touch only the generation prompt."""
+    """Return the template arguments that change how history is rendered, as JSON.
+
+    Other arguments only affect the generation prompt.
+    """
     call = {"id": "call00000", "name": "look"}
     plain: list[ChatMessage] = [
         {"role": "system", "content": "s"},
@@ -742,10 +748,10 @@ def prefix_arguments(template: ChatTemplate) -> str:
     def changes(name: str) -> bool:
         alone = {name: template.arguments[name]}
         others = {other: value for other, value in template.arguments.items() if other != name}
-        # Some arguments matter only beside others.
+        # Some arguments matter only together with others.
         pairs = [(render(probe, alone), render(probe, {})) for probe in probes]
         pairs += [(render(probe, template.arguments), render(probe, others)) for probe in probes]
-        # An argument that no probe can be rendered with, or without, may change anything.
+        # If no probe renders with or without an argument, the argument may change anything.
         return any(with_it != without for with_it, without in pairs) or pairs[0] == (None, None)
 
     relevant = {name: value for name, value in template.arguments.items() if changes(name)}
@@ -753,19 +759,19 @@ def prefix_arguments(template: ChatTemplate) -> str:
 
 
 TextBesideCalls = Literal["shown", "own message", "in reasoning", "left out"]
-"""What a template makes of text beside tool calls; in the form "own message" the text is a message before the calls."""
+"""How a template treats text next to tool calls; "own message" puts the text into a message before the calls."""
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """The forms that one template takes.
+    """The forms in which one template takes messages.
 
     Attributes:
-        text_arguments: Whether it takes the arguments of tool calls as JSON text, not as objects.
-        reasoning_marks: What goes around reasoning where the template has no `reasoning_content` and takes it as a part
-            of the text; None where it has.
-        text_beside_calls: How it takes text beside tool calls.
-        numbers_calls: Whether it writes ids of its own into tool calls, numbered from 0 in each turn.
+        text_arguments: Whether arguments of tool calls are JSON text, not objects.
+        reasoning_marks: Marks around reasoning if the template takes it as part of the text; None if it takes
+            `reasoning_content`.
+        text_beside_calls: How the template takes text next to tool calls.
+        numbers_calls: Whether the template writes its own ids into tool calls, numbered from 0 in each turn.
     """
 
     text_arguments: bool = False
@@ -774,7 +780,7 @@ class TemplateForms:
     numbers_calls: bool = False
 
     def put(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The messages in the template's forms; what is in them already is left as it is."""
+        """Put messages into the template's forms; messages already in them stay unchanged."""
         return [formed for message in messages for formed in self._put(message)]
 
     def _put(self, message: ChatMessage) -> list[ChatMessage]:
@@ -799,9 +805,9 @@ class TemplateForms:
         return [message]
 
     def with_own_ids(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The results of tool calls under the ids that the template writes into those calls.
+        """Rename the results of tool calls to the ids that the template writes into those calls.
 
-        Results of calls that are not among `messages` keep theirs.
+        Results of calls that are not among `messages` keep their ids.
         """
         if not self.numbers_calls:
             return list(messages)
@@ -825,14 +831,14 @@ def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
 # --- forms ---
 
 _THINK_MARKS = ("<think>\n", "\n</think>\n\n")
-"""How models write `<think>`; it is also what models are taught whose family has no marks of its own."""
+"""The usual form of `<think>`, also taught to models whose family has no marks of its own."""
 
 
 def find_forms(template: ChatTemplate) -> TemplateForms:
-    """The forms in which a template takes what an assistant's turn holds.
+    """Find the forms in which a template takes the parts of an assistant's turn.
 
-    The first form in which a part is not left out is taken. Reasoning that is gone in every form is what the template
-    leaves out by a rule of its own; text beside tool calls that is gone in every form is "left out".
+    The first form that shows a part is taken. If no form shows reasoning, the template drops it by a rule of its own.
+    If no form shows text next to tool calls, that text is "left out".
     """
     earlier, call = probe_call(template, 0), probe_call(template, 5)
 
@@ -844,13 +850,13 @@ def find_forms(template: ChatTemplate) -> TemplateForms:
         if "reasoning" in parts:
             turn["reasoning_content"] = texts["reasoning"]
         before: list[ChatMessage] = [{"role": "user", "content": "u"}]
-        behind = later
+        following = later
         if "call" in parts:
-            # A template can treat the first step with a call otherwise than later ones.
+            # A template may treat the first step with a call differently from later ones.
             before += [assistant_turn([earlier], "earlier"), probe_result(earlier)]
-            behind = [probe_result(call), *later]
+            following = [probe_result(call), *later]
         text = template.try_render(
-            [*before, turn, *behind],
+            [*before, turn, *following],
             [PROBE_TOOL],  # always: some templates render nothing without tools
             add_generation_prompt=False,
             forms=forms,
@@ -881,7 +887,7 @@ def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) 
     if shown(forms, "text", "call"):
         refuses_both = shown(forms, "reasoning", "call") and shown(forms, "reasoning", "text", "call") is None
         return "in reasoning" if refuses_both else "shown"
-    # Templates that want roles to alternate refuse two messages in a row only once more follows.
+    # Templates that require alternating roles reject two messages in a row only if more follows.
     later = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
     return (
         "own message"
@@ -895,7 +901,7 @@ def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) 
 
 @dataclass
 class _Stretch:
-    """A control token that the template wrote, or what stands between two of them."""
+    """A control token that the template wrote, or the text between two of them."""
 
     text: str = ""
     has_mark: bool = False
@@ -903,17 +909,17 @@ class _Stretch:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: all tokens that were added to its vocabulary, white space aside.
+    """The control tokens of a tokenizer: all tokens added to its vocabulary except white space.
 
-    These are more than the "special" ones: the marks of calls and results, such as `</tool_response>`, are among them.
+    These are more than the "special" ones: they include the marks of calls and results, such as `</tool_response>`.
     """
 
     def __init__(self, encoder: Encoder, new_mark: Callable[[], str]) -> None:
-        """Look up the tokens, and what encodes without them.
+        """Look up the tokens, and an encoder without them.
 
         Args:
-            encoder: Encodes.
-            new_mark: Makes a unique text that the chat template leaves as it is.
+            encoder: Encodes text.
+            new_mark: Creates a unique text that the chat template leaves unchanged.
         """
         self._encoder = encoder
         self._new_mark = new_mark
@@ -922,13 +928,13 @@ class ControlTokens:
         added = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
         special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         ids = {token: token_id for token, token_id in (*added.items(), *special) if token.strip()}
-        # What a vocabulary lacks becomes its unknown token, whoever wrote it.
+        # Text that a vocabulary lacks becomes its unknown token, wherever it comes from.
         self._counted = frozenset(ids.values()) - {tokenizer.unk_token_id}
         self._pattern = re.compile(f"({_any_of(ids)})")
         self._encode_without = encoder.without(ids)
 
     def escape(self, value: Any) -> Any:
-        """A JSON-like value with a mark in place of every control token in its texts; images stay as they are."""
+        """Replace each control token in the texts of a JSON-like value by a mark; images stay unchanged."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._marks.setdefault(match.group(), self._new_mark()), value)
         if isinstance(value, Mapping) and not isinstance(value, ImagePart):
@@ -938,10 +944,10 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> list[EncodedText]:
-        """A rendered text encoded, with control tokens in place of none of the marks.
+        """Encode a rendered text so that no mark becomes a control token.
 
         Raises:
-            ChatTemplateError: A text of the conversation became a control token all the same.
+            ChatTemplateError: A text of the conversation became a control token anyway.
         """
         tokens = {mark: token for token, mark in list(self._marks.items())}
         parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
@@ -960,30 +966,30 @@ class ControlTokens:
             whole = "".join(stretch.text for stretch in together)
             if has_mark:
                 token_ids = self._encode_without(whole)
-                # Vocabularies may have a control token as an ordinary piece, too.
+                # A vocabulary may also have a control token as an ordinary piece.
                 if not self._counted.isdisjoint(token_ids):
                     token_ids = [token_id for letter in whole for token_id in self._encode_without(letter)]
                 if not self._counted.isdisjoint(token_ids):
                     raise ChatTemplateError(
-                        f"a message holds a control token that this tokenizer cannot write as text: {whole!r:.200}"
+                        f"a message holds a control token that this tokenizer cannot encode as text: {whole!r:.200}"
                     )
             else:
                 token_ids = self._encoder.encode(whole)
                 own_tokens = sum(stretch.is_token for stretch in together)
-                # A tokenizer may normalize some other spelling to that of a control token.
+                # A tokenizer may normalize another spelling to a control token.
                 if sum(token_id in self._counted for token_id in token_ids) > own_tokens:
                     raise ChatTemplateError(
-                        "a message holds a text that the tokenizer turns into a control token, "
-                        "though it is spelled otherwise"
+                        "a message holds a text that the tokenizer normalizes to a control token, "
+                        "although its spelling differs"
                     )
             pieces.append(EncodedText(whole, token_ids, is_plain=has_mark))
         return pieces
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of many words at a place; linear in the text, however many they are.
+    """Return a pattern for the longest of many words at a position. It is linear in the text for any number of words.
 
-    It matches nothing if there are none.
+    Without words it matches nothing.
     """
     tree: dict[str, Any] = {}
     for word in words:
@@ -1007,7 +1013,7 @@ def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
     return [token_id for part in encoded for token_id in part.token_ids]
 
 
-# By encoder, and then by what else makes a template; weak, for a template holds its encoder.
+# By encoder, then by the other arguments of a template; weak, because a template holds its encoder.
 _templates: weakref.WeakKeyDictionary[Encoder, weakref.WeakValueDictionary[tuple[Any, ...], ChatTemplate]] = (
     weakref.WeakKeyDictionary()
 )
@@ -1021,7 +1027,7 @@ def get_chat_template(
     family: str | None = None,
     escape_control_tokens: bool = False,
 ) -> ChatTemplate:
-    """A shared `ChatTemplate`, so that a thousand models on one tokenizer look at its template once.
+    """Return a shared `ChatTemplate`, so that a thousand models on one tokenizer examine its template once.
 
     Raises:
         ChatTemplateError: As for `ChatTemplate`.

@@ -1,9 +1,9 @@
-"""A tokenizer of the library's own, which nobody else can call.
+"""Private tokenizers that no other code calls.
 
-Hugging Face keeps truncation, padding and the handling of special tokens as state of the shared tokenizer: a call with
-`truncation=True` in one thread, as reward models make, cuts what another thread encodes at that moment. So nothing here
-encodes or decodes with the user's object. Each tokenizer gets one `Encoder`, with a copy that has its vocabulary and
-none of these settings, and whose state no call changes.
+Hugging Face keeps truncation, padding and the handling of special tokens as state of the shared tokenizer. A call with
+`truncation=True` in one thread, as reward models make, truncates what another thread encodes at that moment. So this
+library never encodes or decodes with the user's object. Each tokenizer gets one `Encoder` with a copy that has its
+vocabulary and none of these settings, and whose state no call changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EncodedText:
 
     Attributes:
         text: The text.
-        token_ids: Its ids, shape (T,).
-        is_plain: Whether it was encoded without any control token, though it holds the text of some.
+        token_ids: Ids of the text, shape `(T,)`.
+        is_plain: Whether the text of control tokens in it was encoded as ordinary text.
     """
 
     text: str
@@ -40,35 +40,35 @@ class EncodedText:
 
 
 class Encoder:
-    """Text into tokens and back, always in full. Safe to share between threads.
+    """Encodes text and decodes tokens, always in full. Safe to share between threads.
 
-    It is the tokenizer as it was: what its owner changes later is not seen.
+    It keeps the state that the tokenizer had when it was copied; later changes by its owner have no effect.
 
     Attributes:
         tokenizer: The copy. Nothing that changes its state may be called on it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a tokenizer: 1 ms for a vocabulary in Rust, which is shared; one in Python is copied whole.
+        """Copy a tokenizer. A vocabulary in Rust is shared, which takes 1 ms; one in Python is copied.
 
         Args:
             tokenizer: A Hugging Face tokenizer.
         """
         self.tokenizer = private_copy(tokenizer)
-        # Rust encodes in many threads at once; of others nothing is known.
+        # Rust tokenizers are thread-safe; others may not be.
         self._lock: AbstractContextManager[Any] = threading.Lock()
         if _backend(self.tokenizer) is not None:
-            self.encode("")  # a tokenizer that was loaded with settings of its own applies them at its first call
+            self.encode("")  # settings with which a tokenizer was loaded are applied at its first call
             self._lock = nullcontext()
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The ids of a text; no special tokens are added."""
+        """Return the ids of a text; no special tokens are added."""
         with self._lock:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
             return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         with self._lock:
             text: str = self.tokenizer.decode(
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -76,7 +76,7 @@ class Encoder:
             return text
 
     def without(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
-        """What encodes any text with none of these tokens, which were added to the vocabulary."""
+        """Return a function that encodes text without these tokens, which were added to the vocabulary."""
         backend = _backend(self.tokenizer)
         if backend is None:
             return lambda text: self.encode(text, split_special_tokens=True)
@@ -86,7 +86,7 @@ class Encoder:
         own = _with_same_parts(backend)
         if isinstance(own.pre_tokenizer, Metaspace) and own.pre_tokenizer.prepend_scheme == "first":
             own.pre_tokenizer = copy.deepcopy(own.pre_tokenizer)
-            own.pre_tokenizer.prepend_scheme = "never"  # what is encoded stands somewhere inside a prompt
+            own.pre_tokenizer.prepend_scheme = "never"  # the encoded text is inside a prompt
         kept = [
             token
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -101,10 +101,10 @@ _encoders_lock = threading.Lock()
 
 
 def get_encoder(tokenizer: Any) -> Encoder:
-    """The one encoder of a tokenizer; a new one if tokens or templates were changed since."""
+    """Return the shared encoder of a tokenizer; a new one if tokens or templates changed since."""
     try:
         hash(weakref.ref(tokenizer))
-    except TypeError:  # nothing can be remembered of it
+    except TypeError:  # it cannot be a key
         return Encoder(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     state = (  # what changes when tokens or templates are added
@@ -121,16 +121,16 @@ def get_encoder(tokenizer: Any) -> Encoder:
 
 
 def private_copy(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that shares its vocabulary, and nothing that calls change.
+    """Copy a tokenizer so that it shares the vocabulary, and nothing that calls change.
 
-    One that cannot be copied is returned as it is, with a warning.
+    A tokenizer that cannot be copied is returned itself, with a warning.
     """
     backend = _backend(tokenizer)
     try:
         if backend is None:
             return copy.deepcopy(tokenizer)
         own = copy.copy(tokenizer)
-        # Special tokens and named templates are changed in place.
+        # Special tokens and named templates change in place.
         changeable = {name: value for name, value in vars(own).items() if isinstance(value, dict | list | set)}
         vars(own).update({name: copy.copy(value) for name, value in changeable.items()})
         rust = _with_same_parts(backend)
@@ -145,10 +145,10 @@ def private_copy(tokenizer: Any) -> Any:
             rust.no_padding()
         own._tokenizer = rust
         return own
-    except Exception as error:  # they hold whatever their authors put there
+    except Exception as error:  # tokenizers may hold any objects
         logger.warning(
-            "tokenizer=<%s>, error=<%s> | the tokenizer cannot be copied: while other threads call it with truncation "
-            "or padding, prompts may be cut or padded",
+            "tokenizer=<%s>, error=<%s> | the tokenizer cannot be copied: prompts may be truncated or padded while "
+            "other threads call it with truncation or padding",
             type(tokenizer).__name__,
             error,
         )
@@ -156,7 +156,7 @@ def private_copy(tokenizer: Any) -> Any:
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
-    """The tokenizer in Rust under a Hugging Face tokenizer; None where there is none."""
+    """Return the Rust tokenizer of a Hugging Face tokenizer; None if there is none."""
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "_tokenizer", None)
@@ -164,14 +164,14 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def _with_same_parts(backend: Tokenizer) -> Tokenizer:
-    """A tokenizer with the same vocabulary, which is shared, and no added tokens."""
+    """Create a tokenizer with the same, shared vocabulary and no added tokens."""
     from tokenizers import Tokenizer
 
     own = Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         value = getattr(backend, part)
         if value is not None:
-            with suppress(Exception):  # what is Python code nothing copies
+            with suppress(Exception):  # parts in Python cannot be copied
                 value = copy.deepcopy(value)
             setattr(own, part, value)
     return own

@@ -1,16 +1,16 @@
-"""Images: from the placeholder that a chat template writes to what the server and the trainer take.
+"""Images: from the placeholder that a chat template writes to the inputs of the server and the trainer.
 
-A prompt with images has two forms. SGLang's `/generate` takes what the chat template writes, one placeholder per image,
-with the images beside it, and puts the many tokens of each image in itself. Training takes the ids with those many
-tokens in place, and the tensors that the model's processor makes of the images. The recorded sequence is the second
-form, so that lengths, masks and logprobs are those of what the model saw; the first is kept beside it, per turn.
+A prompt with images has two forms. SGLang's `/generate` takes the template's text, with one placeholder per image and
+the images in a separate field, and expands each placeholder itself. Training takes the ids with expanded placeholders,
+and the tensors that the model's processor makes of the images. The recorded sequence is the expanded form, so lengths,
+masks and logprobs are those of what the model saw. The short form is recorded too, per turn.
 
-Promises: placeholders are expanded by the model's own processor; one that the template drops, or that a text or a
-sampled token imitates, is an error before anything is sent; the images of a request are collected anew for each
-request; the prompt that the server made is compared with the recorded one.
+Promises: placeholders are expanded by the model's own processor. A placeholder that the template drops, or that a text
+or a sampled token imitates, is an error before anything is sent. The images of a request are collected again for each
+request. The server's prompt is compared with the recorded one.
 
-The forms that SGLang 0.5.23 takes were seen on a real server (Qwen2.5-VL, Qwen3-VL): ids with one placeholder per image
-are kept as they are; ids that are expanded already never get an answer, or a 500.
+The forms were observed on a real SGLang 0.5.23 server (Qwen2.5-VL, Qwen3-VL): ids with one placeholder per image are
+taken unchanged; ids that are already expanded get no answer, or a 500.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from .chat_template import ChatTemplate
 
 TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""What a processor returns per token; the rest is per image."""
+"""The per-token outputs of a processor; the others are per image."""
 
 _FIRST, _SECOND = "sentinelone", "sentineltwo"
 
 
-# By processor, for models share them: its tokenizer's encoder, a copy of it with a tokenizer of its own, and a lock.
+# By processor, which models share: its tokenizer's encoder, a copy of it with a private tokenizer, and a lock.
 _copies: weakref.WeakKeyDictionary[Any, tuple[Encoder, Any, threading.Lock]] = weakref.WeakKeyDictionary()
 _copies_lock = threading.Lock()
 
@@ -51,9 +51,9 @@ class ImageInputs:
     """The images of one turn's prompt.
 
     Attributes:
-        pictures: In the order in which the prompt has them, shape (N,).
-        sent_ids: The prompt tokens with every placeholder once, as the server takes them, shape (S,).
-        train_inputs: The processor's tensors without those per token, e.g. `pixel_values` and `image_grid_thw`.
+        pictures: The images in the order of the prompt, shape `(N,)`.
+        sent_ids: The prompt tokens with one placeholder per image, as the server takes them, shape `(S,)`.
+        train_inputs: The processor's tensors without those per token, such as `pixel_values` and `image_grid_thw`.
     """
 
     pictures: tuple[Picture, ...]
@@ -65,8 +65,8 @@ class ImageProcessor:
     """A model's processor together with its chat template. Safe to share between threads.
 
     Attributes:
-        numbered: Whether the template numbers the images of a conversation, so that what it writes for one depends on
-            how many came before.
+        numbered: Whether the template numbers the images of a conversation, so that the text of one depends on the
+            number of earlier ones.
     """
 
     def __init__(self, processor: Any, template: ChatTemplate) -> None:
@@ -77,20 +77,20 @@ class ImageProcessor:
             template: The chat template.
 
         Raises:
-            ValueError: `processor` is none for images, or the template has no place for images.
+            ValueError: `processor` takes no images, or the template has no place for them.
         """
         if not hasattr(processor, "image_processor"):
             raise ValueError(
                 f"processor= must be the Hugging Face processor of a model that takes images, not {processor!r:.60}; "
                 "AutoProcessor.from_pretrained(path) loads one"
             )
-        # A copy whose tokenizer nobody else calls, and the lock that its own calls take turns with.
+        # A copy whose tokenizer no other code calls, and the lock that serializes its own calls.
         encoder = get_encoder(processor.tokenizer)
         with _copies_lock:
             known = _copies.get(processor)
             if known is None or known[0] is not encoder:
                 own = copy.copy(processor)
-                own.tokenizer = private_copy(processor.tokenizer)  # processors pad, which an encoder's copy must not
+                own.tokenizer = private_copy(processor.tokenizer)  # processors pad; an encoder's copy must not
                 known = _copies[processor] = encoder, own, threading.Lock()
         _, self._processor, self._lock = known
         self._template = template
@@ -105,30 +105,30 @@ class ImageProcessor:
                 for content in contents
             )
         except ValueError as error:
-            raise ValueError(f"processor= was given, and the chat template takes no images: {error}") from error
+            raise ValueError(f"processor= was given, but the chat template takes no images: {error}") from error
         first, second = _inserted(none, one), _inserted(one, two)
         self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
         if not self._marks:
-            raise ValueError("processor= was given, and the chat template writes no control token for an image")
+            raise ValueError("processor= was given, but the chat template writes no control token for an image")
         self.numbered = first != second
 
     def expand(
         self, token_ids: Sequence[int], text: str | Sequence[EncodedText], pictures: Sequence[Picture]
     ) -> tuple[list[int], ImageInputs | None]:
-        """A turn's prompt as the model sees it. Takes up to a second per image: call it in a thread.
+        """Expand a turn's prompt to what the model sees. Takes up to a second per image: call it in a thread.
 
         Args:
-            token_ids: The prompt with one placeholder per image, shape (S,).
-            text: The rendered text whose tokens they end with; or whose tokens end with them, where its first one is
-                not a prompt token but was sampled. As text, or encoded.
-            pictures: The images of the text, in its order.
+            token_ids: The prompt with one placeholder per image, shape `(S,)`.
+            text: The rendered text, as text or encoded. Its tokens end `token_ids`, or they begin with a sampled token
+                that `token_ids` lack.
+            pictures: The images of the text, in order.
 
         Returns:
-            The ids with expanded placeholders, shape (P,), and the images; None where there are none.
+            The ids with expanded placeholders, shape `(P,)`, and the images; None without images.
 
         Raises:
-            UnsupportedContentError: An image cannot be read or processed, or the template left one out.
-            ValueError: The processor's tokenizer is another one than the template's.
+            UnsupportedContentError: An image cannot be read or processed, or the template dropped one.
+            ValueError: The processor's tokenizer differs from the template's.
         """
         if not pictures:
             return list(token_ids), None
@@ -136,12 +136,12 @@ class ImageProcessor:
         for found, expected in self._miscounts(token_ids, pictures):
             if found < expected:
                 raise UnsupportedContentError(
-                    f"{where}: the chat template leaves images of such a message out ({found} placeholders for "
-                    f"{expected}); many have a place for images in user messages only"
+                    f"{where}: the chat template drops images of this message ({found} placeholders for {expected}); "
+                    "many templates take images only in user messages"
                 )
             raise UnsupportedContentError(
-                f"{where}: the text holds what the chat template writes for an image ({found} placeholders for "
-                f"{expected}); take it out of the text"
+                f"{where}: the text holds the chat template's mark of an image ({found} placeholders for {expected}); "
+                "remove it from the text"
             )
         images = [_opened(picture) for picture in pictures]
         parts = [EncodedText(text, self._template.encode(text))] if isinstance(text, str) else text
@@ -159,7 +159,7 @@ class ImageProcessor:
             with self._lock:
                 if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
                     raise ValueError(
-                        "processor= has another tokenizer than tokenizer=: pass tokenizer=processor.tokenizer"
+                        "processor= and tokenizer= have different tokenizers: pass tokenizer=processor.tokenizer"
                     )
                 try:
                     outputs = self._processor(
@@ -170,7 +170,7 @@ class ImageProcessor:
                     )
                 except Exception as error:  # every processor has its own errors
                     raise UnsupportedContentError(
-                        f"{where}: the model's processor refuses the images: {error}"
+                        f"{where}: the model's processor rejects the images: {error}"
                     ) from error
             expanded += outputs["input_ids"][0].tolist()
             tensors = {key: value for key, value in outputs.items() if key not in TOKEN_KEYS}
@@ -181,37 +181,37 @@ class ImageProcessor:
         return expanded, ImageInputs(tuple(pictures), array("i", token_ids), train_inputs)
 
     def _miscounts(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Iterator[tuple[int, int]]:
-        """How often ids hold a control token of images, and how often the images need it, where that differs."""
+        """Yield found and expected count of each control token of images, if they differ."""
         counts = ((token_ids.count(mark), count * len(pictures)) for mark, count in self._marks.items())
         return (pair for pair in counts if pair[0] != pair[1])
 
     def request_fields(self, sent_ids: Sequence[int], inputs: Iterable[ImageInputs]) -> dict[str, Any]:
-        """What a request has beside the ids: the images of the whole conversation, once each. New at every call.
+        """Return the request's fields for images: those of the whole conversation, once each, built for each request.
 
         Args:
             sent_ids: The ids of the request.
             inputs: The images of the turns of the sequence, in order.
 
         Raises:
-            UnsupportedContentError: The ids hold placeholders without an image, e.g. since the model sampled one;
-                SGLang 0.5.23 would answer that with a 500, or never.
+            UnsupportedContentError: The ids hold placeholders without an image, for example a sampled one. SGLang
+                0.5.23 would answer with a 500, or never.
         """
         pictures = [picture for turn in inputs for picture in turn.pictures]
         if not pictures:
             return {}
         for found, expected in self._miscounts(sent_ids, pictures):
             raise UnsupportedContentError(
-                f"the sequence holds {found} placeholders for {expected} images, for the model sampled one or a "
-                "message holds it as text: no server could tell which are images"
+                f"the sequence holds {found} placeholders for {expected} images: the model sampled one, or a message "
+                "holds one as text, and no server can tell which are images"
             )
         return {"image_data": [data_uri(picture) for picture in pictures], "return_prompt_token_ids": True}
 
 
 def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-    """Compare the prompt that the server made of ids and images with the recorded one, where the server tells it.
+    """Compare the server's prompt of ids and images with the recorded one, if the server returns it.
 
     Raises:
-        SGLangDecodingError: It is another one.
+        SGLangDecodingError: The prompts differ.
     """
     served = response.get("prompt_token_ids")
     if served is None or served == list(token_ids):
@@ -219,14 +219,14 @@ def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:
     pairs = enumerate(zip(served, token_ids, strict=False))
     first = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(served), len(token_ids)))
     raise SGLangDecodingError(
-        f"the server's prompt is not the recorded one from token {first} on ({served[first : first + 3]} there, "
+        f"the server's prompt differs from the recorded one at token {first} ({served[first : first + 3]} there, "
         f"{list(token_ids[first : first + 3])} here): its processor has other settings than processor=, or it decodes "
         "the ids and encodes the text again, as SGLang does for some models and before mid-2026 for all"
     )
 
 
 def multimodal_train_inputs(inputs: Iterable[ImageInputs]) -> dict[str, Any] | None:
-    """The tensors of several turns in one, joined along their first dimension; None where there are no images.
+    """Join the tensors of several turns along their first dimension; None without images.
 
     Args:
         inputs: The images of the turns of a sequence, in order.
@@ -252,7 +252,7 @@ def multimodal_train_inputs(inputs: Iterable[ImageInputs]) -> dict[str, Any] | N
 
 
 def data_uri(picture: Picture) -> str:
-    """An image as SGLang takes it in JSON."""
+    """Return an image in the form that SGLang takes in JSON."""
     kind = "jpeg" if picture.format == "jpg" else picture.format
     return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
 
@@ -261,7 +261,7 @@ _understood: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 async def require_image_understanding(client: SGLangClient, picture: Picture) -> None:
-    """Refuse an image where the server says that its model takes none. What it says is kept per client.
+    """Reject an image if the server reports that its model takes none. The report is remembered per client.
 
     Raises:
         UnsupportedContentError: The server takes no images.
@@ -269,23 +269,23 @@ async def require_image_understanding(client: SGLangClient, picture: Picture) ->
     """
     if client not in _understood:
         try:
-            told = (await client.model_info()).get("has_image_understanding")
+            reported = (await client.model_info()).get("has_image_understanding")
         except SGLangHTTPError as error:
             if error.status >= 500:
                 raise
-            told = None  # routers have no such endpoint
-        if told is None:
-            return  # one that drops the images answers a shorter prompt, which is an error then
-        _understood[client] = bool(told)
+            reported = None  # routers have no such endpoint
+        if reported is None:
+            return  # a server that drops the images answers a shorter prompt, which is an error
+        _understood[client] = bool(reported)
     if not _understood[client]:
         raise UnsupportedContentError(
-            f"{picture.where}: the model served at {client.base_url} takes no images (has_image_understanding of its "
+            f"{picture.where}: the model served at {client.base_url} takes no images (has_image_understanding in its "
             "/model_info is false): serve one that does, or turn the image into text before the call"
         )
 
 
 def _opened(picture: Picture) -> Any:
-    """The image as SGLang opens it: three colours, no alpha, not rotated."""
+    """Open the image as SGLang does: three color channels, no alpha, not rotated."""
     from PIL import Image
 
     try:
@@ -293,13 +293,13 @@ def _opened(picture: Picture) -> Any:
             return image.convert("RGB")
     except Exception as error:  # every format's reader has its own errors
         raise UnsupportedContentError(
-            f"{picture.where}: the {len(picture.data)} bytes are no image that can be read ({error}); "
-            f"it came as {picture.format!r}"
+            f"{picture.where}: the {len(picture.data)} bytes are not a readable image ({error}); its format is "
+            f"{picture.format!r}"
         ) from error
 
 
 def _inserted(text: str, longer: str) -> str:
-    """What `longer` has more than `text`, in one piece."""
+    """Return the one piece of `longer` that `text` lacks."""
     start = len(os.path.commonprefix([text, longer]))
     end = len(os.path.commonprefix([text[start:][::-1], longer[start:][::-1]]))
     return longer[start : len(longer) - end]

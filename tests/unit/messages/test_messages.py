@@ -206,10 +206,10 @@ def test_the_bytes_are_not_copied():
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ({"location": {"type": "s3", "uri": "s3://b/k"}}, "not as location"),
-        ({"bytes": b""}, "not as an empty bytes"),
-        ({"bytes": "aGk="}, r"not as bytes \(str\)"),
-        ({}, "not as nothing"),
+        ({"location": {"type": "s3", "uri": "s3://b/k"}}, "not location"),
+        ({"bytes": b""}, "not an empty bytes"),
+        ({"bytes": "aGk="}, r"not bytes \(str\)"),
+        ({}, "not nothing"),
     ],
 )
 def test_an_image_that_is_not_bytes_raises_with_its_path(source, complaint):
@@ -260,8 +260,8 @@ def test_text_of_a_binary_format_is_rendered():
         ({"source": {"bytes": b"PK"}, "format": "docx"}, r"content\[0\]: .*docx document block"),
         ({"source": {"bytes": b"x"}}, r"content\[0\]: .*only bytes of txt"),
         ({"source": {"bytes": b"\xff"}, "format": "txt"}, r"content\[0\]: .*not UTF-8"),
-        ({"source": {"location": {"type": "s3"}}, "format": "txt"}, r"content\[0\]: .*not as location"),
-        ({}, r"content\[0\]: .*not as nothing"),
+        ({"source": {"location": {"type": "s3"}}, "format": "txt"}, r"content\[0\]: .*not location"),
+        ({}, r"content\[0\]: .*not nothing"),
         ({"source": {"content": [{"image": {}}]}}, r"content\[0\].document.source.content\[0\]: .*image"),
     ],
 )

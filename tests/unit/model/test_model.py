@@ -617,7 +617,7 @@ async def test_a_template_without_tool_calls_carries_a_rollout_and_refuses_to_re
         "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
     )
     model.reset()
-    with pytest.raises(Exception, match=r"messages\[1\]: the chat template leaves the tool calls out"):
+    with pytest.raises(Exception, match=r"messages\[1\]: the chat template drops the tool calls"):
         await agent.invoke_async("And 3 times 3?")
 
 

@@ -127,7 +127,7 @@ def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template
     ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
     odd = template.continuation(SampledTurn([5, other], other), new, None)
     assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
-    assert odd.note == "the model stopped with '<|endoftext|>' where the chat template puts '<|im_end|>'"
+    assert odd.note == "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
     assert ended.kept is None
 
 
@@ -334,9 +334,9 @@ def test_a_template_without_calls_goes_on_after_a_sampled_call(chatml_tokenizer,
 def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):  # A12
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
     end, called = end_of(template), call_message(*CALLS)
-    with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
+    with pytest.raises(ChatTemplateError, match="drops the tool calls"):
         template.opening([*opening_messages(), called, *results(1)], TOOLS)
-    with pytest.raises(ChatTemplateError, match="leaves the tool calls out"):
+    with pytest.raises(ChatTemplateError, match="drops the tool calls"):
         template.continuation(SampledTurn([5, end], end, CALLS), [*results(1), called, *results(1)], TOOLS)
 
 
@@ -348,14 +348,14 @@ def test_a_template_that_leaves_results_out_is_not_continued_with_them(chatml_to
         + "<|im_end|>\n{% endif %}{% endfor %}"
     )
     template, end = ChatTemplate(chatml_tokenizer, chat_template=text), chatml_tokenizer.eos_token_id
-    with pytest.raises(ChatTemplateError, match=r"message 0: the chat template leaves the tool results out"):
+    with pytest.raises(ChatTemplateError, match=r"message 0: the chat template drops the tool results"):
         template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
 
 
 def test_a_template_that_leaves_the_system_prompt_out_is_refused(chatml_tokenizer):  # A12
     text = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
-    with pytest.raises(ChatTemplateError, match="leaves the system prompt out"):
+    with pytest.raises(ChatTemplateError, match="drops the system prompt"):
         template.opening(opening_messages(), None)
     assert template.opening(opening_messages()[1:], None).token_ids
 
@@ -543,7 +543,7 @@ def test_a_full_render_has_reasoning_and_text_that_the_template_does_not_show_be
 
 def test_text_that_a_template_leaves_out_in_every_form_is_refused_with_its_path(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
-    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template leaves text beside a tool call out"):
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template drops text next to a tool call"):
         template.opening(thoughtful_history(), TOOLS)
     silent = [{**message, "content": ""} if "tool_calls" in message else message for message in thoughtful_history()]
     for message in silent:
@@ -770,7 +770,7 @@ def test_what_cannot_be_written_as_text_is_refused():
     tokenizer = words(["<unk>", "<end>", "▁", "a", "☎"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["☎"]})
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
-    with pytest.raises(ChatTemplateError, match="cannot write as text: 'a☎'"):
+    with pytest.raises(ChatTemplateError, match="cannot encode as text: 'a☎'"):
         template.opening([{"role": "user", "content": "a☎"}], None)
 
 
@@ -782,7 +782,7 @@ def test_a_spelling_that_is_normalized_to_a_control_token_is_refused(chatml_toke
     tokenizer.add_tokens([AddedToken("[STOP]", special=True, normalized=True)], special_tokens=True)
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
     assert template.opening([{"role": "user", "content": "[STOP]"}], None).token_ids
-    with pytest.raises(ChatTemplateError, match="spelled otherwise"):
+    with pytest.raises(ChatTemplateError, match="its spelling differs"):
         template.opening([{"role": "user", "content": "［STOP］"}], None)
 
 
@@ -1112,7 +1112,7 @@ def test_the_bytes_of_a_picture_are_not_copied():
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [("ab", "leaves images"), ("a#b##", r"the text holds.*\(3 placeholders for 1\)")]
+    ("text", "complaint"), [("ab", "drops images"), ("a#b##", r"the text holds.*\(3 placeholders for 1\)")]
 )
 def test_the_placeholders_must_be_those_of_the_images(text, complaint):
     with pytest.raises(UnsupportedContentError, match=f"messages.0.: .*{complaint}"):
@@ -1124,7 +1124,7 @@ def test_what_a_processor_complains_of_names_the_path():
         def __call__(self, **_):
             raise IndexError("too small")
 
-    with pytest.raises(UnsupportedContentError, match=r"messages\[3\]: .*processor refuses.*too small"):
+    with pytest.raises(UnsupportedContentError, match=r"messages\[3\]: .*processor rejects.*too small"):
         ImageProcessor(Refusing(), Letters()).expand([IMAGE], "#", [picture(where="messages[3]")])
 
 
@@ -1193,7 +1193,7 @@ def test_a_server_that_does_not_tell_passes():
 
 @pytest.mark.parametrize("served", [[1, 3], [1], [1, 2, 3]])
 def test_another_prompt_is_an_error_that_says_where_it_differs(served):
-    with pytest.raises(SGLangDecodingError, match=r"not the recorded one from token [12] on"):
+    with pytest.raises(SGLangDecodingError, match=r"differs from the recorded one at token [12]"):
         check_prompt({"prompt_token_ids": served}, [1, 2])
 
 
