@@ -1,10 +1,10 @@
-"""How many rollouts would have other tokens if they were rebuilt from text: measured on a real SGLang server.
+"""Measure on a real SGLang server how many rollouts would have other tokens if they were rebuilt from text.
 
     python examples/retokenization_drift.py [--rollouts 200] [--write docs/drift.md]
 
-Rolls out the calculator agent of `make demo`, decodes every recorded sequence, encodes the text again, and counts the
-tokens that differ. Uses the server that SGLANG_BASE_URL names, or starts one on this machine's CPU (with 200 rollouts
-about five minutes on two cores).
+Rolls out the calculator agent of `make demo`, decodes each recorded sequence, encodes the text again, and counts the
+tokens that differ. Uses the server in SGLANG_BASE_URL, or starts one on this machine's CPU; 200 rollouts then take
+about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -83,32 +83,39 @@ def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
     affected = sum(any(sequence.is_affected for sequence in drift.sequences) for drift in drifts)
     sampled = sum(sum(sequence.loss_mask) for trajectory in trajectories for sequence in trajectory.sequences())
     lines = [
-        "# Retokenisation drift, measured",
+        "# Retokenization drift, measured",
         "",
-        f"Written by `examples/retokenization_drift.py`: {len(trajectories)} rollouts of the calculator agent of "
-        f"`make demo` with {name} on a real SGLang server, temperature {SAMPLING['temperature']}. Each recorded "
-        "sequence was decoded, and its text encoded again with the same tokenizer.",
+        "How many rollouts would train on other tokens if a trainer rebuilt them from text? [Tokens and",
+        "drift](understand/tokens.md) explains why they differ.",
+        "",
+        "`examples/retokenization_drift.py` writes this page. "
+        f"It ran {len(trajectories)} rollouts of the agent of `make demo` with {name} on a real SGLang server, "
+        f"temperature {SAMPLING['temperature']}. It decoded each recorded sequence and encoded the text again with the "
+        "same tokenizer.",
         "",
         "| | |",
         "|---|---|",
-        f"| rollouts with other tokens | {affected} of {len(trajectories)} ({affected / len(trajectories):.1%}) |",
-        f"| sequences with other tokens | {total.share_affected:.1%} of {len(total.sequences)} |",
-        f"| tokens, sampled ones among them | {total.tokens}, {sampled} |",
-        *(f"| tokens that drifted, cause: {cause} | {drifted} |" for cause, drifted in total.drifted.items()),
+        f"| rollouts that drifted | {affected} of {len(trajectories)} ({affected / len(trajectories):.1%}) |",
+        f"| sequences that drifted | {total.share_affected:.1%} of {len(total.sequences)} |",
+        f"| tokens | {total.tokens:,}, of which {sampled:,} are sampled |",
+        *(f"| drifted tokens, cause: {cause} | {drifted} |" for cause, drifted in total.drifted.items()),
         "",
-        "*Sampled*: inside what the model sampled, which need not be how the tokenizer would write it. *Boundary*:",
-        "across the edge of a sampled turn. *Template*: inside a prompt.",
+        "| Cause | Where the tokens differ |",
+        "|---|---|",
+        "| sampled | inside a response: the model sampled another split than the tokenizer writes |",
+        "| boundary | across the edge of a response |",
+        "| template | inside a prompt |",
         "",
     ]
     if examples := examples_of(trajectories, drifts, tokenizer):
-        lines += ["The most frequent ones:", "", "| sampled as | encoded again as | times |", "|---|---|---|"]
+        lines += ["The most frequent drifts:", "", "| Sampled as | Encoded again as | Times |", "|---|---|---|"]
         lines += [f"| `{old}` | `{new}` | {times} |" for (old, new), times in examples]
         lines.append("")
     return "\n".join(lines)
 
 
 def examples_of(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: Any) -> list[tuple[Any, int]]:
-    """What the first drifted tokens of the sequences are, before and after, with how often that is so."""
+    """The first drifted tokens of each sequence, before and after, with how often they occur."""
     seen: Counter[tuple[str, str]] = Counter()
     for trajectory, drift in zip(trajectories, drifts, strict=True):
         for sequence, found in zip(trajectory.sequences(), drift.sequences, strict=True):
@@ -120,7 +127,7 @@ def examples_of(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: 
 
 
 def shown(ids: list[int], tokenizer: Any) -> str:
-    """Token by token, as a table takes it."""
+    """Format ids for a table, token by token."""
     return " ".join(repr(tokenizer.decode([token_id])).replace("|", "\\|").replace("`", "'") for token_id in ids)
 
 

@@ -2,7 +2,7 @@
 
 The reference is what the template writes behind the end of the sampled turn when it renders everything; the ends of
 turns come from the table of families, not from the library. docs/families.md shows what is proven here;
-`UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it anew.
+`UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it.
 """
 
 import copy
@@ -65,7 +65,7 @@ REFUSED = {
         }.items()
         for case in ("text beside results", "user turn")
     },
-    ("ministral_3", "text beside results"): "the template refuses a user message behind a tool result",
+    ("ministral_3", "text beside results"): "the template refuses a user message after a tool result",
     **{
         (family, "full render"): "the template leaves out text beside a call, and refuses it in a message of its own"
         for family in ("mistral_nemo", "mistral_small_3_2")
@@ -270,19 +270,21 @@ def test_the_documented_matrix_is_what_is_proven_here():
     real = sum(not facts.stand_in for facts in FAMILIES.values())
     complete = len(FAMILIES) - len({family for family, _ in REFUSED})
     moves_text, leaves_reasoning_out = (
-        ", ".join(f"`{family}`" for family in sorted(families)) for families in (MOVES_TEXT, LEAVES_REASONING_OUT)
+        " and ".join(f"`{family}`" for family in sorted(families)) for families in (MOVES_TEXT, LEAVES_REASONING_OUT)
     )
     lines = [
         "# Model families",
         "",
-        "What follows a sampled turn, for every family and case, compared token by token with a full render by the",
-        "family's own chat template. Written by `UPDATE_DOCS=1 pytest tests/families/test_continuations.py`;",
-        "`make test-families` fails if it is out of date. *Stand-in*: the family's own tokenizer is not to be had from",
-        "a package registry, so its control tokens were added to a related one; the template is the real one.",
+        "Which prompts are proven for which model family. Each case renders what follows a sampled turn and compares",
+        "it token by token with a full render by the family's own chat template. `make test-families` fails if this",
+        "page is out of date, and `UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it again.",
         "",
-        f"{len(FAMILIES)} families, {real} with their real tokenizer; {complete} prove all cases.",
+        "*Stand-in*: no package registry has the family's own tokenizer, so its control tokens were added to a related",
+        "one. The template is the real one.",
         "",
-        "| family | chat template | tokenizer | tool parser | " + " | ".join(cases) + " |",
+        f"Of {len(FAMILIES)} families, {real} have their real tokenizer, and {complete} prove all cases.",
+        "",
+        "| Family | Chat template | Tokenizer | Tool parser | " + " | ".join(cases) + " |",
         "|---|---|---|---|" + "---|" * len(cases),
     ]
     for family, facts in FAMILIES.items():
@@ -292,28 +294,39 @@ def test_the_documented_matrix_is_what_is_proven_here():
         lines.append(f"| {family} | {facts.template} | {tokenizer} | {parser} | " + " | ".join(marks) + " |")
     lines += [
         "",
-        "A refused case is never guessed: the call opens a new sequence from a full render, with the reason, or raises",
-        "with the template's own message where it refuses that too.",
+        "## Refused cases",
         "",
-        "| family | case | why |",
+        "A refused case is never guessed. The call opens a new sequence from a full render and says why. If the",
+        "template refuses the full render too, the call raises with the template's own message.",
+        "",
+        "| Family | Case | Why |",
         "|---|---|---|",
         *(f"| {family} | {case} | {reason} |" for (family, case), reason in REFUSED.items()),
         "",
-        "The cases: a *cut turn* was ended by `max_new_tokens` and gets the end that it lacks as prompt tokens; *cut",
-        "reasoning* is closed the way the family closes it; an *odd stop* is another control token than the template",
-        "puts there, and is left out of what follows; *thinking on/off* are a user turn and a tool result under the",
-        "template's own switch; a *full render* must hold every part of every turn (reasoning, text beside a call,",
-        "call, result) in a form that the template has for it. Tool results and user turns are looked at in",
-        "conversations of three lengths; several tool results are two and three, of different tools, also behind a",
-        "turn with text beside its calls. A turn that ended at a user's stop string is a cut turn.",
+        "## The cases",
         "",
-        "Where a template leaves out text beside a call (Llama 3, Hermes 3, Granite 3, Phi 4 mini, trl's DeepSeek-V3),",
-        "a full render has it as a message of its own in front of the calls. Reasoning that a template does not know",
-        "is put into the text between the family's marks.",
+        "| Case | What is compared |",
+        "|---|---|",
+        "| tool result | one result after a tool call |",
+        "| several tool results | two and three results of different tools, also after text beside the calls |",
+        "| text beside results | a user's text in the message with the results |",
+        "| user turn | a user message after an answer |",
+        "| cut turn | a turn ended by `max_new_tokens` or a stop string: its missing end becomes prompt tokens |",
+        "| cut reasoning | reasoning that was cut off: it is closed as the family closes it |",
+        "| odd stop | a turn ended by a control token that the template does not write there: it is left out |",
+        "| thinking on, thinking off | a user turn and a tool result under the template's own switch |",
+        "| full render | every part of every turn (reasoning, text beside a call, call, result) in some form |",
         "",
-        f"In a full render of {moves_text} text beside a call stands behind the call's result, because the",
-        "template puts it there; a continuation leaves it where it was sampled. The templates of",
-        f"{leaves_reasoning_out} leave reasoning out of earlier turns.",
+        "Tool results and user turns are compared in conversations of three lengths.",
+        "",
+        "## Forms of a full render",
+        "",
+        "- Some templates leave out text beside a call: Llama 3, Hermes 3, Granite 3, Phi 4 mini, TRL's DeepSeek-V3.",
+        "  The text then becomes a message of its own before the calls.",
+        "- Reasoning that a template does not know is written into the text between the family's marks.",
+        f"- The template of {moves_text} puts text beside a call after the call's result. A continuation leaves it",
+        "  where it was sampled.",
+        f"- The templates of {leaves_reasoning_out} leave out reasoning of earlier turns.",
         "",
     ]
     document = Path(__file__).parents[2] / "docs" / "families.md"

@@ -397,7 +397,7 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
             await client.generate([1, 2, 3], sampling, rid="mine", routing_key="a-key", **fields)
     [request] = server.requests
     sent = {**fields, "routing_key": "a-key"}
-    assert set(sent) - set(request.body) == documented_losses("fields of the request", router)
+    assert set(sent) - set(request.body) == documented_losses("request fields", router)
     assert set(sampling) - set(request.sampling_params) == documented_losses("sampling parameters", router)
     kept = {**sent, **sampling}
     for name, value in {**request.body, **request.sampling_params}.items():

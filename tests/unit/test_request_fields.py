@@ -17,12 +17,18 @@ from strands_sglang.json_values import plain
 from strands_sglang.request_fields import REFUSED_FIELDS, REQUEST_FIELDS
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang, bodies
 from support.agents import call, make_agent, make_tools
+from support.pages import ROOT, names_in_code, table
 
 # --- Further fields of SGLang's `/generate`, checked before anything runs, recorded as they were sent ---
 
 
 def fields_of(request):
     return {name: request.body[name] for name in request.body.keys() & {*REQUEST_FIELDS, "newer"}}
+
+
+def test_documented_fields_are_those_that_are_taken():
+    rows = table("The fields", "Field", "Value", "Use", path=ROOT / "docs/guides/request-fields.md")
+    assert {name: row["Value"] for row in rows for name in names_in_code(row["Field"])} == REQUEST_FIELDS
 
 
 async def test_fields_are_sent_with_every_request_and_recorded(rollout, tmp_path):
