@@ -395,3 +395,13 @@ def test_one_call_is_at_most_seven_frames_in_four_files():
     documented = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     frames = [line.rpartition(".")[2].rpartition(": ")[2] for line in counted.stdout.splitlines() if ".py: " in line]
     assert [frame for frame in frames if frame not in documented] == []
+
+
+@pytest.mark.parametrize("package", ["strands_sglang", "strands_env"])
+def test_the_documented_layers_are_the_import_contracts(package):
+    rows = table("Who may import whom", f"`{package}`", "Responsible for", path=DOCS / "architecture.md")
+    settings = (ROOT / "pyproject.toml").read_text("utf-8")
+    [layers] = re.findall(rf'containers = \["{package}"\].*?^layers = \[(.*?)^\]', settings, re.MULTILINE | re.DOTALL)
+    assert [names_in_code(row[f"`{package}`"]) for row in rows] == [
+        re.findall(r"\w+", line) for line in re.findall(r'"(.*)"', layers)
+    ]
