@@ -1,9 +1,8 @@
-"""Tool calls come back from real templates and tokenizers as they went in, but for what the template itself loses.
+"""Tool calls round-trip through real templates and tokenizers, except for what a template itself loses.
 
-The template writes an assistant's message; what it writes for the assistant is encoded and parsed as if it had been
-sampled. What templates lose of a call is listed, family by family; everything else must come back from them unchanged.
-Every loss has an example that proves it, so that the list cannot outlive its reasons. transformers' own reader of
-answers is a second oracle, for the families that it has a response template for.
+A template writes an assistant message. Its text is encoded and parsed as if it had been sampled. The losses of
+templates are listed by family, each with an example that proves it; everything else must round-trip. The response
+parser of transformers is a second oracle for the families that it has a response template for.
 """
 
 import copy
@@ -25,29 +24,29 @@ from support.parser_checks import JSON_TYPE, KEYS, PIECES, json_values, strings_
 
 QUESTION = {"role": "user", "content": "What is it?"}
 
-# No template looks at these when it writes a call.
+# No template uses these when it writes a call.
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "f", "description": "It.", "parameters": {"type": "object", "properties": {}}},
+        "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
 
-# Templates that take a call's arguments as JSON text, rather than as an object.
+# Templates that expect the arguments of a call as JSON text instead of an object.
 WANTS_TEXT = frozenset({"deepseek_v3"})
 
-# Templates that take reasoning as a block of the content.
+# Templates that expect reasoning as a content block.
 WANTS_BLOCKS = frozenset({"ministral_3"})
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an assistant says.
+    """An assistant message.
 
     Attributes:
-        calls: Name and arguments of every call.
-        text: The visible text.
-        reasoning: The reasoning.
+        calls: Name and arguments of each call.
+        text: Visible text.
+        reasoning: Text of the reasoning.
     """
 
     calls: tuple
@@ -57,12 +56,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a template writes for an assistant's message, as if it had been sampled.
+    """The turn that a template writes for an assistant message, as if it had been sampled.
 
     Attributes:
-        text: It, without the token that ends the turn.
-        token_ids: It, encoded.
-        reasoning_open: The prompt ended inside reasoning.
+        text: Text of the turn, without the token that ends it.
+        token_ids: Token ids of that text.
+        reasoning_open: Whether the prompt ended inside reasoning.
     """
 
     text: str
@@ -72,15 +71,15 @@ class Sampled:
 
 @functools.cache
 def parser_for(family):
-    """The parser that is chosen for a family."""
+    """Return the parser of a family."""
     return get_tool_parser("auto", tokenizer=load_tokenizer(family))
 
 
 def sample(family, message):
-    """Have a family's template write a message, and cut out what stands there for the assistant.
+    """Render a message with a family's template, and cut out the assistant's turn.
 
     Raises:
-        jinja2.TemplateError: The template raised.
+        jinja2.TemplateError: The template rejects the message.
     """
     row, tokenizer = FAMILIES[family], load_tokenizer(family)
     thinking = {"thinking": True, "enable_thinking": True} if message.reasoning else {}
@@ -97,7 +96,7 @@ def sample(family, message):
     if row.reasoning is not None and prompt.rfind(row.reasoning[0]) > prompt.rfind(QUESTION["content"]):
         begin = prompt.rindex(row.reasoning[0])
         reasoning_open = whole.startswith(prompt) and row.reasoning[1] not in prompt[begin:]
-        if not whole.startswith(prompt):  # the prompt reasons, the history of such a turn does not
+        if not whole.startswith(prompt):  # the prompt opens reasoning, but the history of the turn has none
             prompt = prompt[:begin]
     assert whole.startswith(prompt), (prompt[-100:], whole[-300:])
     part = whole[len(prompt) :]
@@ -107,7 +106,7 @@ def sample(family, message):
 
 
 def parse(family, sampled, calls):
-    """Parse a turn, with its token ids and the tools that these calls are made of."""
+    """Parse a turn with its token ids, and with tools that declare the arguments of these calls."""
     tokenizer = load_tokenizer(family)
     return parser_for(family).parse_turn(
         tokenizer.decode(sampled.token_ids, skip_special_tokens=False),
@@ -119,7 +118,7 @@ def parse(family, sampled, calls):
 
 
 def _schema(values):
-    """The schema of all values that stand in one place."""
+    """Return the schema of all values in one place."""
     schema = {"type": sorted({JSON_TYPE[type(value)] for value in values})}
     objects = [value for value in values if isinstance(value, dict)]
     items = [inner for value in values if isinstance(value, list) for inner in value]
@@ -132,7 +131,7 @@ def _schema(values):
 
 
 def _as_chat(family, message):
-    """The message in the form of chat templates."""
+    """Return the message in the form that chat templates expect."""
     chat = {"role": "assistant", "content": message.text}
     if message.reasoning:
         if family in WANTS_BLOCKS:
@@ -158,17 +157,17 @@ def _as_chat(family, message):
 
 @dataclass(frozen=True)
 class Loss:
-    """Arguments that do not come back.
+    """Arguments that do not round-trip.
+
+    Without `same_as` and `reads_as`, the call is rejected as malformed.
 
     Attributes:
-        families: Whose templates.
-        why: What happens to the arguments.
-        lost: Tells whether that happens to these arguments of one call.
-        example: Arguments to which it happens.
-        same_as: The arguments of the calls for which the template writes exactly the same.
-        reads_as: Other arguments that the written text means by the rules of its format.
-
-    Without `same_as` and `reads_as`, the call is refused as malformed.
+        families: Families whose templates lose the arguments.
+        why: Reason for the loss.
+        lost: Returns whether the arguments of a call are lost.
+        example: Arguments that are lost.
+        same_as: Arguments of the calls for which the template writes the same text.
+        reads_as: Other arguments that the text means in its format.
     """
 
     families: tuple[str, ...]
@@ -179,29 +178,29 @@ class Loss:
     reads_as: dict | None = None
 
 
-# Templates that write no call at all.
+# Templates that write no calls.
 NO_CALLS = {
     "deepseek_v3_original": "drops calls",
-    "gemma_3": "knows no calls",
+    "gemma_3": "has no calls",
     "smollm3": "drops calls",
 }
 
-# Templates that do not write two calls of one turn.
+# Templates that do not write a second call in one turn.
 ONE_CALL = {
-    **dict.fromkeys(("llama_3_1", "llama_3_2", "llama_3_3"), "refuses a second call"),
+    **dict.fromkeys(("llama_3_1", "llama_3_2", "llama_3_3"), "rejects a second call"),
     "gpt_oss": "writes the first call only",
 }
 
-# Templates that do not write text and a call side by side.
+# Templates that do not write text together with a call.
 NO_TEXT = {
-    **dict.fromkeys(("granite_3", "hermes_3", "llama_3_1", "llama_3_2", "llama_3_3"), "drops text beside a call"),
-    **dict.fromkeys(("mistral_nemo", "mistral_small_3_2"), "drops text beside a call"),
-    "gpt_oss": "writes text beside a call as reasoning",
-    "phi_4_mini": "drops the calls beside text",
-    "llama_4": "writes a list without a mark, which is a call only where nothing stands before it",
+    **dict.fromkeys(("granite_3", "hermes_3", "llama_3_1", "llama_3_2", "llama_3_3"), "drops text before a call"),
+    **dict.fromkeys(("mistral_nemo", "mistral_small_3_2"), "drops text before a call"),
+    "gpt_oss": "writes text before a call as reasoning",
+    "phi_4_mini": "drops calls after text",
+    "llama_4": "writes a list without a mark, which is a call only at the start of the turn",
 }
 
-# Templates of models that reason, which do not write reasoning in front of a call.
+# Templates of reasoning models that do not write reasoning before a call.
 NO_REASONING = {
     "qwq": "drops reasoning",
     "deepseek_v3": "drops reasoning",
@@ -215,7 +214,7 @@ COMPOSING = frozenset(
 
 
 def _strings(pattern, around=""):
-    """Arguments that are a string in which the pattern occurs."""
+    """Return a test for arguments with a string value that matches the pattern."""
     compiled = re.compile(pattern)
     return lambda arguments: any(
         isinstance(value, str) and compiled.search(f"{around}{value}{around}") for value in arguments.values()
@@ -223,7 +222,7 @@ def _strings(pattern, around=""):
 
 
 def _anywhere(pattern):
-    """Arguments with a string somewhere in which the pattern occurs."""
+    """Return a test for arguments with a string on any level that matches the pattern."""
     compiled = re.compile(pattern)
     return lambda arguments: any(compiled.search(text) for text in strings_in(list(arguments.values())))
 
@@ -240,7 +239,7 @@ def _keys(value):
 
 
 def _is_mixed(values):
-    """Whether values in one place of a schema are not all strings, all lists, all objects or all something else."""
+    """Return whether the values in one place of a schema mix strings, lists, objects and other values."""
     if len({type(value) if isinstance(value, (str, list, dict)) else None for value in values}) > 1:
         return True
     lists = [inner for value in values if isinstance(value, list) for inner in value]
@@ -259,41 +258,43 @@ def _of_untagged_strings(
     ending,
     around="",
 ):
-    """The losses of a format that puts strings between tags and escapes nothing: each a pattern and an example of it.
+    """Return the losses of a format that writes strings between tags without escapes.
+
+    Each of the four texts is a pattern and an example of it.
 
     Args:
-        families: The families.
-        next_value: The end of a value with what opens the next one, called b.
-        next_call: The end of a value and of its call, with what ends the calls or opens the next one; the example opens
-            a call of f with a value b.
-        opening: What opens a value.
-        ending: The end of a call, with what ends the calls or opens the next one.
-        around: What stands on both sides of a value.
+        families: Families of the format.
+        next_value: End of a value, and the opening of the next value, named b.
+        next_call: End of a value and of its call, and the end of the calls or the opening of the next call; the example
+            opens a call of f with a value b.
+        opening: Opening of a value.
+        ending: End of a call, and the end of the calls or the opening of the next call.
+        around: Text before and after a value.
     """
     return (
         Loss(
             families,
-            "the string holds the end of a value with what follows one: it could be two arguments",
+            "the string contains the end of a value and the next value: it could be two arguments",
             _strings(next_value[0], around),
             {"a": f"x{next_value[1]}y"},
             same_as=({"a": "x", "b": "y"},),
         ),
         Loss(
             families,
-            "the string holds the end of a value and of its call: it could be two calls",
+            "the string contains the end of a value and of its call: it could be two calls",
             _strings(next_call[0], around),
             {"a": f"x{next_call[1]}y"},
             same_as=({"a": "x"}, {"b": "y"}),
         ),
         Loss(
             families,
-            "the string holds what opens a value: that could follow a value that was never closed",
+            "the string contains the opening of a value: it could follow an unclosed value",
             _strings(opening[0], around),
             {"a": f"x{opening[1]}y"},
         ),
         Loss(
             families,
-            "the string holds the end of a call: that could follow a value that was never closed",
+            "the string contains the end of a call: it could follow an unclosed value",
             _strings(ending[0], around),
             {"a": f"x{ending[1]}y"},
         ),
@@ -327,7 +328,7 @@ def _of_dsml(family, section):
     )
 
 
-# Every loss of arguments.
+# All losses of arguments.
 LOSSES = (
     *_of_untagged_strings(
         *("qwen3_coder", "qwen3_5", "qwen3_6", "qwen3_8", "nemotron_3"),
@@ -396,41 +397,41 @@ LOSSES = (
     ),
     Loss(
         ("minimax_m3",),
-        "null is left out",
+        "null is omitted",
         lambda arguments: any(value is None for value in _values(arguments)),
         {"a": None},
         same_as=({},),
     ),
     Loss(
         ("minimax_m3",),
-        "values of several types in one list, which the schema cannot tell apart",
+        "a list contains values of several types, which the schema cannot distinguish",
         lambda arguments: _is_mixed([arguments]),
         {"a": ["1", 2]},
         same_as=({"a": [1, "2"]},),
     ),
     Loss(
         ("minimax_m3",),
-        "a string holds the token before a tag, and a tag",
+        "a string contains a tag with its token",
         _anywhere(r"\]<\]minimax\[>\[</?[^<>\n]+>"),
         {"a": ["x]<]minimax[>[</item>]<]minimax[>[<item>y"]},
         same_as=({"a": ["x", "y"]},),
     ),
     Loss(
         ("minimax_m3",),
-        "a key that is no tag",
+        "a key is not a valid tag",
         lambda arguments: any(re.fullmatch(r"[^/<>\n][^<>\n]*", key) is None for key in _keys(arguments)),
         {"a": {"<": 1}},
     ),
     Loss(
         ("gemma_4",),
-        "a string holds the mark around strings",
+        "a string contains the quote mark",
         _anywhere(r'<\|"\|>'),
         {"a": 'x<|"|>,b:<|"|>y'},
         same_as=({"a": "x", "b": "y"},),
     ),
     Loss(
         ("gemma_4",),
-        "a key holds what separates keys and values; keys are written bare",
+        "a key contains a separator; keys are written bare",
         lambda arguments: any(re.fullmatch(r"[^:,{}\[\]<>\n]{0,256}", key) is None for key in _keys(arguments)),
         {"a": {"b:1,c": 2}},
         same_as=({"a": {"b": 1, "c": 2}},),
@@ -475,15 +476,15 @@ FAMILIES_THAT_REASON = [
 
 
 def same(turn, calls):
-    """Whether these are the turn's calls, with arguments of equal types on every level and in any order."""
+    """Return whether these are the turn's calls, with equal types on every level and arguments in any order."""
     found = [(call.name, json.dumps(call.input, sort_keys=True)) for call in turn.tool_calls]
     return found == [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_calls_of_any_arguments_come_back_as_they_went_in(family):
+def test_calls_with_any_arguments_round_trip(family):
     def pieces():
-        """All that the family's template writes around the names and values of calls, in pieces."""
+        """Return the pieces that the family's template writes around the names and values of calls."""
         message = Message((("f0", {"k0": "v0", "k1": "v1"}), ("f1", {"k2": "v2"})), "t0", "r0")
         for attempt in (message, Message(message.calls), Message(message.calls[:1])):
             try:
@@ -501,17 +502,17 @@ def test_calls_of_any_arguments_come_back_as_they_went_in(family):
         return sorted(piece for piece in found - {""} if not any(stop in piece for stop in stops))
 
     def is_lost(calls):
-        """Whether the family's template loses the arguments of one of these calls."""
+        """Return whether the family's template loses the arguments of one of these calls."""
         return any(loss.lost(arguments) for loss in LOSSES if family in loss.families for _, arguments in calls)
 
-    # Strings, with all in them that the family's template writes around the values of calls.
+    # Strings that contain the pieces that the template writes around the values of calls.
     texts = st.lists(st.sampled_from((*pieces(), *PIECES, CODE)) | st.text(max_size=6), max_size=5).map("".join)
     values = texts if family == "llama_4" else texts | json_values(texts, texts)
     arguments = st.dictionaries(KEYS, values, max_size=3)
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ)
     @given(st.lists(arguments, min_size=1, max_size=1 if family in ONE_CALL else 2), st.booleans(), st.booleans())
-    def come_back(drawn, with_text, with_reasoning):
+    def round_trips(drawn, with_text, with_reasoning):
         calls = tuple((f"f{index}", arguments) for index, arguments in enumerate(drawn))
         assume(not is_lost(calls))
         text = TEXT if with_text and family not in NO_TEXT else ""
@@ -524,11 +525,11 @@ def test_calls_of_any_arguments_come_back_as_they_went_in(family):
         assert (turn.text, turn.reasoning or "") == (text, reasoning)
         assert not turn.ends_in_reasoning
 
-    come_back()
+    round_trips()
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_arguments_of_every_kind_come_back_with_the_text_and_the_reasoning_beside_them(family):
+def test_calls_round_trip_with_text_and_reasoning(family):
     arguments = {
         "code": CODE,
         "text": "  é日本\U0001f642 \n",
@@ -565,7 +566,7 @@ def test_arguments_of_every_kind_come_back_with_the_text_and_the_reasoning_besid
     ("family", "loss"),
     [pytest.param(family, loss, id=f"{family}: {loss.why}") for loss in LOSSES for family in loss.families],
 )
-def test_what_is_listed_as_lost_is_lost_by_the_template_and_never_guessed(family, loss):
+def test_a_listed_loss_is_the_templates_and_never_guessed(family, loss):
     calls = (("f", loss.example),)
     assert loss.lost(loss.example)
     written = sample(family, Message(calls))
@@ -582,12 +583,12 @@ def test_what_is_listed_as_lost_is_lost_by_the_template_and_never_guessed(family
 
 
 @pytest.mark.parametrize("family", NO_CALLS)
-def test_templates_that_are_listed_to_write_no_call_write_none(family):
+def test_templates_listed_without_calls_write_none(family):
     assert "key" not in sample(family, Message((("f", {"key": "value"}),))).text
 
 
 @pytest.mark.parametrize("family", ONE_CALL)
-def test_templates_that_are_listed_to_write_one_call_write_no_second_one(family):
+def test_templates_listed_with_one_call_write_no_second(family):
     calls = (("f", {"key": "first"}), ("g", {"key": "second"}))
     try:
         assert "second" not in sample(family, Message(calls)).text
@@ -596,7 +597,7 @@ def test_templates_that_are_listed_to_write_one_call_write_no_second_one(family)
 
 
 @pytest.mark.parametrize("family", NO_TEXT)
-def test_templates_that_are_listed_to_write_no_text_beside_a_call_write_none(family):
+def test_templates_listed_without_text_write_none_with_a_call(family):
     calls = (("f", {"key": "value"}),)
     sampled = sample(family, Message(calls, TEXT))
     turn = parse(family, sampled, calls)
@@ -607,31 +608,31 @@ def test_templates_that_are_listed_to_write_no_text_beside_a_call_write_none(fam
 
 
 @pytest.mark.parametrize("family", NO_REASONING)
-def test_templates_that_are_listed_to_write_no_reasoning_write_none(family):
+def test_templates_listed_without_reasoning_write_none(family):
     assert REASONING not in sample(family, Message((("f", {"key": "value"}),), "", REASONING)).text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_tokenizers_that_are_listed_to_compose_characters_do(family):
+def test_only_listed_tokenizers_compose_characters(family):
     tokenizer, text = load_tokenizer(family), "e\u0301"
     decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
     assert decoded == (unicodedata.normalize("NFC", text) if family in COMPOSING else text)
 
 
 def marks_of(family):
-    """The marks around reasoning."""
+    """Return the marks around reasoning."""
     parser = parser_for(family)
     return FAMILIES[family].reasoning or (parser.think_start_token, parser.think_end_token)
 
 
 def call_text(family, name):
-    """A call as the family's template writes it, without the reasoning that it may write before."""
+    """Return a call as the family's template writes it, without reasoning before it."""
     written = sample(family, Message(((name, {"key": "value"}),))).text
     return written.rpartition(marks_of(family)[1])[2].strip()
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_CALLS)
-def test_a_draft_in_reasoning_is_no_call_whoever_opened_it(family):
+def test_a_draft_in_reasoning_is_not_a_call(family):
     def encoded(family, text, *, reasoning_open):
         return Sampled(text, tuple(load_tokenizer(family).encode(text, add_special_tokens=False)), reasoning_open)
 
@@ -652,7 +653,7 @@ def test_a_draft_in_reasoning_is_no_call_whoever_opened_it(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES_THAT_REASON)
-def test_a_draft_in_reasoning_that_the_template_writes_is_no_call(family):
+def test_a_draft_in_reasoning_of_a_template_is_not_a_call(family):
     draft = f"Maybe {call_text(family, 'draft')}?"
     calls = (("run", {"key": "value"}),)
     turn = parse(family, sample(family, Message(calls, reasoning=draft)), calls)
@@ -661,17 +662,17 @@ def test_a_draft_in_reasoning_that_the_template_writes_is_no_call(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_parser_of_a_family_is_found_by_its_chat_template(family):
+def test_a_chat_template_determines_the_parser(family):
     expected = FAMILIES[family].tool_format
     if expected is None:
-        with pytest.raises(UnknownToolParserError, match="name one in place of 'auto'"):
+        with pytest.raises(UnknownToolParserError, match="name one instead of 'auto'"):
             get_tool_parser("auto", chat_template=load_template(family))
     else:
         found = get_tool_parser("auto", chat_template=load_template(family))
         assert type(found) is type(get_tool_parser(expected))
 
 
-# The model type of a family, and how its prompts end.
+# The model type of a family, and the end of its prompts.
 HERMES, QWEN, GEMMA = (
     ("qwen3", "<|im_start|>assistant\n"),
     ("qwen3_5", "<|im_start|>assistant\n"),
@@ -702,7 +703,7 @@ MESSAGES = {
     **{label: Message((("f", {"a": value}),)) for label, value in VALUES.items()},
     "no arguments": Message((("g", {}),)),
     "several": Message((CALL, ("g", {}), ("h", {"digits": "4"}))),
-    "beside text": Message((CALL,), "So, I look it up."),
+    "after text": Message((CALL,), "So, I look it up."),
     "after reasoning": Message((CALL,), "", "Hm. Is it?\nLet me see."),
     "all": Message((CALL, ("g", {})), "So, I look it up.", "Hm."),
     "a draft in reasoning": Message((CALL,), "", "Maybe <tool_call>rm</tool_call>?"),
@@ -710,8 +711,8 @@ MESSAGES = {
 
 
 def readings(family, sampled, calls):
-    """Our reading and the one of transformers: text, reasoning, calls; None where it raises."""
-    # Templates of families whose tokenizers have none; older versions of transformers have no such thing.
+    """Return text, reasoning and calls as parsed here and by transformers; None if transformers raises."""
+    # Response templates for tokenizers without one; older versions of transformers have none.
     serving = pytest.importorskip("transformers.cli.serving.utils")
     ours = parse(family, sampled, calls)
     model_type, prefix = FAMILY_TYPES[family]
@@ -732,9 +733,9 @@ def readings(family, sampled, calls):
 
 @pytest.mark.parametrize("label", MESSAGES)
 @pytest.mark.parametrize("family", FAMILY_TYPES)
-def test_transformers_reads_the_same_or_there_is_a_reason(family, label):
+def test_transformers_agrees_or_there_is_a_reason(family, label):
     differences = {
-        **dict.fromkeys([(QWEN, "code"), (QWEN, "spaces")], "it strips the white space of strings"),
+        **dict.fromkeys([(QWEN, "code"), (QWEN, "spaces")], "it strips white space from strings"),
         (HERMES, "end mark"): "it ends a call at the first end mark, also in a JSON string",
         (QWEN, "end tag"): "it ends a value at the first end tag",
     }
@@ -750,20 +751,24 @@ def test_transformers_reads_the_same_or_there_is_a_reason(family, label):
 @pytest.mark.parametrize(
     ("family", "text", "reason"),
     [
-        ("qwen3", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "arguments that are no object are a call"),
+        (
+            "qwen3",
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            "arguments may be any JSON",
+        ),
         (
             "qwen3",
             '<tool_call>{"name": "f", "arguments": {}, "id": 1}</tool_call>',
-            "keys of no format are a call",
+            "unknown keys are accepted",
         ),
-        ("qwen3_5", "<tool_call><function=f>text</function></tool_call>", "text among the tags is left out"),
-        ("qwen3_5", "<tool_call><function=f><parameter=a>1</function></tool_call>", "what is not closed is left out"),
-        ("qwen3_5", "<tool_call><function=f><parameter=n>x</parameter></function></tool_call>", "any type will do"),
-        ("gemma_4", "<|tool_call>call:f{a:1,a:2}<tool_call|>", "the last one of two keys counts"),
-        ("gemma_4", "<|tool_call>call:f{a:NaN}<tool_call|>", "NaN is taken for JSON"),
+        ("qwen3_5", "<tool_call><function=f>text</function></tool_call>", "text among the tags is dropped"),
+        ("qwen3_5", "<tool_call><function=f><parameter=a>1</function></tool_call>", "an unclosed value is dropped"),
+        ("qwen3_5", "<tool_call><function=f><parameter=n>x</parameter></function></tool_call>", "any type is accepted"),
+        ("gemma_4", "<|tool_call>call:f{a:1,a:2}<tool_call|>", "the last of two equal keys wins"),
+        ("gemma_4", "<|tool_call>call:f{a:NaN}<tool_call|>", "NaN is accepted as JSON"),
     ],
 )
-def test_what_transformers_repairs_is_refused_here(family, text, reason):
+def test_calls_that_transformers_repairs_are_rejected(family, text, reason):
     ids = tuple(load_tokenizer(family).encode(text, add_special_tokens=False))
     ours, theirs = readings(family, Sampled(text, ids, False), [CALL])
     assert ours[2] == []

@@ -1,6 +1,6 @@
-"""Every format of tool calls: the suite that all parsers pass, and what a format has of its own.
+"""Every tool call format: the shared suite, and tests of its own.
 
-In order: JSON between marks, plain text between tags, lists that end the turn, and notations of their own.
+In order: JSON between marks, plain text between tags, lists that end the turn, and other notations.
 """
 
 import copy
@@ -84,7 +84,7 @@ class TestDeepSeekV3(ParserChecks):
     )
 
 
-def test_deepseek_v3_arguments_that_are_no_object_are_said_to_be_none():
+def test_deepseek_v3_arguments_must_be_an_object():
     (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_CALL % ("f", "[]") + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
@@ -94,7 +94,7 @@ def test_a_fence_inside_a_string_does_not_end_the_arguments():
     assert summary(DeepSeekV3ToolParser().parse(deepseek_v3_written(calls))) == calls
 
 
-def test_white_space_around_the_fence_does_not_matter():
+def test_white_space_around_the_fence_is_ignored():
     found = DeepSeekV3ToolParser().parse(deepseek_v3_written([("f", {"a": 1})]).replace("\n```<", "\n```\n<"))
     assert summary(found) == [("f", {"a": 1})]
 
@@ -131,7 +131,7 @@ class TestDeepSeekV31(ParserChecks):
     )
 
 
-def test_deepseek_v3_1_arguments_that_are_no_object_are_said_to_be_none():
+def test_deepseek_v3_1_arguments_must_be_an_object():
     (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_1_CALL % ("f", '"{}"') + DEEPSEEK_END)
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
@@ -143,7 +143,7 @@ KIMI_K2_CALL = "<|tool_call_begin|>%s<|tool_call_argument_begin|>%s<|tool_call_e
 
 
 def kimi_k2_written(calls):
-    """Calls as the chat template writes them."""
+    """Write calls as the chat template does."""
     texts = [
         KIMI_K2_CALL % (f"functions.{name}:{index}", json_text(arguments))
         for index, (name, arguments) in enumerate(calls)
@@ -178,7 +178,7 @@ class TestKimiK2(ParserChecks):
     )
 
 
-def test_the_models_own_id_is_kept_and_is_not_the_calls_id():
+def test_the_native_id_is_kept_next_to_the_id():
     calls = KimiK2ToolParser().parse(
         KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", "{}") + KIMI_K2_CALL % ("search:14", "{}") + KIMI_K2_END
     )
@@ -187,19 +187,19 @@ def test_the_models_own_id_is_kept_and_is_not_the_calls_id():
 
 
 @pytest.mark.parametrize("arguments", ["{", "[]", '{"a": 1, "a": 1}', "{} x"])
-def test_a_call_that_failed_keeps_the_models_own_id(arguments):
-    for behind in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
-        (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", arguments) + behind)
+def test_a_failed_call_keeps_its_native_id(arguments):
+    for after in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
+        (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", arguments) + after)
         assert (found.is_error, found.native_id, found.attempted_name) == (True, "functions.f:3", "f")
 
 
 @pytest.mark.parametrize("arguments", ["[]", '"x"', "1", "null"])
-def test_kimi_k2_arguments_that_are_no_object_are_said_to_be_none(arguments):
+def test_kimi_k2_arguments_must_be_an_object(arguments):
     (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:0", arguments) + KIMI_K2_END)
     assert found.status is ToolCallStatus.NOT_AN_OBJECT
 
 
-def test_white_space_between_marks_and_around_arguments_does_not_matter():
+def test_white_space_around_marks_and_arguments_is_ignored():
     body = "\n<|tool_call_begin|> functions.f:0 <|tool_call_argument_begin|>\n{\n}\n <|tool_call_end|>\n"
     (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + body + KIMI_K2_END)
     assert (found.name, found.input) == ("f", {})
@@ -222,7 +222,7 @@ class TestSmolLM3(ParserChecks):
     )
 
 
-def test_the_parser_is_found_by_name_and_code_is_text():
+def test_smollm3_is_registered_and_reads_code_as_text():
     turn = get_tool_parser("smollm3").parse_turn("<code>print(1)</code>")
     assert (turn.text, turn.tool_calls) == ("<code>print(1)</code>", ())
 
@@ -246,7 +246,7 @@ m3_written = writer(M3_CALL, "", f"{M3_BEGIN}\n", M3_END, lambda values: "".join
 
 
 def values(texts):
-    """Values that elements can carry: no null, and lists of one type, which is what a schema can say of them."""
+    """Values that elements can represent: no null, and lists of one type, which a schema can describe."""
     texts = texts.map(lambda text: text.replace(NS, "[>["))
     scalars = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
     lists = st.lists(texts, max_size=3) | st.lists(st.integers(), max_size=3)
@@ -308,7 +308,7 @@ class TestMiniMaxM3(ParserChecks):
         ({"a": [1, "x"], "b": {"c": True}}, None),
     ],
 )
-def test_values_have_the_type_that_the_schema_declares_on_every_level(value, schema):
+def test_nested_values_have_their_declared_types(value, schema):
     definitions = {"Words": {"type": "object", "additionalProperties": {"type": "string"}}}
     root = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
     text = m3_written([("f", {"x": value})])
@@ -320,25 +320,25 @@ def test_values_have_the_type_that_the_schema_declares_on_every_level(value, sch
 @pytest.mark.parametrize(
     ("value", "schema", "error"),
     [
-        ("three", {"type": "integer"}, "'x' is wrong: it must be an integer"),
-        ({"a": 1}, {"type": "string"}, "'x' is wrong: it holds elements, but must be string"),
-        ({"a": 1}, {"type": "array"}, "'x' is wrong: it holds elements, but must be array"),
-        ({"a": "b"}, {"properties": {"a": {"type": "number"}}}, "'x' is wrong: 'a' is wrong: it must be a number"),
+        ("three", {"type": "integer"}, "'x' is invalid: it must be an integer"),
+        ({"a": 1}, {"type": "string"}, "'x' is invalid: it contains elements, but must be string"),
+        ({"a": 1}, {"type": "array"}, "'x' is invalid: it contains elements, but must be array"),
+        ({"a": "b"}, {"properties": {"a": {"type": "number"}}}, "'x' is invalid: 'a' is invalid: it must be a number"),
     ],
 )
-def test_a_value_of_another_type_than_declared_is_malformed_and_says_where(value, schema, error):
+def test_the_error_of_a_wrong_type_says_where(value, schema, error):
     tools = [{"name": "f", "inputSchema": {"json": {"properties": {"x": schema}}}}]
     (found,) = MiniMaxM3ToolParser().parse(m3_written([("f", {"x": value})]), tools=tools)
     assert (found.status, found.attempted_name) == (ToolCallStatus.MALFORMED, "f")
     assert error in (found.error or "")
 
 
-def test_a_token_without_a_tag_behind_it_is_text():
+def test_a_token_without_a_tag_is_text():
     calls = [("f", {"a": f"{NS} is a token"})]
     assert summary(MiniMaxM3ToolParser().parse(m3_written(calls), tools=tools_for(calls))) == calls
 
 
-def test_white_space_between_elements_does_not_matter():
+def test_white_space_between_elements_is_ignored():
     body = f"\n  {NS}<a>\n  {NS}<item>1{NS}</item>\n  {NS}</a>\n"
     assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{M3_CALL % ('f', body)}{M3_END}")) == [("f", {"a": [1]})]
 
@@ -381,7 +381,7 @@ dsml_written = writer(
     f"\n{DSML_END}",
     lambda values: "\n".join(starmap(parameter, values.items())),
 )
-# A tag of the format in a value; the encoder writes it as the token that it is.
+# A tag of the format in a value, which the encoder writes as its token.
 dsml_loses = re.compile("｜DSML｜(?:parameter|invoke)").search
 
 
@@ -415,7 +415,7 @@ class TestDeepSeekV4(ParserChecks):
     )
 
 
-def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says():
+def test_a_value_marked_as_a_string_ignores_the_schema():
     text = f"{DSML_BEGIN}\n{DSML_CALL % ('f', parameter('a', '3'))}\n{DSML_END}"
     tools = [{"name": "f", "inputSchema": {"json": {"properties": {"a": {"type": "integer"}}}}}]
     (found,) = DeepSeekV32ToolParser().parse(text, tools=tools)
@@ -423,7 +423,7 @@ def test_a_value_that_says_it_is_a_string_is_one_whatever_the_schema_says():
 
 
 @pytest.mark.parametrize("value", ['"a"', "3", "[1]", "null"])
-def test_a_value_that_says_it_is_no_string_is_json(value):
+def test_a_value_not_marked_as_a_string_is_json(value):
     body = f'<｜DSML｜parameter name="a" string="false">{value}</｜DSML｜parameter>'
     (found,) = DeepSeekV32ToolParser().parse(f"{DSML_BEGIN}\n{DSML_CALL % ('f', body)}\n{DSML_END}")
     assert found.input == {"a": json.loads(value)}
@@ -458,30 +458,30 @@ class TestGLM(ParserChecks):
             "f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>1</arg_value>",
         ),
         closer="</arg_value>\n</tool_call>",
-        # What closes a value, and what could as well be the rest of a call whose value was never closed.
+        # The end of a value, and text that could be the rest of a call whose value was never closed.
         loses_string=re.compile(rf"</arg_value>\s*(?:{_ARGUMENT}|</tool_call>)|{_ARGUMENT}").search,
     )
 
 
-def test_calls_with_and_without_line_breaks_are_read():
+def test_line_breaks_between_glm_tags_are_optional():
     glm_4_7 = writer("<tool_call>%s%s</tool_call>", arguments=pairs("<arg_key>%s</arg_key><arg_value>%s</arg_value>"))
     calls = [("f", {"a": "  x\n", "b": [1, {"c": None}]}), ("g", {})]
     for write in (glm_written, glm_4_7):
         assert summary(GLMToolParser().parse(write(calls), tools=tools_for(calls))) == calls
 
 
-def test_glm_without_a_schema_json_is_json_and_anything_else_is_text():
+def test_glm_decodes_json_without_a_schema():
     (call,) = GLMToolParser().parse(glm_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})]))
     assert call.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
 
 
-def test_a_value_of_another_type_than_declared_is_malformed_and_says_so():
+def test_a_glm_value_of_the_wrong_type_is_malformed():
     (call,) = GLMToolParser().parse(glm_written([("f", {"a": "three"})]), tools=tools_for([("f", {"a": 3})]))
     assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
-    assert "'a' is wrong: it must be an integer" in (call.error or "")
+    assert "'a' is invalid: it must be an integer" in (call.error or "")
 
 
-def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it():
+def test_an_unclosed_value_does_not_swallow_the_next_call():
     broken, good = GLMToolParser().parse(
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>" + glm_written([("g", {"b": "2"})])
     )
@@ -489,7 +489,7 @@ def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it():
     assert (good.name, good.input) == ("g", {"b": 2})
 
 
-def test_glm_tags_that_end_nothing_belong_to_the_value():
+def test_unmatched_glm_tags_belong_to_the_value():
     code = "</arg_value> <arg_key>b</arg_key> </tool_call> <tool_call>rm</tool_call> </think>"
     calls = [("write", {"code": code})]
     turn = GLMToolParser().parse_turn(glm_written(calls))
@@ -519,7 +519,7 @@ def kimi_k3_call(name, body, index=1):
 
 
 def kimi_k3_written(calls):
-    """Calls as the chat template writes them."""
+    """Write calls as the chat template does."""
     bodies = ("".join(argument(*item) for item in arguments.items()) for _, arguments in calls)
     texts = (kimi_k3_call(name, body, at) for at, ((name, _), body) in enumerate(zip(calls, bodies, strict=True), 1))
     return opened("tools") + "".join(texts) + closed("tools")
@@ -550,20 +550,20 @@ class TestKimiK3(ParserChecks):
             kimi_k3_call("f", "") + "text",
         ),
         closer=closed("argument") + closed("call") + closed("tools"),
-        # A tag of the format in a value; the template writes it as the tokens that it is.
+        # A tag of the format in a value, which the template writes as its tokens.
         loses_string=re.compile(r"<\|(?:open|close)\|>(?:argument|call)").search,
         think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     )
 
 
-def test_the_tags_around_the_visible_text_are_no_part_of_it():
-    said = "I look it up." + closed("response")
+def test_the_response_tags_are_not_part_of_the_text():
+    spoken = "I look it up." + closed("response")
     turn = KimiK3ToolParser().parse_turn(
-        f"Hm.{closed('think')}{opened('response')}{said}{kimi_k3_written([('ls', {})])}{closed('message')}",
+        f"Hm.{closed('think')}{opened('response')}{spoken}{kimi_k3_written([('ls', {})])}{closed('message')}",
         reasoning_open=True,
     )
     assert (turn.reasoning, turn.text, summary(turn.tool_calls)) == ("Hm.", "I look it up.", [("ls", {})])
-    assert KimiK3ToolParser().parse_turn(said + closed("message")).text == "I look it up."
+    assert KimiK3ToolParser().parse_turn(spoken + closed("message")).text == "I look it up."
 
 
 def test_arguments_may_be_one_json_object():
@@ -575,7 +575,7 @@ def test_arguments_may_be_one_json_object():
     ]
 
 
-def test_one_json_value_that_is_no_object_is_said_to_be_none():
+def test_one_json_value_must_be_an_object():
     body = opened("json", type="object") + "[]" + closed("json")
     (found,) = KimiK3ToolParser().parse(opened("tools") + kimi_k3_call("f", body) + closed("tools"))
     assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
@@ -621,28 +621,28 @@ class TestMiniMaxM2(ParserChecks):
             MINIMAX_M2_CALL % ("f", "") + "text",
         ),
         closer=f"</parameter>\n</invoke>\n{MINIMAX_M2_END}",
-        # What closes a value, and what could as well be the rest of a call whose value was never closed.
+        # The end of a value, and text that could be the rest of a call whose value was never closed.
         loses_string=re.compile(rf"</parameter>\s*{_PARAMETER}|\n{_PARAMETER}|{_CALL_ENDS}").search,
     )
 
 
-def test_minimax_m2_without_a_schema_json_is_json_and_anything_else_is_text():
+def test_minimax_m2_decodes_json_without_a_schema():
     (found,) = MiniMaxM2ToolParser().parse(
         minimax_m2_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})])
     )
     assert found.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
 
 
-def test_a_value_of_another_type_than_declared_is_malformed_and_the_calls_around_it_stand():
+def test_a_value_of_the_wrong_type_fails_only_its_call():
     calls = [("a", {}), ("f", {"x": "three"}), ("b", {})]
     tools = tools_for([("a", {}), ("f", {"x": 3}), ("b", {})])
-    first, wrong, last = MiniMaxM2ToolParser().parse(minimax_m2_written(calls), tools=tools)
+    first, invalid, last = MiniMaxM2ToolParser().parse(minimax_m2_written(calls), tools=tools)
     assert (first.name, last.name) == ("a", "b")
-    assert (wrong.status, wrong.attempted_name) == (ToolCallStatus.MALFORMED, "f")
-    assert "'x' is wrong: it must be an integer" in (wrong.error or "")
+    assert (invalid.status, invalid.attempted_name) == (ToolCallStatus.MALFORMED, "f")
+    assert "'x' is invalid: it must be an integer" in (invalid.error or "")
 
 
-def test_minimax_m2_tags_that_end_nothing_belong_to_the_value():
+def test_unmatched_minimax_m2_tags_belong_to_the_value():
     code = 'x = "</parameter>" </invoke> <parameter name="a"> </minimax:tool_call> </think>'
     calls = [("write", {"code": code, "n": 1}), ("g", {})]
     assert summary(MiniMaxM2ToolParser().parse(minimax_m2_written(calls))) == calls
@@ -697,7 +697,7 @@ class TestSeedOSS(ParserChecks):
     ],
 )
 @pytest.mark.parametrize("spell", [repr, json.dumps])
-def test_lists_and_objects_may_be_written_as_python_or_as_json(value, spell):
+def test_lists_and_objects_may_be_python_or_json(value, spell):
     text = f"<seed:tool_call><function=f><parameter=x>{spell(value)}</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": value})]))
     assert same(call.input, {"x": value})
@@ -709,7 +709,7 @@ def test_a_string_that_looks_like_a_python_list_stays_a_string():
     assert call.input == {"x": "['a']"}
 
 
-def test_newlines_at_the_edges_of_a_value_belong_to_it():
+def test_newlines_around_a_seed_oss_value_belong_to_it():
     text = "<seed:tool_call><function=f><parameter=x>\na\n</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": ""})]))
     assert call.input == {"x": "\na\n"}
@@ -731,7 +731,7 @@ class TestGranite4(ParserChecks):
 
 
 def granite_3():
-    """With the mark of Granite 3 as the one that the suite puts before calls."""
+    """Return a parser whose start mark, which the suite writes, is that of Granite 3."""
     parser = GraniteToolParser()
     parser.tool_start_token, parser.tool_end_token = "<|tool_call|>", ""
     return parser
@@ -757,16 +757,16 @@ def test_both_marks_open_a_list(text, end):
     assert turn.text == "Hm."
 
 
-def test_each_call_of_a_list_is_judged_by_itself():
+def test_each_call_of_a_list_has_its_own_status():
     calls = GraniteToolParser().parse('<|tool_call|>[{"name": "f"}, {"name": "g", "arguments": [1]}, {"name": "h"}]')
     assert [call.status.value for call in calls] == ["ok", "not_an_object", "ok"]
     assert calls[1].raw == '{"name": "g", "arguments": [1]}'
 
 
-def test_more_calls_than_a_thousand_are_an_error():
+def test_a_list_of_more_than_a_thousand_calls_is_an_error():
     (call,) = GraniteToolParser().parse("<|tool_call|>[" + '{"name": "f"}, ' * 1000 + '{"name": "f"}]')
     assert call.status is ToolCallStatus.MALFORMED
-    assert "more than 1000 calls" in (call.error or "")
+    assert "at most 1000 calls" in (call.error or "")
 
 
 LLAMA3_CALL = '{"name": "%s", "parameters": %s}'
@@ -801,7 +801,7 @@ LLAMA3_JSON_PARSER = Llama3JSONToolParser()
 
 
 @given(TestLlama3JSON.format.arguments, st.sampled_from(["", "\n", " "]))
-def test_a_turn_that_is_nothing_but_a_call_needs_no_mark(arguments, space):
+def test_a_turn_that_is_only_a_call_needs_no_mark(arguments, space):
     turn = LLAMA3_JSON_PARSER.parse_turn(space + written("f", arguments) + space, tools=tools_for([("f", arguments)]))
     assert same(summary(turn.tool_calls), [("f", arguments)])
     assert (turn.text, turn.reasoning) == ("", None)
@@ -827,12 +827,12 @@ def test_several_objects_are_several_calls(between):
         "",
     ],
 )
-def test_other_json_and_json_behind_text_is_text(text):
+def test_other_json_and_json_after_text_is_text(text):
     turn = LLAMA3_JSON_PARSER.parse_turn(text)
     assert (turn.text, turn.tool_calls) == (text, ())
 
 
-def test_a_call_may_follow_reasoning_and_a_draft_in_it_is_none():
+def test_a_call_may_follow_a_draft_in_reasoning():
     draft, call = written("rm", {}), written("ls", {})
     for text, reasoning_open in [(f"<think>{draft}</think>\n\n{call}", False), (f"{draft}</think>{call}", True)]:
         turn = LLAMA3_JSON_PARSER.parse_turn(text, reasoning_open=reasoning_open)
@@ -852,7 +852,7 @@ def test_a_call_may_follow_reasoning_and_a_draft_in_it_is_none():
         ('{"name": "f", "arguments": {}}', ToolCallStatus.MALFORMED, "f"),
     ],
 )
-def test_what_begins_as_a_call_and_is_none_is_an_error(text, status, name):
+def test_a_turn_that_only_begins_as_a_call_is_an_error(text, status, name):
     turn = LLAMA3_JSON_PARSER.parse_turn(text)
     assert [(call.status, call.attempted_name) for call in turn.tool_calls] == [(status, name)]
     assert turn.text == ""
@@ -863,24 +863,24 @@ def test_built_in_tools_are_called_with_keyword_arguments():
     assert summary(LLAMA3_JSON_PARSER.parse(text)) == [("brave_search", {"query": "weather in 'Paris'", "count": 3})]
 
 
-def test_the_type_of_a_function_may_be_there():
+def test_a_call_may_contain_its_type():
     assert summary(LLAMA3_JSON_PARSER.parse('{"type": "function", "name": "f", "parameters": {}}')) == [("f", {})]
 
 
 @pytest.mark.parametrize("around", ["<|python_start|>{}<|python_end|>", "<|python_start|>{}", "{}\n", "{}"])
-def test_llama_4s_marks_may_stand_around_the_calls(around):
+def test_llama_4_marks_may_enclose_the_calls(around):
     calls = written("f", {"x": "<|python_end|>"}) + written("g", {})
     turn = LLAMA3_JSON_PARSER.parse_turn(around.replace("{}", calls))
     assert summary(turn.tool_calls) == [("f", {"x": "<|python_end|>"}), ("g", {})]
     assert turn.text == ""
 
 
-def test_text_behind_llama_4s_marks_keeps_the_call_from_running():
+def test_text_after_llama_4_marks_keeps_the_call_from_running():
     turn = LLAMA3_JSON_PARSER.parse_turn(f"<|python_start|>{written('f', {})}<|python_end|> Done.")
     assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
 
 
-def test_calls_come_back_from_the_template_that_has_llama_4_write_json():
+def test_calls_round_trip_through_the_llama_4_json_template():
     tokenizer = copy.copy(load_tokenizer("llama_4"))
     tokenizer.chat_template = load_template("vllm/tool_chat_template_llama4_json")
     calls = [("f", {"x": 'a"b\n', "n": None, "l": [1, {"k": "<|eot|>é"}]}), ("g", {})]
@@ -937,7 +937,7 @@ LLAMA4_PYTHONIC_PARSER = Llama4PythonicToolParser()
 
 
 @given(TestLlama4Pythonic.format.arguments)
-def test_a_turn_that_is_nothing_but_a_list_of_calls_needs_no_mark(arguments):
+def test_a_turn_that_is_only_a_list_of_calls_needs_no_mark(arguments):
     calls = [("f", arguments), ("g", {})]
     turn = LLAMA4_PYTHONIC_PARSER.parse_turn(f"\n{bare(calls)}\n")
     assert same(summary(turn.tool_calls), calls)
@@ -945,7 +945,7 @@ def test_a_turn_that_is_nothing_but_a_list_of_calls_needs_no_mark(arguments):
 
 
 @given(st.text(), st.sampled_from(["'", '"', "'''", '"""']))
-def test_every_kind_of_string_reads_as_python_reads_it(text, quote):
+def test_strings_are_read_as_in_python(text, quote):
     escaped = text.encode("unicode_escape").decode().replace("'", "\\'").replace('"', '\\"')
     assert summary(LLAMA4_PYTHONIC_PARSER.parse(f"[f(a={quote}{escaped}{quote})]")) == [("f", {"a": text})]
 
@@ -965,13 +965,13 @@ def test_every_kind_of_string_reads_as_python_reads_it(text, quote):
         ("[1, 2, 'x', \"y\", 3.0, None]", [1, 2, "x", "y", 3.0, None]),
     ],
 )
-def test_literals_are_pythons_and_json_s(literal, value):
+def test_literals_may_be_python_or_json(literal, value):
     (call,) = LLAMA4_PYTHONIC_PARSER.parse(f"[f(a={literal})]")
     assert same(call.input, {"a": value})
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[x]", "f(a=1)", "See [f(a=1)]", "[link](f)", ""])
-def test_other_lists_and_lists_behind_text_are_text(text):
+def test_other_lists_and_lists_after_text_are_text(text):
     turn = LLAMA4_PYTHONIC_PARSER.parse_turn(text)
     assert (turn.text, turn.tool_calls) == (text, ())
 
@@ -986,7 +986,7 @@ def test_other_lists_and_lists_behind_text_are_text(text):
         ('[f(a=say "hi")]', ToolCallStatus.MALFORMED),
     ],
 )
-def test_what_begins_as_a_list_of_calls_and_is_none_is_an_error(text, status):
+def test_a_turn_that_only_begins_as_a_list_is_an_error(text, status):
     turn = LLAMA4_PYTHONIC_PARSER.parse_turn(text)
     assert [(call.status, call.attempted_name) for call in turn.tool_calls] == [(status, "f")]
     assert turn.text == ""
@@ -1012,7 +1012,7 @@ class TestMistralNamed(ListedChecks):
         strict_json=True,
     )
 
-    def test_a_broken_call_does_not_take_the_one_before_it_along(self):
+    def test_a_broken_call_keeps_the_calls_before_it(self):
         good, broken = self.format.parser.parse("[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{a}[TOOL_CALLS]rm[ARGS]{}")
         assert (good.name, broken.attempted_name, broken.status) == ("f", "g", ToolCallStatus.MALFORMED)
 
@@ -1039,18 +1039,18 @@ class TestMistralList(ListedChecks):
         ("[TOOL_CALLS]f[ARGS]{}\n[TOOL_CALLS]g[CALL_ID]000000000[ARGS] {}", [None, "000000000"]),
     ],
 )
-def test_native_ids_are_kept_where_the_model_wrote_them(text, native_ids):
+def test_mistral_native_ids_are_kept(text, native_ids):
     calls = MistralToolParser().parse(text)
     assert summary(calls) == [("f", {}), ("g", {})]
     assert [call.native_id for call in calls] == native_ids
 
 
-def test_mistral_arguments_that_are_no_object_are_told_apart():
+def test_mistral_arguments_must_be_an_object():
     (call,) = MistralToolParser().parse("[TOOL_CALLS]f[ARGS][1]")
     assert (call.status, call.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
-def test_a_call_quoted_in_a_broken_one_is_not_run():
+def test_a_call_quoted_in_a_broken_call_does_not_run():
     (call,) = MistralToolParser().parse('[TOOL_CALLS]f[ARGS]{"a": "x" [TOOL_CALLS]rm[ARGS]{}"}')
     assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
 
@@ -1096,8 +1096,7 @@ class TestGemma4(ParserChecks):
         delimits=False,
         closer=f"{QUOTE}}}<tool_call|>",
         think=("<|channel>", "<channel|>"),
-        # A mark of strings in a string ends it, unless it is made of other tokens.
-        # Keys are bare words.
+        # A quote mark in a string ends it, unless it consists of ordinary tokens. Keys are bare words.
         values=lambda texts: json_values(texts.filter(lambda text: QUOTE not in text), KEYS),
     )
 
@@ -1105,7 +1104,7 @@ class TestGemma4(ParserChecks):
 GEMMA4_PARSER = Gemma4ToolParser()
 
 
-def test_the_name_of_the_channel_is_no_part_of_the_reasoning():
+def test_the_channel_name_is_not_part_of_the_reasoning():
     turn = GEMMA4_PARSER.parse_turn("<|channel>thought\nHm.\n<channel|>Yes.")
     assert (turn.reasoning, turn.text) == ("Hm.", "Yes.")
     turn = GEMMA4_PARSER.parse_turn("Hm.\n<channel|>Yes.", reasoning_open=True)
@@ -1124,11 +1123,11 @@ def test_the_name_of_the_channel_is_no_part_of_the_reasoning():
         (f"{{a b:{QUOTE}c, d{QUOTE},e:[]}}", {"a b": "c, d", "e": []}),
     ],
 )
-def test_values_are_typed_as_they_are_written(written, found):
+def test_gemma4_values_have_the_type_of_their_notation(written, found):
     assert summary(GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{written}}}<tool_call|>")) == [("f", {"x": found})]
 
 
-def test_a_string_that_does_not_end_is_unterminated_or_malformed():
+def test_an_unclosed_string_is_unterminated_or_malformed():
     (call,) = GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{QUOTE}abc")
     assert (call.status, call.attempted_name) == (ToolCallStatus.UNTERMINATED, "f")
     (call,) = GEMMA4_PARSER.parse(f"<|tool_call>call:f{{x:{QUOTE}abc}}<tool_call|>")
@@ -1164,7 +1163,7 @@ class TestHarmony(ListedChecks):
             assert [found.name for found in turn.tool_calls] == ["ls"]
             assert (turn.reasoning, turn.text) == (f"Maybe {draft}?", "")
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
+    def test_a_turn_cut_off_anywhere_has_an_unterminated_call(self):
         text = harmony_write([("f", {"a": 1, "b": "x"})]).removeprefix("<|start|>assistant")
         for end in range(text.index("functions") + 1, len(text) - len("<|call|>") + 1):
             (call,) = HARMONY_PARSER.parse_turn(text[:end], truncated=True).tool_calls
@@ -1186,17 +1185,17 @@ class TestHarmony(ListedChecks):
             '<|channel|>commentary to=functions.f<|message|>{"a": 1, "a": 2}',
         ],
     )
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self, text):
+    def test_an_inexact_call_is_malformed(self, text):
         (call,) = HARMONY_PARSER.parse(text)
         assert (call.status, call.attempted_name, call.input) == (ToolCallStatus.MALFORMED, "f", {})
         assert call.raw is not None and call.raw in text
 
-    def test_text_behind_a_call_keeps_it_from_running(self):
+    def test_text_after_a_call_keeps_it_from_running(self):
         turn = HARMONY_PARSER.parse_turn(f"{harmony_write([('f', {})])} and that is it.")
         assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
         assert turn.text == ""
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
+    def test_a_look_alike_end_mark_leaves_the_call_unterminated(self):
         head = harmony_write([("f", {})]).removesuffix("<|call|>")
         (call,) = HARMONY_PARSER.parse(**sampled(tokenizer_with(TOKENS), head, "<|ca", "ll|>"))
         assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
@@ -1212,13 +1211,13 @@ HEADERS = (
 
 
 @given(st.sampled_from(HEADERS), TestHarmony.format.arguments)
-def test_every_way_to_write_a_header_is_read_and_the_stop_token_may_be_gone(header, arguments):
+def test_every_form_of_a_header_is_read(header, arguments):
     turn = HARMONY_PARSER.parse_turn(header + json_text(arguments), tools=tools_for([("f", arguments)]))
     assert same(summary(turn.tool_calls), [("f", arguments)])
     assert (turn.text, turn.reasoning) == ("", None)
 
 
-def test_each_channel_goes_where_it_belongs():
+def test_channels_are_reasoning_or_text():
     turn = HARMONY_PARSER.parse_turn(
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Ah.<|end|><|start|>assistant<|channel|>final<|message|>  Yes."
@@ -1231,12 +1230,12 @@ def test_a_turn_without_headers_is_text(text):
     assert HARMONY_PARSER.parse_turn(text).text == text.strip()
 
 
-def test_a_call_to_anything_but_a_function_names_no_tool():
+def test_a_call_to_something_else_is_an_unknown_tool():
     (call,) = HARMONY_PARSER.parse('<|channel|>commentary to=browser.search<|message|>{"query": "x"}')
     assert (call.status, call.attempted_name) == (ToolCallStatus.UNKNOWN_TOOL, "browser.search")
 
 
-def test_harmony_arguments_that_are_no_object_are_told_apart():
+def test_harmony_arguments_must_be_an_object():
     (call,) = HARMONY_PARSER.parse("<|channel|>commentary to=functions.f<|message|>[1]")
     assert (call.status, call.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
@@ -1260,7 +1259,7 @@ def test_a_call_quoted_in_a_final_answer_is_text():
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", False),
     ],
 )
-def test_a_turn_ends_in_reasoning_where_its_last_message_is_an_unended_analysis(text, unclosed):
+def test_an_open_analysis_message_ends_in_reasoning(text, unclosed):
     assert HARMONY_PARSER.parse_turn(text, truncated=True).ends_in_reasoning is unclosed
 
 
@@ -1286,13 +1285,13 @@ WRAPPED = (
 
 @pytest.mark.parametrize("body", [PLAIN, WRAPPED])
 @pytest.mark.parametrize("around", ["<|tool_call|>{}<|/tool_call|>", "functools{}", "\nfunctools{}\n"])
-def test_a_list_holds_several_calls(body, around):
+def test_a_list_may_contain_several_calls(body, around):
     turn = Phi4ToolParser().parse_turn(around.replace("{}", body))
     assert summary(turn.tool_calls) == CALLS
     assert turn.text == ""
 
 
-def test_functools_is_a_call_behind_reasoning_and_text_anywhere_else():
+def test_functools_is_a_call_only_at_the_start():
     parser = Phi4ToolParser()
     assert summary(parser.parse(f"Hm.</think>functools{PLAIN}", reasoning_open=True)) == CALLS
     turn = parser.parse_turn(f"Write functools{PLAIN}")
@@ -1309,7 +1308,7 @@ def test_functools_is_a_call_behind_reasoning_and_text_anywhere_else():
         (f"functools{PLAIN[:30]}", ToolCallStatus.UNTERMINATED),
     ],
 )
-def test_a_list_that_no_mark_ends_is_all_or_nothing(text, status):
+def test_a_list_without_an_end_mark_is_all_or_nothing(text, status):
     turn = Phi4ToolParser().parse_turn(text)
     assert [call.status for call in turn.tool_calls] == [status]
     assert turn.text == ""
@@ -1322,13 +1321,13 @@ OBJECTS = (
 
 
 @pytest.mark.parametrize("text", OBJECTS)
-def test_a_turn_that_is_nothing_but_objects_is_calls(text):
+def test_a_turn_of_only_objects_is_calls(text):
     turn = Phi4ToolParser().parse_turn(f"\n{text}\n")
     assert summary(turn.tool_calls) == CALLS
     assert turn.text == ""
 
 
-def test_the_arguments_of_an_object_may_be_written_as_python():
+def test_the_arguments_of_an_object_may_be_python():
     values = {"s": 'it\'s "é"\n', "b": True, "n": None, "l": [1, -1.5e10, {"k": []}], "t": "true"}
     (call,) = Phi4ToolParser().parse(f'{{"name": "f", "arguments": {values}}}')
     assert same(call.input, values)
@@ -1337,7 +1336,7 @@ def test_the_arguments_of_an_object_may_be_written_as_python():
 @pytest.mark.parametrize(
     "text", [f"See {OBJECTS[0]}", '{"name": "Ada", "born": 1815}', '{"answer": 4}', "{", "[1]", OBJECTS[0][1:]]
 )
-def test_other_objects_and_objects_behind_text_are_text(text):
+def test_other_objects_and_objects_after_text_are_text(text):
     turn = Phi4ToolParser().parse_turn(text)
     assert (turn.text, turn.tool_calls) == (text, ())
 
@@ -1353,7 +1352,7 @@ def test_other_objects_and_objects_behind_text_are_text(text):
         ('{"name": "f", "arguments": [1]}', ToolCallStatus.NOT_AN_OBJECT),
     ],
 )
-def test_what_begins_as_an_object_of_a_call_and_is_none_is_an_error(text, status):
+def test_a_turn_that_only_begins_as_an_object_is_an_error(text, status):
     turn = Phi4ToolParser().parse_turn(text, truncated=status is ToolCallStatus.UNTERMINATED)
     assert [(call.status, call.attempted_name) for call in turn.tool_calls] == [(status, "f")]
     assert turn.text == ""

@@ -1,4 +1,4 @@
-"""What every tool parser must do, whatever its format: one suite that each format's test file fills in and inherits."""
+"""One suite for the tool parsers of all formats, inherited by the test class of each format."""
 
 import functools
 import json
@@ -46,12 +46,12 @@ PIECES = (
 
 
 def json_text(value):
-    """A value as most templates write it."""
+    """Write a value as most templates do."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def pairs(pair):
-    """Write arguments one after the other: a name and a value each, and strings as they are."""
+    """Return a writer of arguments: a name and a value each, with strings unchanged."""
     return lambda values: "".join(
         pair % (key, value if isinstance(value, str) else json_text(value)) for key, value in values.items()
     )
@@ -64,33 +64,33 @@ def writer(
     end="",
     arguments=json_text,
 ):
-    """Write calls one after the other: a name and arguments each."""
+    """Return a writer of calls: a name and arguments each."""
     return lambda calls: begin + between.join(call % (name, arguments(values)) for name, values in calls) + end
 
 
 write_json_objects = writer('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', between="\n")
 
-# One property, inherited by the test class of every format.
+# Each property is inherited by the test classes of all formats.
 for_every_format = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.filter_too_much])
 
 
 @dataclass(frozen=True)
 class Format:
-    """One format: how calls are written, and what it cannot carry.
+    """A format: how calls are written, and which values it cannot represent.
 
     Attributes:
-        parser: The parser.
-        write: Callables calls as the format's chat templates do.
-        tokens: Tokens of its vocabulary that its marks consist of.
+        parser: Parser of the format.
+        write: Writes calls as the format's chat templates do.
+        tokens: Tokens of the vocabulary that the marks consist of.
         tags: Other markup, for hostile text.
-        malformed: What is no call although the marks of calls stand around it.
-        loses: Whether the format itself loses the arguments of a call written like this.
-        loses_string: Whether the format itself loses a value with this string in it.
-        think: The marks around reasoning.
-        closer: What would end a string and its call if its marks were real.
-        strict_json: Whether arguments are JSON, in which strings are escaped.
-        delimits: A list tells by itself where it ends, whatever its strings hold.
-        values: Values of arguments; any JSON by default.
+        malformed: Texts that are not calls although the marks of calls enclose them.
+        closer: Text that would end a string and its call if its marks were real.
+        loses: Whether the format loses the arguments of a call with this text.
+        loses_string: Whether the format loses a value that contains this string.
+        think: Marks around reasoning.
+        strict_json: Whether arguments are JSON, which escapes strings.
+        delimits: Whether the end of a list does not depend on the content of its strings.
+        values: Strategy for the values of arguments; any JSON by default.
     """
 
     parser: ToolParser
@@ -108,28 +108,28 @@ class Format:
 
     @property
     def start(self):
-        """The mark before calls."""
+        """Return the mark before calls."""
         return self.parser.tool_start_token
 
     @property
     def end(self):
-        """The mark behind calls."""
+        """Return the mark after calls."""
         return self.parser.tool_end_token
 
     @functools.cached_property
     def texts(self):
-        """Strings, with marks in them."""
+        """Return a strategy for strings that contain marks."""
         pieces = (*self.tokens, *self.tags, *self.think, *PIECES)
         return st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=6)), max_size=6).map("".join)
 
     @functools.cached_property
     def arguments(self):
-        """Arguments of a call that the format can carry."""
+        """Return a strategy for arguments that the format can represent."""
         return st.dictionaries(KEYS, self.values(self.texts), max_size=4)
 
 
 def json_values(texts, keys):
-    """Any JSON with these strings."""
+    """Return a strategy for any JSON with these strings."""
     return st.recursive(
         st.none() | SCALARS | texts,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
@@ -138,7 +138,7 @@ def json_values(texts, keys):
 
 
 def strings_in(value):
-    """All strings in a value, keys too."""
+    """Yield all strings in a value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
@@ -147,7 +147,7 @@ def strings_in(value):
 
 
 def schema_of(value):
-    """The JSON schema of a value; lists by their first element."""
+    """Return the JSON schema of a value; the first element determines that of a list."""
     schema = {"type": JSON_TYPE[type(value)]}
     if isinstance(value, dict):
         schema["properties"] = {key: schema_of(inner) for key, inner in value.items()}
@@ -157,26 +157,26 @@ def schema_of(value):
 
 
 def tools_for(calls):
-    """Tool specs that declare the arguments of these calls."""
+    """Return tool specs that declare the arguments of these calls."""
     return [{"name": name, "inputSchema": {"json": schema_of(arguments)}} for name, arguments in calls]
 
 
 @functools.cache
 def tokenizer_with(tokens):
-    """A small tokenizer in whose vocabulary these are single tokens."""
+    """Return a small tokenizer with these as single tokens."""
     tokenizer = Tokenizer.from_str(build_chatml_tokenizer(with_marks=False).backend_tokenizer.to_str())
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def sampled(tokenizer, *pieces):
-    """A turn of pieces that were sampled one by one: a token that is cut in two is made of ordinary tokens."""
+    """Encode a turn piece by piece, so that a token cut in two becomes ordinary tokens."""
     ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     return {"text": tokenizer.decode(ids), "token_ids": ids, "tokenizer": tokenizer}
 
 
 def imitated(tokens, text):
-    """The text in pieces that cut each of these tokens, so that it is made of ordinary ones."""
+    """Split a text within each of these tokens, so that they become ordinary tokens."""
     pieces = [text]
     for token in tokens:
         pieces = [
@@ -189,17 +189,17 @@ def imitated(tokens, text):
 
 
 def summary(calls):
-    """Names and arguments of calls."""
+    """Return the names and arguments of calls."""
     return [(call.name, call.input) for call in calls]
 
 
 def same(found, written):
-    """Whether two values are equal and of equal types on every level (True is no 1)."""
+    """Return whether two values and their types are equal on every level, so that True is not 1."""
     return repr(found) == repr(written)
 
 
 def hostile_texts(form):
-    """What to repeat, and what to put before and behind it."""
+    """Yield hostile texts as (prefix, text to repeat, suffix)."""
     text = form.write([("f", {"a": "x"})])
     inner = text[text.index(form.start) + len(form.start) : text.rindex(form.end)]
     pieces = [*form.tokens, *form.tags, form.end, *form.think, inner, "[", "{", '{"', " \n", "<", "1", "\\"]
@@ -213,28 +213,28 @@ def hostile_texts(form):
         yield "", form.start + part + form.think[1], form.end
 
 
-def assert_cheap(parser, unit, length, before="", behind="", **keywords):
-    """Fail if a turn of this length costs more CPU time than a second per megabyte."""
-    text = before + unit * (length // len(unit)) + behind
+def assert_cheap(parser, unit, length, before="", after="", **keywords):
+    """Fail if a turn of this length takes more than a second of CPU time per megabyte."""
+    text = before + unit * (length // len(unit)) + after
 
     def seconds(reasoning_open):
         begin = time.process_time()
         parser.parse_turn(text, reasoning_open=reasoning_open, **keywords)
         return time.process_time() - begin
 
-    # A busy machine makes a run slower, never faster: one fast run shows that the work is small.
+    # A busy machine only slows a run down, so one fast run proves that the work is small.
     for reasoning_open in (False, True):
-        assert any(seconds(reasoning_open) < length / MEGABYTE for _ in range(5)), (before, unit, behind)
+        assert any(seconds(reasoning_open) < length / MEGABYTE for _ in range(5)), (before, unit, after)
 
 
 class ParserChecks:
-    """The suite; a subclass has the format."""
+    """The suite; a subclass sets the format."""
 
     format: ClassVar[Format]
 
     @for_every_format
     @given(st.data())
-    def test_arguments_come_back_as_they_were_written(self, data):
+    def test_arguments_round_trip(self, data):
         arguments = data.draw(st.lists(self.format.arguments, min_size=1, max_size=3))
         calls = [(f"f{index}", values) for index, values in enumerate(arguments)]
         assume(not any(self.format.loses_string(text) for text in strings_in(arguments)))
@@ -247,19 +247,19 @@ class ParserChecks:
         assert len({call.id for call in turn.tool_calls}) == len(calls)
 
     @pytest.mark.parametrize("value", ["x\n" * 50_000, "", " ", "123", "null", "  indented\n\tcode\n\n"])
-    def test_a_declared_string_stays_exactly_what_was_written(self, value):
+    def test_a_declared_string_is_kept_unchanged(self, value):
         calls = [("write", {"content": value, "n": 3})]
         assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
 
     def test_marks_in_the_strings_of_a_list_belong_to_them(self):
         if not self.format.delimits:
-            pytest.skip("the format writes the strings of a list as it writes all others")
+            pytest.skip("the format does not delimit lists")
         calls = [("f", {"a": [f"x{self.format.closer}", {"b": self.format.closer}]}), ("g", {})]
         assert summary(self.format.parser.parse(self.format.write(calls), tools=tools_for(calls))) == calls
 
     @for_every_format
     @given(st.data())
-    def test_no_text_makes_the_parser_raise(self, data):
+    def test_no_text_raises(self, data):
         written = self.format.write([("f", {"a": "1"})])
         pieces = [*self.format.tokens, *self.format.tags, *self.format.think, written, self.format.start, *PIECES]
         halves = [written[: len(written) // 2], written[len(written) // 2 :]]
@@ -271,7 +271,7 @@ class ParserChecks:
 
     @settings(for_every_format, max_examples=50)
     @given(st.data())
-    def test_wherever_a_turn_is_cut_into_tokens_a_call_that_runs_was_written(self, data):
+    def test_a_call_that_runs_was_written_for_any_tokenization(self, data):
         form = self.format
         written = form.write([("f", {"a": "x", "b": [1, "y"]}), ("g", {})])
         pieces = [*form.tokens, *form.tags, *form.think, written, form.write([("f", {"a": "z"})]), form.start, *PIECES]
@@ -282,10 +282,10 @@ class ParserChecks:
         turn = form.parser.parse_turn(**sampled(tokenizer_with(form.tokens), *parts))
         for call in turn.tool_calls:
             assert call.is_error or call.name in text
-            if not call.is_error and "\\" not in text:  # what escapes mean is not what is written
+            if not call.is_error and "\\" not in text:  # escapes decode to other text
                 assert all(found in text for found in strings_in(call.input)), text
 
-    def test_more_calls_than_a_thousand_are_one_malformed_call(self):
+    def test_calls_after_the_first_thousand_are_one_malformed_call(self):
         many = [("f", {})] * MAX_CALLS
         assert summary(self.format.parser.parse(self.format.write(many))) == many
         *good, rest = self.format.parser.parse(self.format.write([*many, *many[:5]]))
@@ -312,7 +312,7 @@ class ParserChecks:
         turn = self.format.parser.parse_turn(f"{mark}I will {draft}", reasoning_open=opened_by_prompt)
         assert (turn.tool_calls, turn.text, turn.reasoning) == ((), "", f"I will {draft}")
 
-    def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(self):
+    def test_a_turn_reports_whether_it_ends_in_reasoning(self):
         opened, closed = self.format.think
         call = self.format.write([("ls", {})])
         for text, reasoning_open, unclosed in [
@@ -333,13 +333,13 @@ class ParserChecks:
             turn = self.format.parser.parse_turn(text, reasoning_open=reasoning_open)
             assert turn.ends_in_reasoning is unclosed, (text, reasoning_open)
 
-    def test_several_calls_keep_their_order_and_the_text_around_them(self):
+    def test_several_calls_keep_their_order_and_the_text(self):
         calls = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
         turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\nLast.")
         assert summary(turn.tool_calls) == calls
         assert turn.text == "First.\nLast."
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
+    def test_a_turn_cut_off_anywhere_has_an_unterminated_call(self):
         calls = [("f", {"a": 1, "b": "x"}), ("g", {"c": "2"})]
         text = self.format.write(calls)
         begin = text.index(self.format.start) + len(self.format.start)
@@ -353,7 +353,7 @@ class ParserChecks:
             assert (last.status, last.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
             assert "cut off" in (last.error or "")
 
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self):
+    def test_an_inexact_call_is_malformed(self):
         for body in self.format.malformed:
             turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}{self.format.end}\nB")
             assert turn.tool_calls, body
@@ -364,18 +364,18 @@ class ParserChecks:
             assert (result.raw or "") in body
             assert turn.text == "A\nB"
 
-    def test_a_name_that_no_tool_has_is_read_as_written(self):
+    def test_an_unknown_tool_name_is_returned_unchanged(self):
         text = self.format.write([("g", {"x": 1}), ("f", {})])
         assert summary(self.format.parser.parse(text, tools=tools_for([("f", {})]))) == [("g", {"x": 1}), ("f", {})]
 
-    def test_a_broken_call_does_not_take_the_one_before_it_along(self):
+    def test_a_broken_call_keeps_the_calls_before_it(self):
         text = self.format.write([("f", {"a": 1}), ("g", {"b": "x"})])
         end = text.rindex(self.format.end)
         good, *_, broken = self.format.parser.parse(f"{text[:end]}\x00{text[end:]}")
         assert summary([good]) == [("f", {"a": 1})]
         assert (broken.status, "\x00" in (broken.raw or "")) == (ToolCallStatus.MALFORMED, True)
 
-    def test_an_end_mark_that_closes_nothing_puts_the_call_before_it_in_doubt(self):
+    def test_an_unmatched_end_mark_makes_a_call_ambiguous(self):
         text = self.format.write([("f", {"a": "x"})])
         for call in self.format.parser.parse(f"{text} and more {self.format.end}"):
             assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
@@ -385,13 +385,13 @@ class ParserChecks:
         for unit in (self.format.start, self.format.think[1], text, text + self.format.think[1]):
             assert_cheap(self.format.parser, unit, MEGABYTE)
 
-    def test_hostile_text_costs_no_more_than_its_length(self):
-        for before, unit, behind in hostile_texts(self.format):
-            assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
+    def test_the_cost_of_hostile_text_is_linear(self):
+        for before, unit, after in hostile_texts(self.format):
+            assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, after)
 
-    def test_a_megabyte_of_hostile_lists_is_cheap_where_a_list_ends_by_itself(self):
+    def test_a_megabyte_of_hostile_lists_is_cheap(self):
         if not self.format.delimits:
-            pytest.skip("the format writes the strings of a list as it writes all others")
+            pytest.skip("the format does not delimit lists")
         calls = [("f", {"a": [7], "b": [8]})]
         head, rest = self.format.write(calls).split("[7]")
         between, tail = rest.split("[8]")
@@ -399,7 +399,7 @@ class ParserChecks:
             for unit in (between + piece, piece + between):
                 assert_cheap(self.format.parser, unit, MEGABYTE // 4, head + "[7]", tail, tools=tools_for(calls))
 
-    def test_a_call_of_real_tokens_is_a_call(self):
+    def test_a_call_with_real_mark_tokens_is_a_call(self):
         calls = [("f", {"a": "x", "n": 3}), ("g", {})]
         tokenizer = tokenizer_with(self.format.tokens)
         turn = self.format.parser.parse_turn(**sampled(tokenizer, "Hm. ", self.format.write(calls)))
@@ -412,15 +412,15 @@ class ParserChecks:
         assert turn.tool_calls == ()
         assert turn.text == f"Like {text}."
 
-    def test_marks_of_ordinary_tokens_in_a_string_belong_to_the_string(self):
+    def test_look_alike_marks_in_a_string_belong_to_it(self):
         tokenizer, closer = tokenizer_with(self.format.tokens), f"{self.format.closer}{self.format.think[1]} é\n"
         inside = json.dumps(closer, ensure_ascii=False)[1:-1] if self.format.strict_json else closer
-        before, behind = self.format.write([("f", {"a": "x@@"}), ("g", {})]).split("@@")
-        pieces = sampled(tokenizer, before, *imitated(self.format.tokens, inside), behind)
+        before, after = self.format.write([("f", {"a": "x@@"}), ("g", {})]).split("@@")
+        pieces = sampled(tokenizer, before, *imitated(self.format.tokens, inside), after)
         turn = self.format.parser.parse_turn(**pieces, tools=tools_for([("f", {"a": ""}), ("g", {})]))
         assert summary(turn.tool_calls) == [("f", {"a": f"x{closer}"}), ("g", {})]
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
+    def test_a_look_alike_end_mark_leaves_the_call_unterminated(self):
         tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()
         head = text.removesuffix(self.format.end)
         (call,) = self.format.parser.parse(**sampled(tokenizer, head, *imitated(self.format.tokens, self.format.end)))
@@ -428,15 +428,15 @@ class ParserChecks:
 
 
 class ListedChecks(ParserChecks):
-    """The suite where nothing may follow the calls, and where a broken call takes the rest of the turn along."""
+    """The suite for formats in which calls end the turn, and a broken call takes the rest of the turn."""
 
-    def test_several_calls_keep_their_order_and_the_text_around_them(self):
+    def test_several_calls_keep_their_order_and_the_text(self):
         calls = [("a", {"x": 1}), ("b", {}), ("a", {"x": 2})]
         turn = self.format.parser.parse_turn(f"First.\n{self.format.write(calls)}\n")
         assert summary(turn.tool_calls) == calls
         assert turn.text == "First."
 
-    def test_a_turn_that_is_cut_off_anywhere_ends_in_an_unterminated_call(self):
+    def test_a_turn_cut_off_anywhere_has_an_unterminated_call(self):
         text = self.format.write([("f", {"a": 1, "b": "x"})])
         begin = text.index(self.format.start) + len(self.format.start)
         for end in range(begin, len(text) - len(self.format.end)):
@@ -447,7 +447,7 @@ class ListedChecks(ParserChecks):
                 else:
                     assert summary([result]) == [("f", {"a": 1, "b": "x"})]
 
-    def test_what_is_not_exactly_a_call_is_malformed_and_runs_nothing(self):
+    def test_an_inexact_call_is_malformed(self):
         for body in self.format.malformed:
             turn = self.format.parser.parse_turn(f"A\n{self.format.start}{body}\n")
             assert turn.tool_calls, body
@@ -458,21 +458,21 @@ class ListedChecks(ParserChecks):
             assert (result.raw or "").strip() in body
             assert turn.text == "A"
 
-    def test_a_broken_call_does_not_take_the_one_before_it_along(self):
-        pytest.skip("the calls of such a format stand and fall together, or a file of its own says otherwise")
+    def test_a_broken_call_keeps_the_calls_before_it(self):
+        pytest.skip("in such a format, one broken call fails all calls, unless its class overrides this test")
 
-    def test_hostile_text_costs_no_more_than_its_length(self):
-        for before, unit, behind in hostile_texts(self.format):
+    def test_the_cost_of_hostile_text_is_linear(self):
+        for before, unit, after in hostile_texts(self.format):
             if unit:
-                assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, behind)
+                assert_cheap(self.format.parser, unit, MEGABYTE // 8, before, after)
 
-    def test_text_behind_a_call_keeps_it_from_running(self):
+    def test_text_after_a_call_keeps_it_from_running(self):
         text = self.format.write([("f", {"a": 1})])
         turn = self.format.parser.parse_turn(f"{text} and that is it.")
         assert [call.status for call in turn.tool_calls] == [ToolCallStatus.MALFORMED]
         assert turn.text == ""
 
-    def test_an_end_of_ordinary_tokens_leaves_the_call_unterminated(self):
+    def test_a_look_alike_end_mark_leaves_the_call_unterminated(self):
         if not self.format.end:
             pytest.skip("the format has no end mark")
         tokenizer, text = tokenizer_with(self.format.tokens), self.format.write([("f", {})]).rstrip()

@@ -1,4 +1,4 @@
-"""Tool parsers: from what a model sampled to tool calls, strictly as it was written."""
+"""Tool parsers: read the tool calls in sampled text, strictly and without repair."""
 
 from .base import AUTO, TOOL_PARSER_REGISTRY, ToolParser, UnknownToolParserError, get_tool_parser, register_tool_parser
 from .formats.deepseek import DeepSeekV3ToolParser, DeepSeekV4ToolParser, DeepSeekV31ToolParser, DeepSeekV32ToolParser

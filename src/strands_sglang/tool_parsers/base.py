@@ -1,8 +1,8 @@
-"""What a tool parser is, and where one is found: by name, or by the model family of a chat template.
+"""The base class of tool parsers, and their registry.
 
-`ToolParser` finds what is reasoning, what is text and where calls are, in the same way for every format. A format says
-what its marks are, how calls are read after their start mark, and how one is written where a grammar forces it. A
-parser of one's own needs `parse(text)` and nothing else.
+`ToolParser` splits a turn into reasoning, text and calls in the same way for every format. A format defines its marks,
+how calls are read after their start mark, and how a grammar writes a call to force one. A custom parser only needs
+`parse(text)`.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RAW_SHOWN = 2000
-"""Characters of an unparsable call that the model gets to see again."""
+"""Characters of a failed call that the error message to the model repeats."""
 
-# The call that is written (`tool_choice.choice.CallWriter`), what makes parts of a grammar (the module
-# `tool_choice.grammar`), and such a part.
+# A `tool_choice.choice.CallWriter`, the module `tool_choice.grammar`, and an element of a grammar.
 Writer = Any
 Grammar = Any
 Element = Any
 
 
 class CallFormat(Protocol):
-    """How the calls of a format are read and written, where several formats have that in common."""
+    """Reads and writes the calls of one or more formats."""
 
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read calls; see `ToolParser.read_call`."""
@@ -63,25 +62,39 @@ class CallFormat(Protocol):
 
 
 class ToolParser:
-    """Finds the tool calls in what a model sampled.
+    """Base class of tool parsers, which read the tool calls in sampled text.
 
-    A parser of one's own needs `parse(self, text)` alone; `parse_turn` passes on those of the other arguments that it
-    accepts.
+    Calls are parsed as the model wrote them. Nothing is repaired or guessed: a call that does not follow its format
+    becomes a [`ToolParseResult`][strands_sglang.ToolParseResult] with `is_error`, which runs no tool. Text inside
+    reasoning is never a call.
+
+    A custom parser only needs `parse(self, text)`. It may also accept `token_ids`, `tokenizer` and `tools` as keyword
+    arguments; `parse_turn` passes those that the signature accepts. A parser that defines `read_call` or `CALLS`
+    inherits `parse` from this class.
+
+    A mark is a delimiter such as `<tool_call>` or `</think>`. The arguments are also attributes.
+
+    Args:
+        tool_start_token: Mark before a call. None uses the format's own mark, here and below; an empty mark is never
+            found.
+        tool_end_token: Mark after a call.
+        think_start_token: Mark before reasoning.
+        think_end_token: Mark after reasoning.
 
     Attributes:
-        tool_start_token: The mark before every call.
-        tool_end_token: The mark after every call.
-        think_start_token: The mark before reasoning.
-        think_end_token: The mark after reasoning.
-        CALLS: Reads and writes the calls of a format that has no `read_call` and `write_call` of its own.
-        FORMAT_TOKENS: The tokens that marks inside calls consist of, or that the marks around calls and reasoning
-            contain. Those that the vocabulary lacks are recognised by their characters.
-        MORE_MARKS: The kind of every other mark by its spelling; that of a mark inside calls is its spelling.
-        OPENER: What stands before a call that no mark announces (white space, and what is only looked at), where the
-            turn or the text after reasoning begins; None if there are no such calls.
+        CALLS: Reader and writer of the format's calls, unless the class overrides `read_call` and `write_call`.
+        FORMAT_TOKENS: Tokens that marks are made of, both inside calls and around calls and reasoning. A token that is
+            not in the vocabulary is recognized by its characters.
+        MORE_MARKS: Further marks, as a mapping from spelling to kind. The kind of a mark inside calls is its spelling.
+        OPENER: Pattern of what precedes a call that has no start mark, matched at the start of the turn and after
+            reasoning. None if every call has a start mark.
         BEFORE_CALL: Pattern of the white space that a model may write before a call.
-        THOUGHT: What belongs to the mark that opens reasoning.
-        AFTER_REASONING: What stands between reasoning and a call beside that.
+        THOUGHT: Text that belongs to the mark that opens reasoning.
+        AFTER_REASONING: Text between reasoning and a call, besides white space.
+
+    Raises:
+        TypeError: The class defines neither `parse` nor a format.
+        ValueError: A mark around calls is empty although the format needs it.
     """
 
     DEFAULT_TOOL_START_TOKEN: ClassVar[str] = "<tool_call>"
@@ -104,14 +117,10 @@ class ToolParser:
     think_end_token: str = DEFAULT_THINK_END_TOKEN
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class that has neither `parse` nor a format.
-
-        Raises:
-            TypeError: It has none.
-        """
+        """Reject a class that defines neither `parse` nor a format."""
         parser = super().__new__(cls)
         if not parser._has_format and cls.parse is ToolParser.parse:
-            raise TypeError(f"{cls.__name__} has no parse(text), so it is no tool parser")
+            raise TypeError(f"{cls.__name__} must define parse(text) to be a tool parser")
         return parser
 
     def __init__(
@@ -121,11 +130,7 @@ class ToolParser:
         think_start_token: str | None = None,
         think_end_token: str | None = None,
     ) -> None:
-        """Name the marks; those of the format where None. An empty one is never found.
-
-        Raises:
-            ValueError: A mark around calls is empty, and the format cannot do without it.
-        """
+        """Set the marks."""
         marks = {
             "tool_start_token": (self.DEFAULT_TOOL_START_TOKEN, tool_start_token),
             "tool_end_token": (self.DEFAULT_TOOL_END_TOKEN, tool_end_token),
@@ -135,7 +140,7 @@ class ToolParser:
         for name, (default, given) in marks.items():
             setattr(self, name, default if given is None else given)
             if name.startswith("tool") and default and given == "" and self._has_format and self.OPENER is None:
-                raise ValueError(f"{type(self).__name__} needs a mark before and a mark behind every call")
+                raise ValueError(f"{type(self).__name__} needs a tool_start_token and a tool_end_token")
 
     @property
     def _has_format(self) -> bool:
@@ -150,16 +155,16 @@ class ToolParser:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning_open: bool = False,
     ) -> list[ToolParseResult]:
-        """Return the tool calls of a turn.
+        """Return the tool calls of a turn, in order.
 
         Args:
-            text: The turn as the server decoded it, without its stop token.
-            token_ids: The sampled ids, shape `(T,)`, without the stop token. With them and `tokenizer`, marks that are
-                single tokens are recognised by id.
-            tokenizer: The model's tokenizer.
-            tools: Strands tool specs (`name`, `inputSchema`), from which formats without types take those of values.
-                Whether a tool of the call's name is among them is the agent's to find out.
-            reasoning_open: The prompt ended inside reasoning.
+            text: Turn as the server decoded it, without its stop token.
+            token_ids: Sampled token ids, shape `(T,)`, without the stop token. With `tokenizer`, marks that are single
+                tokens are recognized by id, so ordinary tokens that decode to the same characters are text.
+            tokenizer: Tokenizer of the model.
+            tools: Strands tool specs (`name`, `inputSchema`). Formats that write values as plain text take the types
+                from them. Calls to tools that are not listed are returned too; the agent rejects them.
+            reasoning_open: Whether the prompt ended inside reasoning.
         """
         turn = self.parse_turn(
             text, token_ids=token_ids, tokenizer=tokenizer, tools=tools, reasoning_open=reasoning_open
@@ -176,18 +181,18 @@ class ToolParser:
         reasoning_open: bool = False,
         truncated: bool = False,
     ) -> ParsedTurn:
-        """Take a sampled turn apart into reasoning, text and tool calls.
+        """Split a sampled turn into reasoning, text and tool calls.
 
-        In a parser that only has `parse`, that gets the turn without its reasoning, and the text is what stands outside
-        of reasoning and of the marks of calls.
+        If the class only defines `parse`, that method receives the turn without its reasoning, and the visible text is
+        everything outside reasoning and outside the marks of calls.
 
         Args:
-            text: As for `parse`.
-            token_ids: As for `parse`.
-            tokenizer: As for `parse`.
-            tools: As for `parse`.
-            reasoning_open: As for `parse`.
-            truncated: The turn was cut off (length, abort) rather than ended by the model.
+            text: Turn as the server decoded it, without its stop token.
+            token_ids: Sampled token ids, shape `(T,)`, without the stop token; see `parse`.
+            tokenizer: Tokenizer of the model.
+            tools: Strands tool specs; see `parse`.
+            reasoning_open: Whether the prompt ended inside reasoning.
+            truncated: Whether the turn was cut off (length limit, abort) rather than ended by the model.
         """
         shown, marks, look_alikes = find_marks(
             text, self.kinds_of_marks(), self.FORMAT_TOKENS, token_ids=token_ids, tokenizer=tokenizer
@@ -209,28 +214,28 @@ class ToolParser:
             try:
                 return self.read_call(turn, start)
             except BrokenCallError as broken:
-                return _broken_off(turn, start, broken)
+                return _broken_span(turn, start, broken)
 
         spans, unclosed = self.take_apart(turn, read_call, reasoning_open)
         reasoning, visible = self.texts_of(turn, spans)
         if self._has_format:
             doubtful = doubtful_calls(turn, spans)
             calls = [
-                self._refused(turn.text[span.start : span.end], call) if index in doubtful else call
+                self._ambiguous(turn.text[span.start : span.end], call) if index in doubtful else call
                 for index, span in enumerate(spans)
                 for call in span.calls
             ]
         else:
-            spoken = without_reasoning(turn, spans)
-            # Ids belong to the whole turn; they say nothing about a part of it.
-            of_turn = {"token_ids": token_ids, "tokenizer": tokenizer} if spoken == text else {}
+            remaining = without_reasoning(turn, spans)
+            # The ids are those of the whole turn, so they do not fit a part of it.
+            ids = {"token_ids": token_ids, "tokenizer": tokenizer} if remaining == text else {}
             accepted = _accepted_keywords(type(self).parse)
-            given = {name: value for name, value in {"tools": tools, **of_turn}.items() if name in accepted}
-            calls = self.parse(spoken, **given)
+            keywords = {name: value for name, value in {"tools": tools, **ids}.items() if name in accepted}
+            calls = self.parse(remaining, **keywords)
         return ParsedTurn(reasoning or None, visible, tuple(calls), unclosed)
 
     def kinds_of_marks(self) -> dict[str, str]:
-        """Return the kind of every mark of the format by its spelling."""
+        """Return the marks of the format, as a mapping from spelling to kind."""
         kinds: dict[str, str] = {
             self.tool_start_token: MarkKind.CALL_START,
             self.tool_end_token: MarkKind.CALL_END,
@@ -242,42 +247,64 @@ class ToolParser:
         return kinds
 
     def opens_call(self, text: str, position: int) -> bool:
-        """Tell whether what begins at `position`, after `OPENER`, is a call; nothing was said before it."""
+        """Return whether a call without a start mark begins at a position.
+
+        Args:
+            text: Whole turn.
+            position: End of a match of `OPENER`.
+        """
         return True
 
     def take_apart(self, turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
-        """Cut a turn into reasoning, text and calls; see `reading.marks.take_apart`."""
+        """Split a turn into spans of reasoning, text and calls.
+
+        Args:
+            turn: Whole turn.
+            read_call: Reads the calls after a start mark.
+            reasoning_open: Whether the prompt ended inside reasoning.
+
+        Returns:
+            The spans in order, and whether the turn ends inside reasoning that nothing closed.
+        """
         return take_apart(turn, read_call, reasoning_open)
 
     def texts_of(self, turn: MarkedText, spans: Sequence[Span]) -> tuple[str, str]:
-        """Return the reasoning and the visible text."""
+        """Return the reasoning and the visible text of a turn.
+
+        Args:
+            turn: Whole turn.
+            spans: Spans from `take_apart`.
+        """
         return reasoning_text(turn, spans), visible_text(turn, spans)
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read the calls after a start mark.
 
         Args:
-            turn: The whole turn.
-            start: The start mark.
+            turn: Whole turn.
+            start: Start mark.
+
+        Returns:
+            The calls, and where reading continues.
 
         Raises:
-            BrokenCallError: A call stops following the format.
+            BrokenCallError: A call does not follow the format.
         """
         if self.CALLS is not None:
             return self.CALLS.read(turn, start)
-        # A parser that has `parse` reads them there; what never ends is text unless it says something else.
+        # The class reads calls in `parse`. A call without an end mark is text unless `parse` returns it.
         end = turn.find(MarkKind.CALL_END, start.end)
         return CallSpan(len(turn.text), False, None) if end is None else CallSpan(end.end, True, ())
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
-        """Return the element of a grammar that matches one call, with everything around it.
+        """Return the grammar element that matches one complete call, marks included.
 
         Args:
-            call: The call.
-            grammar: Makes elements.
+            call: Call to match: the tool's name, its schema and the marks.
+            grammar: Module whose functions make grammar elements.
 
         Raises:
-            NotImplementedError: There is no grammar for the schema of the tool.
+            NotImplementedError: No grammar can express the call or the schema of its tool.
         """
         if self.CALLS is None:
             raise NotImplementedError
@@ -285,39 +312,39 @@ class ToolParser:
 
     @property
     def tool_pattern(self) -> re.Pattern[str]:
-        """What stands between the marks of a call, in its first group; for subclasses with a simple format."""
+        """Pattern of a call with its marks; the first group is the text between them. For a custom `parse`."""
         return re.compile(rf"{re.escape(self.tool_start_token)}\s*(.*?)\s*{re.escape(self.tool_end_token)}", re.DOTALL)
 
     @property
     def think_pattern(self) -> re.Pattern[str]:
-        """A stretch of closed reasoning with its marks; for subclasses that are given whole turns."""
+        """Pattern of closed reasoning with its marks. For a custom `parse`."""
         return re.compile(rf"{re.escape(self.think_start_token)}.*?{re.escape(self.think_end_token)}", re.DOTALL)
 
     def render_error(self, result: ToolParseResult) -> str:
-        """Return what the model gets to see as the result of a call that did not parse.
+        """Return the tool result that the model receives for a call that did not parse.
 
         Args:
-            result: A result with `is_error`.
+            result: Failed call. Long calls are shortened in the middle.
         """
         raw = result.raw or ""
         if len(raw) > RAW_SHOWN:
             head, tail = raw[: RAW_SHOWN * 3 // 4], raw[-RAW_SHOWN // 4 :]
-            raw = f"{head}\n[... {len(raw) - len(head) - len(tail)} characters left out ...]\n{tail}"
+            raw = f"{head}\n[... {len(raw) - len(head) - len(tail)} characters omitted ...]\n{tail}"
         error = result.error or "the call could not be parsed"
-        shown = f"The tool call was not run: {error}. What was written:\n{raw}"
-        # Half a surrogate pair could not be encoded into the next prompt.
+        shown = f"The tool call was not run: {error}. It was written as:\n{raw}"
+        # A lone surrogate could not be encoded into the next prompt.
         return shown.encode("utf-8", "replace").decode("utf-8")
 
-    def _refused(self, raw: str, call: ToolParseResult) -> ToolParseResult:
-        """Return a call as an error because its end cannot be told."""
+    def _ambiguous(self, raw: str, call: ToolParseResult) -> ToolParseResult:
+        """Return an error for a call whose end is ambiguous; leave errors unchanged."""
         if call.is_error:
             return call
-        error = f"a {self.tool_end_token} behind this call closes nothing, so it cannot be told where the call ends"
+        error = f"an unmatched {self.tool_end_token} follows this call, so the end of the call is ambiguous"
         return failed_call(raw, error, ToolCallStatus.MALFORMED, call.name, call.native_id)
 
 
-def _broken_off(turn: MarkedText, start: Mark, broken: BrokenCallError) -> CallSpan:
-    """Return the span of a call that stops following its format, with the calls before it."""
+def _broken_span(turn: MarkedText, start: Mark, broken: BrokenCallError) -> CallSpan:
+    """Return the span of a call that does not follow its format, with the valid calls before it."""
     error, status = str(broken), ToolCallStatus.MALFORMED
     end = turn.find(MarkKind.CALL_END, broken.position) if broken.cut is None else None
     if broken.cut or (broken.cut is None and end is None):
@@ -332,7 +359,7 @@ def _broken_off(turn: MarkedText, start: Mark, broken: BrokenCallError) -> CallS
 
 @lru_cache(maxsize=256)
 def _accepted_keywords(parse: Callable[..., Any]) -> frozenset[str]:
-    """Return which of `parse`'s optional arguments an implementation takes."""
+    """Return the optional arguments that an implementation of `parse` accepts."""
     parameters = inspect.signature(parse).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
@@ -340,24 +367,36 @@ def _accepted_keywords(parse: Callable[..., Any]) -> frozenset[str]:
 
 
 AUTO = "auto"
-"""In place of a name: the parser of the model family."""
+"""Name that selects the parser of the model family; see [`get_tool_parser`][strands_sglang.get_tool_parser]."""
 
 TOOL_PARSER_REGISTRY: dict[str, type[ToolParser]] = {}
-"""The parser classes by name."""
+"""Registered parser classes by name."""
 
 ParserT = TypeVar("ParserT", bound=ToolParser)
 
 
 class UnknownToolParserError(KeyError, ValueError):
-    """No tool parser is registered under that name, or none is known for a model family."""
+    """No tool parser is registered under a name, or none is known for a model family."""
 
     def __str__(self) -> str:
-        """Return the message (a `KeyError` would put it in quotes)."""
+        """Return the message, which `KeyError` would put in quotes."""
         return str(self.args[0])
 
 
 def register_tool_parser(name: str) -> Callable[[type[ParserT]], type[ParserT]]:
-    """Return a decorator that registers a parser class under `name`, in place of an earlier one."""
+    """Register a parser class; use as a class decorator.
+
+    Args:
+        name: Name under which [`get_tool_parser`][strands_sglang.get_tool_parser] finds the class. An earlier class of
+            that name is replaced.
+
+    Examples:
+        ```python
+        @register_tool_parser("lines")
+        class LinesToolParser(ToolParser):
+            def parse(self, text): ...
+        ```
+    """
 
     def register(parser: type[ParserT]) -> type[ParserT]:
         TOOL_PARSER_REGISTRY[name] = parser
@@ -370,20 +409,22 @@ def get_tool_parser(name: str, *, tokenizer: Any = None, chat_template: str | No
     """Return a new parser by name.
 
     Args:
-        name: A registered name, such as `hermes` or `qwen_xml`, or `auto` for the parser of the model family that the
+        name: Registered name, such as `hermes` or `qwen_xml`. `auto` selects the parser of the model family that the
             chat template belongs to.
-        tokenizer: For `auto`: the model's tokenizer, whose chat template is looked at. Of several named templates that
-            is `tool_use`, or else `default`.
-        chat_template: For `auto`: the text of the chat template (or its name, if the tokenizer has several) in place of
-            the tokenizer's own.
+        tokenizer: Tokenizer of the model; only used by `auto`. If it has several chat templates, `auto` looks at
+            `tool_use`, or else at `default`.
+        chat_template: Text of the chat template, or its name if the tokenizer has several; only used by `auto`. None
+            uses the tokenizer's own.
         **kwargs: Arguments of the parser class.
 
     Raises:
-        UnknownToolParserError: No parser has that name, or `auto` finds none (it is a `ValueError` and a `KeyError`).
+        UnknownToolParserError: No parser has that name, or `auto` finds none. The error is a `ValueError` and a
+            `KeyError`.
+        TypeError: `name` is a class.
     """
     if isinstance(name, type):
         raise TypeError(
-            f"a tool parser is an object or a name, and {name.__name__} is a class: make one, {name.__name__}()"
+            f"a tool parser is a name or an instance, but {name.__name__} is a class: pass {name.__name__}()"
         )
     if name == AUTO:
         templates = getattr(tokenizer, "chat_template", None)
@@ -395,17 +436,17 @@ def get_tool_parser(name: str, *, tokenizer: Any = None, chat_template: str | No
             template = templates.get(chat_template, chat_template)
         family = None if template is None else find_family(template)
         if template is None:
-            given = "one without a chat template" if tokenizer is not None else "none"
+            given = "a tokenizer without one" if tokenizer is not None else "no tokenizer"
             problem = (
-                f"the tool parser {AUTO!r} needs a tokenizer with a chat template, and was given {given}: "
-                "pass tokenizer= or chat_template=, or name the tool parser"
+                f"the tool parser {AUTO!r} needs a chat template, but got {given}: "
+                "pass tokenizer= or chat_template=, or name a tool parser"
             )
         elif family is None:
-            problem = f"the chat template belongs to no known model family: name the tool parser in place of {AUTO!r}"
+            problem = f"the chat template belongs to no known model family: name a tool parser instead of {AUTO!r}"
         elif family.tool_parser is None:
             problem = (
                 f"no tool parser is known for the model family {family.name!r}: "
-                f"name one in place of {AUTO!r}, or register one of your own"
+                f"name one instead of {AUTO!r}, or register your own"
             )
         else:
             return get_tool_parser(family.tool_parser, **kwargs)

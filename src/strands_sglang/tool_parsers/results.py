@@ -1,8 +1,8 @@
-"""What a tool parser returns.
+"""The results of tool parsers.
 
-Tool calls are parsed as they were generated: nothing is repaired and nothing is guessed. What does not parse becomes a
-result that is an error: it has a name that no tool has, empty input, the text that was written and a sentence about
-what was wrong with it, so that the model gets to see its mistake and nothing runs.
+Tool calls are parsed as the model wrote them; nothing is repaired or guessed. A call that does not parse becomes an
+error: its name is one that no tool has, its input is empty, and it keeps the raw text and one sentence about what was
+wrong. The model sees its mistake, and no tool runs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, ClassVar
 from ..exceptions import PortableError
 
 MAX_CALLS = 1000
-"""Calls of one turn that are read; each is a task for the agent. From the next one on, all is one malformed call."""
+"""Most calls that are read in one turn, since each is a task for the agent. The rest is one malformed call."""
 
 
 class ToolCallStatus(str, Enum):
-    """How a tool call came out of the parser.
+    """Status of a parsed tool call.
 
     Attributes:
         OK: The call is complete and well formed.
-        MALFORMED: The call does not follow its format, or a value is not of the type that the tool declares.
-        UNTERMINATED: The call begins but its end never comes.
-        UNKNOWN_TOOL: The call is well formed, and goes to something that no agent's tool can be, such as a built-in of
-            the model.
+        MALFORMED: The call does not follow its format, or a value does not have the type that the tool declares.
+        UNTERMINATED: The call begins but does not end.
+        UNKNOWN_TOOL: The call is well formed, but names something that cannot be an agent's tool, such as a built-in
+            of the model.
         NOT_AN_OBJECT: The arguments are JSON, but not an object of named arguments.
     """
 
@@ -39,30 +39,33 @@ class ToolCallStatus(str, Enum):
     NOT_AN_OBJECT = "not_an_object"
 
 
-# Apart from the `random` module's own generator, which training code seeds alike in all its processes.
+# Not the generator of the `random` module, which training code seeds alike in all processes.
 _ids = random.Random()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ids.seed)
 
 
 def new_tool_call_id() -> str:
-    """Return an id that no other tool call has, in this process or another one."""
+    """Return an id that is unique across processes."""
     return f"call_{_ids.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParseResult:
-    """One tool call that a model made, or tried to make.
+    """A tool call that a model made or tried to make.
 
     Attributes:
-        id: Globally unique; agents run two calls of one id both, and confuse their results.
-        name: The tool to run; `UNKNOWN_NAME` for errors, so that nothing can run.
-        input: The arguments; empty for errors.
-        raw: Exactly what did not parse; None for a good call.
-        error: One sentence for the model about what was wrong; None for a good call.
-        status: What kind of result this is; from `raw` if left out.
-        native_id: The id that the model itself wrote, in formats that have one.
-        attempted_name: For errors, the name that the model seems to have called, as far as it can be told.
+        id: Id of the call, globally unique: an agent confuses the results of two calls with one id.
+        name: Tool to run. `UNKNOWN_NAME` for errors, so that no tool runs.
+        input: Arguments of the call; empty for errors.
+        raw: Text that did not parse, unchanged; None for a valid call.
+        error: One sentence that explains the error to the model; None for a valid call.
+        status: Status of the call. None derives it from `raw`.
+        native_id: Id that the model wrote, in formats with call ids.
+        attempted_name: Name of the tool that a failed call seems to have meant, if the text shows one.
+
+    Raises:
+        ValueError: `id` or `name` is empty, a value has the wrong type, or `status` and `raw` contradict each other.
     """
 
     UNKNOWN_NAME: ClassVar[str] = "unknown_tool"
@@ -77,23 +80,18 @@ class ToolParseResult:
     attempted_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Derive the status.
-
-        Raises:
-            ValueError: There is no id or name, the input is no dict, another value is no string, or `status` and `raw`
-                contradict each other.
-        """
+        """Validate the fields and derive the status."""
         if not (isinstance(self.id, str) and self.id and isinstance(self.name, str) and self.name):
-            raise ValueError(f"a tool call needs an id and a name, but has id={self.id!r}, name={self.name!r}")
+            raise ValueError(f"a tool call needs an id and a name, got id={self.id!r}, name={self.name!r}")
         if not isinstance(self.input, dict):
-            raise ValueError(f"the input of a tool call is a dict of arguments, not {self.input!r}")
-        for name in ("raw", "error", "native_id", "attempted_name"):  # they are saved with the call
+            raise ValueError(f"the input of a tool call must be a dict of arguments, not {self.input!r}")
+        for name in ("raw", "error", "native_id", "attempted_name"):  # saved with the call
             if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"the {name} of a tool call is a string or None, not {getattr(self, name)!r}")
+                raise ValueError(f"the {name} of a tool call must be a string or None, not {getattr(self, name)!r}")
         if self.status is None:
             object.__setattr__(self, "status", ToolCallStatus.MALFORMED if self.is_error else ToolCallStatus.OK)
         if (self.status is ToolCallStatus.OK) is (self.raw is not None):
-            raise ValueError(f"status={self.status.value!r} contradicts raw={self.raw!r}: errors have raw text")
+            raise ValueError(f"status={self.status.value!r} contradicts raw={self.raw!r}: only errors have raw text")
 
     @classmethod
     def from_parse_error(
@@ -105,13 +103,14 @@ class ToolParseResult:
         error: str | None = None,
         status: ToolCallStatus = ToolCallStatus.MALFORMED,
     ) -> ToolParseResult:
-        """Return the result for a call that did not parse.
+        """Return an error result for a call that did not parse.
 
         Args:
             id: Id of the call.
-            raw: Exactly what did not parse.
-            name: Name that the result has; `UNKNOWN_NAME` if left out, which is what keeps tools from running.
-            error: One sentence about what was wrong.
+            raw: Text that did not parse, unchanged.
+            name: Name of the tool that the call seems to have meant; it becomes the `name` and the `attempted_name` of
+                the result. None uses `UNKNOWN_NAME`, so that no tool runs.
+            error: One sentence that explains the error to the model.
             status: Any status but `OK`.
         """
         return cls(
@@ -125,22 +124,22 @@ class ToolParseResult:
 
     @property
     def payload(self) -> str:
-        """The arguments as JSON text for a good call, what the model wrote for an error."""
+        """The arguments as JSON text for a valid call, the raw text for an error."""
         return json.dumps(self.input) if self.raw is None else self.raw
 
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """One sampled turn, taken apart.
+    """A sampled turn, split into reasoning, text and tool calls.
 
     Attributes:
-        reasoning: The text inside reasoning marks, also if the prompt opened it or nothing closed it; None if there was
-            none but white space.
-        text: What a user sees: no reasoning, no markup of tool calls. White space that only separated it from removed
-            markup is gone, everything else is untouched.
-        tool_calls: The calls in the order in which they were made. All that is behind the first `MAX_CALLS` is one
+        reasoning: Text inside reasoning marks, including reasoning that the prompt opened or that nothing closed. None
+            if there is only white space.
+        text: Visible text, without reasoning and without the markup of tool calls. White space that only separated it
+            from removed markup is removed too; all other text is unchanged.
+        tool_calls: Calls in the order in which the model made them. After the first 1000, the rest of the turn is one
             malformed call.
-        ends_in_reasoning: The turn ends inside reasoning that nothing closed, be it empty.
+        ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed, even if that is empty.
     """
 
     reasoning: str | None
@@ -156,7 +155,7 @@ def failed_call(
     attempted_name: str | None = None,
     native_id: str | None = None,
 ) -> ToolParseResult:
-    """Return the result for a call that must not run."""
+    """Return an error result, which runs no tool."""
     return ToolParseResult(
         new_tool_call_id(),
         ToolParseResult.UNKNOWN_NAME,
@@ -169,23 +168,23 @@ def failed_call(
 
 
 def too_many_calls(raw: str) -> ToolParseResult:
-    """Return the one result for all calls of a turn after the first `MAX_CALLS`."""
-    return failed_call(raw, f"a turn may hold {MAX_CALLS} calls, and this one holds more")
+    """Return the error result for all calls of a turn after the first `MAX_CALLS`."""
+    return failed_call(raw, f"a turn may contain at most {MAX_CALLS} calls")
 
 
 class BrokenCallError(PortableError, ValueError):
-    """A call stops following its format.
+    """A call does not follow its format.
 
     Attributes:
-        position: Where, as an index into the text. The call goes up to the first end mark from there on: whatever is
-            before was read as part of it. If that mark stood in a string of the call, another one follows that closes
-            nothing.
-        name: The tool that it seems to call, as far as it can be told.
-        native_id: The id that the model wrote for it.
-        cut: For calls that no mark ends, which take the rest of the turn: whether something is missing at the end,
-            rather than wrong. None for all others.
-        begin: Where the broken call begins; None for right after its start mark.
-        before: The calls before it, which stand.
+        position: Where the call breaks the format, as an index into the text. The call ends at the first end mark from
+            there on, since everything before was read as part of it. If that mark was in a string of the call, an
+            unmatched end mark follows.
+        name: Tool that the call seems to mean, if the text shows one.
+        native_id: Id that the model wrote for the call.
+        cut: For calls that no mark ends and that take the rest of the turn: whether the end is missing, rather than
+            wrong. None for all other calls.
+        begin: Where the broken call begins. None means right after its start mark.
+        before: Valid calls before this one.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class BrokenCallError(PortableError, ValueError):
         *,
         cut: bool | None = None,
     ) -> None:
-        """Keep what is known of the call beside the message."""
+        """Store the details with the message."""
         super().__init__(error)
         self.position = position
         self.name = name

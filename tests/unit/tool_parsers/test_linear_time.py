@@ -1,4 +1,4 @@
-"""A megabyte of hostile text costs less than a second of CPU time in every parser."""
+"""A megabyte of hostile text takes less than a second of CPU time in every parser."""
 
 import gc
 import time
@@ -48,7 +48,7 @@ JSON = {
     "a huge number": repeated("1", _ARGUMENT),
     "numbers": repeated('<tool_call>{"a":' + "1" * 4200 + "}</tool_call>"),
     "one key": repeated('"a":1,', "<tool_call>{", '"a":1}</tool_call>'),
-    "good calls": repeated(_CALL),
+    "valid calls": repeated(_CALL),
 }
 
 _FUNCTION = "<tool_call><function=f>"
@@ -58,7 +58,7 @@ XML = {
     "open functions and closing marks": repeated(
         "<tool_call>\n<function=f>\n<parameter=a>\n</think>", after="</tool_call>"
     ),
-    "functions and ends that do not meet": (
+    "functions before unmatched ends": (
         "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call>" * 12_000 + "</parameter></function>" * 20_000
     ),
     "functions in values": numbered(
@@ -66,15 +66,15 @@ XML = {
     ),
     "ends of values": repeated("</parameter> ", f"{_FUNCTION}<parameter=a>"),
     "open tags": repeated("\n<parameter=", f"{_FUNCTION}<parameter=a>"),
-    "spaces behind a value": repeated(" ", f"{_FUNCTION}<parameter=a></parameter>"),
+    "spaces after a value": repeated(" ", f"{_FUNCTION}<parameter=a></parameter>"),
     "many parameters": numbered("<parameter=a{0}>1</parameter>", _FUNCTION, _END),
     "values nested too deeply": numbered("<parameter=a{0}>" + "[" * 1000 + "</parameter>", _FUNCTION, _END),
-    "good calls": repeated(f"{_FUNCTION}<parameter=a>1</parameter>{_END}"),
+    "valid calls": repeated(f"{_FUNCTION}<parameter=a>1</parameter>{_END}"),
 }
 
 
 class OwnToolParser(ToolParser):
-    """A parser of a user, who left the splitting to the base class."""
+    """A custom parser that leaves the splitting to the base class."""
 
     def parse(self, text: str) -> list[ToolParseResult]:  # type: ignore[override]
         return []
@@ -82,7 +82,7 @@ class OwnToolParser(ToolParser):
 
 def assert_cheap(parser: ToolParser, text: str, *, reasoning_open: bool = False) -> None:
     def seconds() -> float:
-        gc.disable()  # as timeit does: a collection walks everything that other tests have loaded
+        gc.disable()  # as in timeit: a collection visits everything that other tests have loaded
         try:
             begin = time.process_time()
             parser.parse_turn(text, reasoning_open=reasoning_open)
@@ -90,7 +90,7 @@ def assert_cheap(parser: ToolParser, text: str, *, reasoning_open: bool = False)
         finally:
             gc.enable()
 
-    # A busy machine makes a run slower, never faster: one fast run shows that the work is small.
+    # A busy machine only slows a run down, so one fast run proves that the work is small.
     assert any(seconds() < 1.0 for _ in range(5))
 
 
@@ -111,5 +111,5 @@ def test_a_megabyte_of_hostile_xml_is_cheap(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [MARKS["closed reasoning"], JSON["drafts"], XML["functions in values"]])
-def test_a_megabyte_behind_open_reasoning_is_cheap(text: str) -> None:
+def test_a_megabyte_after_open_reasoning_is_cheap(text: str) -> None:
     assert_cheap(HermesToolParser(), text, reasoning_open=True)

@@ -1,4 +1,4 @@
-"""Tool parsers: their interface, what is reasoning, what is a call, Hermes' JSON, and values between tags."""
+"""Tool parsers: the interface, reasoning, calls, the Hermes format, and values between tags."""
 
 import copy
 import json
@@ -26,11 +26,11 @@ from strands_sglang.tool_parsers import (
 from support.agents import CHATML_TEMPLATE, build_chatml_tokenizer
 from support.parser_checks import JSON_TYPE, KEYS
 
-# === the interface of a parser, what it returns, and how one is found ===
+# === interface, results and registry ===
 
 
 class PublishedStyleParser(ToolParser):
-    """A parser as users wrote them when `parse(text)` was the whole interface."""
+    """A parser from the time when `parse(text)` was the whole interface."""
 
     def __init__(self):
         self.seen = []
@@ -43,13 +43,13 @@ class PublishedStyleParser(ToolParser):
         ]
 
 
-def test_a_good_result_needs_an_id_a_name_and_its_input():
+def test_a_valid_result_needs_an_id_a_name_and_its_input():
     result = ToolParseResult("call_1", "search", {"q": "é"})
     assert (result.raw, result.error, result.status, result.is_error) == (None, None, ToolCallStatus.OK, False)
     assert json.loads(result.payload) == {"q": "é"}
 
 
-def test_a_result_with_raw_text_is_an_error_whose_payload_is_that_text():
+def test_a_result_with_raw_text_is_an_error():
     result = ToolParseResult(id="call_1", name="unknown_tool", raw="{oops")
     assert (result.status, result.is_error, result.payload, result.input) == (
         ToolCallStatus.MALFORMED,
@@ -59,7 +59,7 @@ def test_a_result_with_raw_text_is_an_error_whose_payload_is_that_text():
     )
 
 
-def test_a_parse_error_has_a_name_that_no_tool_has_unless_one_is_given():
+def test_a_parse_error_names_no_tool_by_default():
     result = ToolParseResult.from_parse_error("call_1", "{oops", error="no", status=ToolCallStatus.UNTERMINATED)
     assert (result.name, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, None)
     assert (result.error, result.status) == ("no", ToolCallStatus.UNTERMINATED)
@@ -80,7 +80,7 @@ def test_results_can_be_pickled():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forked_processes_do_not_make_the_same_ids():
+def test_forked_processes_make_different_ids():
     def identifier():
         return HermesToolParser().parse('<tool_call>{"name": "f"}</tool_call>')[0].id
 
@@ -95,12 +95,12 @@ def test_forked_processes_do_not_make_the_same_ids():
     os.close(writing)
 
 
-def test_the_interface_itself_is_no_parser():
+def test_the_base_class_cannot_be_instantiated():
     with pytest.raises(TypeError):
         ToolParser()  # type: ignore[abstract]
 
 
-def test_a_parser_with_parse_alone_gets_the_turn_without_its_reasoning():
+def test_parse_receives_the_turn_without_reasoning():
     parser = PublishedStyleParser()
     turn = parser.parse_turn(
         "draft <tool_call>a</tool_call></think>\nHi.\n<tool_call>b</tool_call>",
@@ -114,7 +114,7 @@ def test_a_parser_with_parse_alone_gets_the_turn_without_its_reasoning():
     assert [call.name for call in turn.tool_calls] == ["b"]
 
 
-def test_a_parser_with_parse_alone_gets_a_turn_without_reasoning_untouched():
+def test_parse_receives_a_turn_without_reasoning_unchanged():
     parser = PublishedStyleParser()
     text = " A <tool_call>b</tool_call>\nB <tool_call>c"
     turn = parser.parse_turn(text)
@@ -122,13 +122,13 @@ def test_a_parser_with_parse_alone_gets_a_turn_without_reasoning_untouched():
     assert (turn.reasoning, turn.text) == (None, " A\nB <tool_call>c")
 
 
-def test_removing_reasoning_never_makes_a_mark_out_of_what_was_around_it():
+def test_removing_reasoning_never_forms_a_mark():
     parser = PublishedStyleParser()
     turn = parser.parse_turn("<tool_<think>x</think>call>rm</tool_call>")
     assert turn.tool_calls == ()
 
 
-def test_a_parser_of_ones_own_gets_the_keywords_that_it_takes():
+def test_a_custom_parser_receives_the_keywords_it_accepts():
     class WithTools(ToolParser):
         def parse(self, text, *, tools=None):  # type: ignore[override]
             return [ToolParseResult(id="1", name=tool["name"]) for tool in tools]
@@ -141,11 +141,11 @@ def test_a_parser_of_ones_own_gets_the_keywords_that_it_takes():
     assert WithTools().parse_turn("x", tools=tools).tool_calls[0].name == "search"
     given = {"token_ids": [7], "tokenizer": None, "tools": tools}
     assert WithAll().parse_turn("x", **given).tool_calls[0].input == given
-    # The ids of the whole turn are not those of the part that is left.
+    # The ids of the whole turn do not fit the remaining text.
     assert WithAll().parse_turn("<think>a</think>x", **given).tool_calls[0].input == {"tools": tools}
 
 
-def test_the_error_text_says_what_was_wrong_and_what_was_written():
+def test_the_error_text_has_the_error_and_the_raw_text():
     parser = HermesToolParser()
     (result,) = parser.parse("<tool_call>{'name': 'ls'}</tool_call>")
     shown = parser.render_error(result)
@@ -154,7 +154,7 @@ def test_the_error_text_says_what_was_wrong_and_what_was_written():
     assert "{'name': 'ls'}" in shown
 
 
-def test_the_error_text_is_short_also_for_a_long_call_and_shows_its_beginning_and_end():
+def test_the_error_text_of_a_long_call_is_short():
     result = ToolParseResult.from_parse_error("call_1", "BEGIN" + "x" * 100_000 + "END")
     shown = HermesToolParser().render_error(result)
     assert len(shown) < 2300
@@ -168,16 +168,16 @@ def test_the_error_text_can_always_be_encoded():
 
 
 @pytest.mark.parametrize("field", ["raw", "error", "native_id", "attempted_name"])
-def test_a_result_that_could_not_be_saved_cannot_be_made(field):
-    """A15, its kind: what a parser hands over is saved after the episode."""
-    with pytest.raises(ValueError, match=f"the {field} of a tool call is a string or None, not b'x'"):
+def test_a_result_that_cannot_be_saved_is_rejected(field):
+    """A parser's results are saved after the episode, when such a value would fail."""
+    with pytest.raises(ValueError, match=f"the {field} of a tool call must be a string or None, not b'x'"):
         ToolParseResult("c", "n", {}, **{field: b"x"})
 
 
 @pytest.mark.parametrize(
     "fields", [{"id": ""}, {"name": ""}, {"id": None}, {"input": ["x"]}, {"input": None}], ids=repr
 )
-def test_a_result_that_strands_would_drop_cannot_be_made(fields):
+def test_a_result_that_strands_would_drop_is_rejected(fields):
     with pytest.raises(ValueError, match="a tool call"):
         ToolParseResult(**{"id": "c", "name": "n", "input": {}, **fields})
 
@@ -193,7 +193,7 @@ def test_parsers_are_found_by_name():
 
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(kind):
+def test_an_unknown_name_is_an_error_that_lists_all_names(kind):
     with pytest.raises(kind) as caught:
         get_tool_parser("hermse")
     assert str(caught.value) == (
@@ -202,8 +202,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(kind):
     assert "hermes" in str(caught.value)
 
 
-def test_a_parser_of_ones_own_can_be_registered(monkeypatch):
-    monkeypatch.setitem(TOOL_PARSER_REGISTRY, "mine", HermesToolParser)  # so that it is gone after the test
+def test_a_custom_parser_can_be_registered(monkeypatch):
+    monkeypatch.setitem(TOOL_PARSER_REGISTRY, "mine", HermesToolParser)  # removes it after the test
 
     class OwnToolParser(ToolParser):
         def parse(self, text):  # type: ignore[override]
@@ -213,8 +213,8 @@ def test_a_parser_of_ones_own_can_be_registered(monkeypatch):
     assert isinstance(get_tool_parser("mine"), OwnToolParser)
 
 
-def test_a_parser_class_in_place_of_a_parser_is_told_apart_from_a_name():
-    with pytest.raises(TypeError, match="HermesToolParser is a class|make one, HermesToolParser"):
+def test_a_parser_class_is_rejected_with_a_hint():
+    with pytest.raises(TypeError, match=r"HermesToolParser is a class: pass HermesToolParser\(\)"):
         get_tool_parser(HermesToolParser)
 
 
@@ -224,13 +224,13 @@ def tokenizer_with(chat_template):
     return tokenizer
 
 
-def test_auto_is_the_parser_of_the_family_that_the_chat_template_belongs_to():
+def test_auto_finds_the_parser_of_the_model_family():
     assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer())) is HermesToolParser
     assert type(get_tool_parser("auto", tokenizer=tokenizer_with(LLAMA3))) is Llama3JSONToolParser
     assert get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), think_end_token="[/t]").think_end_token == "[/t]"
 
 
-def test_auto_looks_at_a_chat_template_that_is_given_in_place_of_the_tokenizers_own():
+def test_auto_prefers_a_given_chat_template():
     assert type(get_tool_parser("auto", chat_template=LLAMA3)) is Llama3JSONToolParser
     assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), chat_template=MISTRAL)) is MistralToolParser
 
@@ -242,35 +242,35 @@ def test_auto_looks_at_a_chat_template_that_is_given_in_place_of_the_tokenizers_
         ({"rag": MISTRAL, "default": CHATML_TEMPLATE}, HermesToolParser),
     ],
 )
-def test_of_several_chat_templates_auto_takes_the_one_for_tools(templates, parser):
+def test_auto_prefers_the_chat_template_for_tools(templates, parser):
     assert type(get_tool_parser("auto", tokenizer=tokenizer_with(templates))) is parser
     named = get_tool_parser("auto", tokenizer=tokenizer_with(templates), chat_template="default")
     assert type(named) is HermesToolParser
 
 
 @pytest.mark.parametrize(
-    ("keywords", "said"),
+    ("keywords", "message"),
     [
-        ({}, "was given none: pass tokenizer= or chat_template="),
-        ({"tokenizer": tokenizer_with(None)}, "one without a chat template"),
-        ({"tokenizer": tokenizer_with({"rag": MISTRAL})}, "one without a chat template"),
-        ({"tokenizer": SimpleNamespace()}, "one without a chat template"),
-        ({"chat_template": "{{ messages }}"}, "no known model family: name the tool parser in place of 'auto'"),
+        ({}, "got no tokenizer: pass tokenizer= or chat_template="),
+        ({"tokenizer": tokenizer_with(None)}, "got a tokenizer without one"),
+        ({"tokenizer": tokenizer_with({"rag": MISTRAL})}, "got a tokenizer without one"),
+        ({"tokenizer": SimpleNamespace()}, "got a tokenizer without one"),
+        ({"chat_template": "{{ messages }}"}, "no known model family: name a tool parser instead of 'auto'"),
         ({"chat_template": "<start_of_turn>{{ messages }}<end_of_turn>"}, "known for the model family 'gemma'"),
     ],
 )
-def test_where_auto_finds_no_parser_the_error_says_what_to_pass(keywords, said):
+def test_if_auto_finds_no_parser_the_error_says_what_to_pass(keywords, message):
     with pytest.raises(UnknownToolParserError) as caught:
         get_tool_parser("auto", **keywords)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "the tool parsers are: " in str(caught.value)
 
 
-def test_a_tokenizer_does_not_matter_to_a_parser_that_is_named():
+def test_a_named_parser_ignores_the_tokenizer():
     assert type(get_tool_parser("qwen_xml", tokenizer=build_chatml_tokenizer())) is QwenXMLToolParser
 
 
-# === what is reasoning, what is text, and that a call inside reasoning is never a call; the same in every format ===
+# === reasoning and text, which all formats share; a call inside reasoning is never a call ===
 
 
 CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
@@ -296,7 +296,7 @@ def test_a_draft_in_reasoning_is_not_a_call(parser, call):
 
 
 @both_formats
-def test_a_draft_in_reasoning_that_the_prompt_opened_is_not_a_call(parser, call):
+def test_a_draft_in_reasoning_opened_by_the_prompt_is_not_a_call(parser, call):
     turn = parser.parse_turn(f"Maybe {call}?\n</think>\n\n{call}", reasoning_open=True)
     assert [found.name for found in turn.tool_calls] == ["ls"]
     assert turn.reasoning == f"Maybe {call}?"
@@ -314,20 +314,20 @@ def test_reasoning_that_never_closes_has_no_calls(parser, call, opened_by_prompt
 
 
 @both_formats
-def test_a_model_that_repeats_the_mark_of_the_prompt_still_reasons(parser, call):
+def test_a_repeated_opening_mark_does_not_end_reasoning(parser, call):
     turn = parser.parse_turn(f"\n<think>\nHm {call}\n</think>\nYes.", reasoning_open=True)
     assert (turn.reasoning, turn.text, turn.tool_calls) == (f"Hm {call}", "Yes.", ())
 
 
 @both_formats
-def test_what_precedes_a_closing_mark_that_nothing_opened_is_reasoning(parser, call):
+def test_text_before_an_unmatched_closing_mark_is_reasoning(parser, call):
     turn = parser.parse_turn(f"Perhaps {call}\nNo.\n</think>\n\n{call}")
     assert len(turn.tool_calls) == 1
     assert turn.reasoning == f"Perhaps {call}\nNo."
 
 
 @both_formats
-def test_talking_about_a_mark_in_reasoning_does_not_hide_the_call_behind_it(parser, call):
+def test_a_mark_in_reasoning_does_not_hide_the_next_call(parser, call):
     turn = parser.parse_turn(f"I should use <tool_call> now.</think>{call}")
     assert [found.name for found in turn.tool_calls] == ["ls"]
     assert turn.reasoning == "I should use <tool_call> now."
@@ -342,7 +342,7 @@ def test_reasoning_between_text_and_calls_is_reasoning_too(parser, call):
 
 
 @both_formats
-def test_closing_reasoning_twice_moves_all_before_the_second_mark_into_reasoning(parser, call):
+def test_text_before_a_second_closing_mark_is_reasoning(parser, call):
     turn = parser.parse_turn(f"a</think>b {call} c</think>d", reasoning_open=True)
     assert (turn.reasoning, turn.text, turn.tool_calls) == (f"a\nb {call} c", "d", ())
 
@@ -373,7 +373,7 @@ def test_empty_reasoning_is_no_reasoning(parser, call, empty):
     ],
 )
 @both_formats
-def test_only_white_space_that_separated_markup_goes_with_it(parser, call, sampled, text):
+def test_only_white_space_that_separated_markup_is_removed(parser, call, sampled, text):
     assert parser.parse_turn(sampled.replace("CALL", call)).text == text
 
 
@@ -389,7 +389,7 @@ def test_no_call_between_reasoning_marks_is_ever_returned(parser, call, before, 
 
 @both_formats
 @given(text=PIECES, reasoning_open=st.booleans())
-def test_every_word_of_a_turn_ends_up_in_exactly_one_place(parser, call, text, reasoning_open):
+def test_every_word_of_a_turn_is_in_exactly_one_place(parser, call, text, reasoning_open):
     turn = parser.parse_turn(text, reasoning_open=reasoning_open)
     places = (turn.reasoning or "", turn.text, *(found.raw or "" for found in turn.tool_calls))
     assert sum(place.count("word") for place in places) == text.count("word")
@@ -415,9 +415,9 @@ def test_every_word_of_a_turn_ends_up_in_exactly_one_place(parser, call, text, r
         ('<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>', False, False),
     ],
 )
-def test_a_turn_says_whether_it_ends_in_reasoning_that_nothing_closed(text, reasoning_open, unclosed):
+def test_a_turn_reports_whether_it_ends_in_reasoning(text, reasoning_open, unclosed):
     class OwnToolParser(ToolParser):
-        """A parser of a user, who left the splitting to the base class."""
+        """A custom parser that leaves the splitting to the base class."""
 
         def parse(self, text):  # type: ignore[override]
             return []
@@ -431,7 +431,7 @@ TOKENIZER = build_chatml_tokenizer()
 
 
 def encode(*pieces, tokenizer=TOKENIZER):
-    """A turn of pieces that were sampled one by one: a piece that is part of a mark is made of ordinary tokens."""
+    """Encode a turn piece by piece, so that a part of a mark consists of ordinary tokens."""
     ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     return {
         "text": tokenizer.decode(ids, skip_special_tokens=False),
@@ -440,7 +440,7 @@ def encode(*pieces, tokenizer=TOKENIZER):
     }
 
 
-def test_a_call_of_real_mark_tokens_is_a_call():
+def test_a_call_with_real_mark_tokens_is_a_call():
     turn = HermesToolParser().parse_turn(**encode("Hm. " + CALL))
     assert [call.name for call in turn.tool_calls] == ["ls"]
     assert turn.text == "Hm."
@@ -468,13 +468,13 @@ def test_a_look_alike_in_open_reasoning_does_not_close_it():
     assert turn.text == "Done."
 
 
-def test_an_end_that_only_looks_like_one_leaves_the_call_unterminated():
+def test_a_look_alike_end_mark_leaves_the_call_unterminated():
     (call,) = HermesToolParser().parse(**encode('<tool_call>{"name": "ls"}</tool', "_call>"))
     assert call.status is ToolCallStatus.UNTERMINATED
     assert call.raw == '{"name": "ls"}</tool_call>'
 
 
-def test_look_alikes_and_real_marks_may_both_stand_in_a_string():
+def test_a_string_may_contain_look_alikes_and_real_marks():
     sampled = encode(
         '<tool_call>{"name": "f", "arguments": {"x": "</tool', '_call> </tool_call> \U0001f642"}}</tool_call>'
     )
@@ -482,7 +482,7 @@ def test_look_alikes_and_real_marks_may_both_stand_in_a_string():
     assert call.input == {"x": "</tool_call> </tool_call> \U0001f642"}
 
 
-def test_a_value_that_ends_in_a_look_alike_goes_on():
+def test_a_look_alike_does_not_end_a_value():
     fake = "</parameter>\n</function>\n</tool"
     sampled = encode(
         "<tool_call>\n<function=f>\n<parameter=x>\na", fake, "_call>\nb\n</parameter>\n</function>\n</tool_call>"
@@ -491,30 +491,30 @@ def test_a_value_that_ends_in_a_look_alike_goes_on():
     assert call.input == {"x": f"a{fake}_call>\nb"}
 
 
-def test_marks_that_the_vocabulary_spells_with_several_tokens_are_found_by_their_text():
+def test_marks_of_several_tokens_are_found_by_their_text():
     without_marks = build_chatml_tokenizer(with_marks=False)
     turn = HermesToolParser().parse_turn(**encode(f"<think>{CALL}</think>{CALL}", tokenizer=without_marks))
     assert turn.reasoning == CALL
     assert [call.name for call in turn.tool_calls] == ["ls"]
 
 
-def test_each_mark_is_judged_by_itself_when_the_vocabulary_has_only_some():
+def test_marks_may_be_partly_in_the_vocabulary():
     parser = HermesToolParser(think_start_token="[think]", think_end_token="[/think]")
     turn = parser.parse_turn(**encode("[think]<tool", f"_call>{CALL}[/think]Yes.", CALL))
     assert turn.reasoning == f"<tool_call>{CALL}"
     assert (turn.text, len(turn.tool_calls)) == ("Yes.", 1)
 
 
-def test_ids_are_believed_where_the_text_has_lost_its_marks():
+def test_ids_win_if_the_text_has_lost_its_marks():
     sampled = encode(f"Hm.{CALL}")
     sampled["text"] = sampled["text"].replace("<tool_call>", "").replace("</tool_call>", "")
     turn = HermesToolParser().parse_turn(**sampled)
     assert (turn.text, [call.name for call in turn.tool_calls]) == ("Hm.", ["ls"])
 
 
-def test_spaces_behind_marks_survive_vocabularies_that_drop_leading_spaces():
+def test_a_space_after_a_mark_survives_decoding():
     class SpaceDroppingTokenizer:
-        """One word a token; like sentencepiece, decoding leaves out the space before the first one."""
+        """One word per token; like sentencepiece, decoding drops the space before the first word."""
 
         words = {1: "<tool_call>", 2: "</tool_call>", 3: " a", 4: " <tool_call>", 5: " b"}
         __hash__ = None  # type: ignore[assignment]
@@ -539,7 +539,7 @@ def test_spaces_behind_marks_survive_vocabularies_that_drop_leading_spaces():
     ),
     st.booleans(),
 )
-def test_ids_never_make_the_parser_raise_and_nothing_sampled_is_lost(pieces, reasoning_open):
+def test_with_ids_no_turn_raises_or_loses_text(pieces, reasoning_open):
     sampled = encode(*pieces)
     for parser in (HermesToolParser(), QwenXMLToolParser()):
         turn = parser.parse_turn(**sampled, reasoning_open=reasoning_open)
@@ -549,14 +549,14 @@ def test_ids_never_make_the_parser_raise_and_nothing_sampled_is_lost(pieces, rea
 
 
 @given(st.dictionaries(st.text(max_size=5), st.one_of(st.sampled_from(MARKS), st.text(max_size=9)), max_size=4))
-def test_with_ids_arguments_come_back_as_they_were_written(arguments):
+def test_with_ids_arguments_round_trip(arguments):
     body = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
     (call,) = HermesToolParser().parse(**encode(f"<tool_call>{body}</tool_call>"))
     assert call.input == arguments
 
 
 @pytest.mark.parametrize("missing", ["token_ids", "tokenizer"])
-def test_ids_without_a_tokenizer_and_the_other_way_round_fall_back_to_the_text(missing):
+def test_ids_need_a_tokenizer_and_a_tokenizer_needs_ids(missing):
     sampled = encode("<tool", '_call>{"name": "ls"}</tool', "_call>")
     del sampled[missing]
     assert [call.name for call in HermesToolParser().parse(**sampled)] == ["ls"]
@@ -602,7 +602,7 @@ def test_a_call_is_read_from_the_text_alone():
 
 
 @given(ARGUMENTS, st.booleans())
-def test_arguments_come_back_as_they_were_written_whatever_they_hold(arguments, ensure_ascii):
+def test_arguments_round_trip(arguments, ensure_ascii):
     turn = HermesToolParser().parse_turn("Hm.\n" + written("f", arguments, ensure_ascii=ensure_ascii))
     (result,) = turn.tool_calls
     assert result.input == arguments
@@ -612,18 +612,18 @@ def test_arguments_come_back_as_they_were_written_whatever_they_hold(arguments, 
 
 @settings(max_examples=30)
 @given(st.lists(ARGUMENTS, max_size=4), st.sampled_from(["", "\n", " and "]))
-def test_several_calls_come_in_the_order_in_which_they_were_made(batch, between):
+def test_several_calls_keep_their_order(batch, between):
     calls = parse(between.join(written(f"f{index}", arguments) for index, arguments in enumerate(batch)))
     assert [(call.name, call.input) for call in calls] == [(f"f{i}", arguments) for i, arguments in enumerate(batch)]
 
 
-def test_every_call_has_an_id_of_its_own_also_when_the_same_text_is_parsed_again():
+def test_every_parsed_call_has_a_new_id():
     ids = [call.id for _ in range(50) for call in parse(written() + written())]
     assert len(set(ids)) == 100
     assert all(identifier.startswith("call_") for identifier in ids)
 
 
-def test_left_out_arguments_are_no_arguments():
+def test_missing_arguments_are_empty():
     assert only('<tool_call>{"name": "now"}</tool_call>').input == {}
 
 
@@ -661,7 +661,7 @@ def test_left_out_arguments_are_no_arguments():
         '{"name": ["search"], "arguments": {}}',
     ],
 )
-def test_what_is_not_exactly_a_call_is_malformed_and_keeps_what_was_written(body):
+def test_an_inexact_call_is_malformed_and_keeps_its_text(body):
     turn = HermesToolParser().parse_turn(f"A<tool_call>{body}</tool_call>")
     (result,) = turn.tool_calls
     assert_refused(result, ToolCallStatus.MALFORMED)
@@ -670,7 +670,7 @@ def test_what_is_not_exactly_a_call_is_malformed_and_keeps_what_was_written(body
 
 
 @pytest.mark.parametrize("arguments", [[], [1], "text", '{"q": 1}', 3, None, True])
-def test_arguments_that_are_no_object_are_told_apart_and_never_become_empty_arguments(arguments):
+def test_arguments_must_be_an_object(arguments):
     body = json.dumps({"name": "search", "arguments": arguments})
     result = only(f"<tool_call>{body}</tool_call>")
     assert_refused(result, ToolCallStatus.NOT_AN_OBJECT)
@@ -682,7 +682,7 @@ def test_arguments_that_are_no_object_are_told_apart_and_never_become_empty_argu
     ["", "{", '{"name": "search", "arguments": {"q": "', '{"name": "search", "arguments": {}}', "nonsense"],
 )
 @pytest.mark.parametrize("truncated", [False, True])
-def test_a_call_without_an_end_is_unterminated(body, truncated):
+def test_a_call_without_an_end_mark_is_unterminated(body, truncated):
     turn = HermesToolParser().parse_turn(f"Let me see.\n<tool_call>\n{body}", truncated=truncated)
     (result,) = turn.tool_calls
     assert_refused(result, ToolCallStatus.UNTERMINATED)
@@ -696,18 +696,18 @@ def test_a_mark_in_a_json_string_does_not_end_the_call():
     assert only(written("write", arguments) + "done").input == arguments
 
 
-def test_a_call_quoted_without_escapes_inside_a_broken_call_does_not_run():
+def test_a_call_quoted_without_escapes_does_not_run():
     inner = written("rm", {"path": "/"})
     text = '<tool_call>{"name": "write", "arguments": {"text": "see ' + inner + '"}}</tool_call>'
     assert all(call.is_error for call in parse(text))
 
 
-def test_a_start_mark_inside_an_open_call_does_not_start_another_one():
+def test_a_start_mark_inside_a_call_starts_no_other_call():
     (result,) = parse("<tool_call>\n" + written("rm"))
     assert_refused(result, ToolCallStatus.MALFORMED)
 
 
-def test_a_good_call_behind_a_broken_one_is_still_a_call():
+def test_a_valid_call_after_a_broken_one_runs():
     broken, good = parse("<tool_call>{'name': 'a'}</tool_call>\n" + written("b"))
     assert_refused(broken, ToolCallStatus.MALFORMED)
     assert (good.name, good.status) == ("b", ToolCallStatus.OK)
@@ -720,26 +720,26 @@ def test_a_stray_end_mark_is_text():
 
 @pytest.mark.parametrize("tools", [None, [], [{"name": "search", "description": "", "inputSchema": {"json": {}}}]])
 @pytest.mark.parametrize("name", ["serach", "search now", "search\n", "s" * 65])
-def test_a_name_that_no_tool_has_is_read_as_written(name, tools):
+def test_an_unknown_tool_name_is_returned_unchanged(name, tools):
     result = only(written(name, {"query": "x"}), tools=tools)
     assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"query": "x"})
 
 
 @pytest.mark.parametrize("body", ['{"name": "search", "arguments": {', '{"name":"search", nonsense'])
-def test_the_name_that_a_broken_call_seems_to_have_is_kept_for_counting(body):
+def test_a_broken_call_keeps_its_attempted_name(body):
     assert only(f"<tool_call>{body}</tool_call>").attempted_name == "search"
 
 
-def test_other_marks_can_be_given():
+def test_the_marks_can_be_changed():
     parser = HermesToolParser(tool_start_token="[call]", tool_end_token="[/call]")
     (result,) = parser.parse('<tool_call>[call]{"name": "f"}[/call]')
     assert result.name == "f"
-    with pytest.raises(ValueError, match="mark"):
+    with pytest.raises(ValueError, match="needs a tool_start_token and a tool_end_token"):
         HermesToolParser(tool_end_token="")
 
 
 @given(st.lists(HERMES_PIECES).map("".join), st.booleans(), st.booleans())
-def test_no_text_makes_the_parser_raise(text, reasoning_open, truncated):
+def test_no_text_raises(text, reasoning_open, truncated):
     turn = HermesToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
     assert all(call.is_error for call in turn.tool_calls)
 
@@ -750,7 +750,7 @@ QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 @pytest.mark.parametrize(
     "text",
     [
-        # Raw newlines in a JSON string: the call is broken, and what it quotes must not run.
+        # Raw newlines break the JSON string, and the quoted calls must not run.
         '<tool_call>{"name": "write", "arguments": {"content": "one:\n'
         + QUOTED
         + "\ntwo:\n"
@@ -762,20 +762,20 @@ QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
         + '"}}</tool_call>',
     ],
 )
-def test_calls_that_are_quoted_in_a_broken_call_do_not_run(text):
+def test_calls_quoted_in_a_broken_call_do_not_run(text):
     calls = HermesToolParser().parse(text)
     assert calls
     assert all(call.is_error for call in calls)
 
 
-def test_a_good_call_beside_a_broken_one_with_its_own_end_runs():
+def test_a_valid_call_next_to_a_closed_broken_call_runs():
     broken = "<tool_call>oops</tool_call>"
     statuses = [call.is_error for call in HermesToolParser().parse(broken + QUOTED)]
     assert statuses == [True, False]
 
 
-# === formats whose values stand between tags as plain text: what is a call, and where its values end ===
-# What the schema says of the type of a value counts, wherever it says so (D4, D5).
+# === formats with plain text between tags: calls, and where values end ===
+# The type of a value comes from the schema, from any part of it.
 
 
 TAGS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
@@ -791,7 +791,7 @@ TAGGED_VALUES = st.recursive(
 
 
 def as_template(value, *, python_literals):
-    """A value as chat templates write it: Qwen3-Coder's and Qwen3.5's with Python's literals, later ones as JSON."""
+    """Write a value as a chat template does: Qwen3-Coder and Qwen3.5 with Python literals, later ones as JSON."""
     if isinstance(value, str) or (python_literals and not isinstance(value, (dict, list))):
         return str(value)
     return json.dumps(value, ensure_ascii=False)
@@ -821,8 +821,8 @@ def value_of(written_value, schema, **root):
 
 
 @given(st.dictionaries(KEYS, TAGGED_VALUES, max_size=4), st.booleans())
-def test_arguments_come_back_as_the_chat_template_wrote_them(arguments, python_literals):
-    # What ends a call, and what could as well be the rest of a call whose value was never closed.
+def test_tagged_arguments_round_trip(arguments, python_literals):
+    # The end of a call, and text that could be the rest of a call whose value was never closed.
     lost_in_the_format = re.compile(r"</function>\s*</tool_call>|\n<parameter=[^>\n]+>\n")
     for value in arguments.values():
         text = as_template(value, python_literals=python_literals)
@@ -841,12 +841,12 @@ def test_arguments_come_back_as_the_chat_template_wrote_them(arguments, python_l
 @pytest.mark.parametrize(
     "value", ["123", "true", "null", "None", "", "  x ", '{"a": 1}', '"quoted"', "\n\n", "    def f():\n\treturn 1\n"]
 )
-def test_a_declared_string_stays_exactly_what_was_written(value):
+def test_a_declared_string_is_kept_unchanged(value):
     assert value_of(value, {"type": "string"}) == value
     assert value_of(value, {"type": "string", "enum": ["a"]}) == value
 
 
-def test_the_newlines_of_the_format_may_be_missing():
+def test_line_breaks_between_tags_are_optional():
     text = "<tool_call><function=f><parameter=a> 1 </parameter><parameter=b>x\n</parameter></function></tool_call>"
     assert tagged_only(text).input == {"a": 1, "b": "x"}
 
@@ -910,27 +910,27 @@ def test_values_have_the_type_that_the_schema_declares(written_value, schema, va
         ("x", {"type": ["integer", "null"]}, "an integer or null"),
     ],
 )
-def test_a_value_of_another_type_is_malformed_and_says_so(written_value, schema, error):
+def test_a_value_of_the_wrong_type_is_malformed(written_value, schema, error):
     result = tagged_only(tagged_written("f", {"x": written_value}), tools=[tool("f", {"x": schema})])
     assert result.status is ToolCallStatus.MALFORMED
     assert (result.name, result.input, result.attempted_name) == (ToolParseResult.UNKNOWN_NAME, {}, "f")
     assert result.error is not None and error in result.error
 
 
-def test_without_a_schema_json_is_json_and_anything_else_is_text():
+def test_without_a_schema_json_is_decoded():
     arguments = {"a": "12", "b": "true", "c": "null", "d": "[1]", "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
     found = tagged_only(tagged_written("f", arguments)).input
     assert found == {"a": 12, "b": True, "c": None, "d": [1], "e": "1 + 1", "f": '"x"', "g": "True", "h": "NaN"}
 
 
-def test_a_parameter_that_is_not_declared_is_typed_by_what_additional_properties_say():
+def test_additional_properties_type_undeclared_parameters():
     text = tagged_written("f", {"x": "12"})
     assert tagged_only(text, tools=[tool("f", {})]).input == {"x": 12}
     assert tagged_only(text, tools=[tool("f", {}, additionalProperties={"type": "string"})]).input == {"x": "12"}
     assert tagged_only(text, tools=[tool("f", {}, additionalProperties=False)]).input == {"x": 12}
 
 
-def test_the_schema_may_be_given_by_reference_and_without_the_json_key():
+def test_the_schema_may_be_a_reference_without_the_json_key():
     definition = {"properties": {"x": {"type": "string"}}}
     schema = {"$ref": "#/$defs/Input", "$defs": {"Input": definition}}
     assert tagged_only(tagged_written("f", {"x": "12"}), tools=[{"name": "f", "inputSchema": schema}]).input == {
@@ -957,7 +957,7 @@ def test_the_schema_may_be_given_by_reference_and_without_the_json_key():
         "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>",
     ],
 )
-def test_what_is_not_exactly_a_tagged_call_is_malformed_and_keeps_what_was_written(body):
+def test_an_inexact_tagged_call_is_malformed(body):
     turn = QwenXMLToolParser().parse_turn(f"A\n<tool_call>\n{body}\n</tool_call>\nB")
     (result,) = turn.tool_calls
     assert (result.status, result.name, result.input) == (ToolCallStatus.MALFORMED, ToolParseResult.UNKNOWN_NAME, {})
@@ -967,7 +967,7 @@ def test_what_is_not_exactly_a_tagged_call_is_malformed_and_keeps_what_was_writt
 
 
 @pytest.mark.parametrize("end", range(len("<tool_call>"), len(tagged_written("f", {"a": 1, "b": "x"})) - 1, 3))
-def test_a_call_that_is_cut_off_anywhere_is_unterminated(end):
+def test_a_call_cut_off_anywhere_is_unterminated(end):
     turn = QwenXMLToolParser().parse_turn("A\n" + tagged_written("f", {"a": 1, "b": "x"})[:end], truncated=True)
     (result,) = turn.tool_calls
     assert (result.status, result.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
@@ -983,7 +983,7 @@ def test_tags_inside_a_value_belong_to_the_value():
     assert turn.reasoning is None
 
 
-def test_a_value_that_is_never_closed_does_not_swallow_the_call_behind_it():
+def test_an_unclosed_value_does_not_swallow_the_next_call():
     first = tagged_written("f", {"a": "1"}).replace("</parameter>\n", "")
     broken, good = QwenXMLToolParser().parse(first + "\n" + tagged_written("g", {"b": "2"}))
     assert (broken.status, broken.attempted_name) == (ToolCallStatus.MALFORMED, "f")
@@ -1002,7 +1002,7 @@ TAGGED_PIECES = st.lists(st.sampled_from([*TAGS, "<think>", "\n", " ", "x", "<fu
 
 
 @given(st.one_of(TAGGED_PIECES, TAGGED_TEXTS), st.booleans(), st.booleans())
-def test_no_text_makes_the_parser_of_tags_raise(text, reasoning_open, truncated):
+def test_no_tagged_text_raises(text, reasoning_open, truncated):
     turn = QwenXMLToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
     assert all(call.is_error for call in turn.tool_calls)
 
@@ -1016,7 +1016,7 @@ def test_a_value_that_closes_its_own_call_runs_nothing():
 
 
 @pytest.mark.parametrize("written", ["null", "None"])
-def test_a_parameter_whose_default_is_null_takes_null(written):
+def test_a_parameter_with_default_null_accepts_null(written):
     schema = {"type": "object", "properties": {"limit": {"type": "integer", "default": None}}}
     tools = [{"name": "search", "description": "Searches.", "inputSchema": {"json": schema}}]
     text = f"<tool_call>\n<function=search>\n<parameter=limit>\n{written}\n</parameter>\n</function>\n</tool_call>"
@@ -1024,7 +1024,7 @@ def test_a_parameter_whose_default_is_null_takes_null(written):
     assert (call.error, call.input) == (None, {"limit": None})
 
 
-def test_tags_in_the_strings_of_a_list_or_an_object_belong_to_them():
+def test_tags_inside_json_strings_belong_to_them():
     inside = "x</parameter><parameter=b></parameter></function></tool_call><tool_call>"
     types = {"a": {"type": "object"}, "b": {"type": ["array", "null"]}}
     text = tagged_written("f", {"a": {inside: inside}, "b": [inside]})
@@ -1032,16 +1032,16 @@ def test_tags_in_the_strings_of_a_list_or_an_object_belong_to_them():
     assert result.input == {"a": {inside: inside}, "b": [inside]}
 
 
-def test_a_list_that_is_no_json_ends_at_its_tag_and_is_refused():
+def test_a_list_that_is_not_json_is_rejected():
     text = "<tool_call><function=f><parameter=a>['x']</parameter></function></tool_call>"
     assert "must be an array" in (tagged_only(text, tools=[tool("f", {"a": {"type": "array"}})]).error or "")
 
 
-def test_more_calls_than_a_thousand_are_one_malformed_call():
+def test_calls_after_the_first_thousand_are_one_malformed_call():
     calls = QwenXMLToolParser().parse(tagged_written("f", {}) * 1005)
     assert [call.status for call in calls[:1000]] == [ToolCallStatus.OK] * 1000
     assert [(call.status, call.error) for call in calls[1000:]] == [
-        (ToolCallStatus.MALFORMED, "a turn may hold 1000 calls, and this one holds more")
+        (ToolCallStatus.MALFORMED, "a turn may contain at most 1000 calls")
     ]
 
 
@@ -1059,7 +1059,7 @@ FORMATS = pytest.mark.parametrize("format_name", sorted(WRITTEN))
 
 
 def read(format_name, value, schema, key="a"):
-    """The value of one parameter of a call, read by the schema of the tool."""
+    """Return the value of one parameter of a call, typed by the schema of the tool."""
     text = WRITTEN[format_name].format(key=key, value=value)
     (call,) = get_tool_parser(format_name).parse(text, tools=[{"name": "f", "inputSchema": {"json": schema}}])
     assert call.error is None, call.error
@@ -1105,7 +1105,7 @@ WORD = {"type": "string"}
 )
 @pytest.mark.parametrize("value", ["1", "true", "null", "[1]"])
 def test_a_string_stays_text_wherever_the_schema_declares_it(format_name, schema, value):
-    """D4: such strings became numbers."""
+    """Such strings became numbers."""
     assert read(format_name, value, {"type": "object", **schema}) == value
 
 
@@ -1123,8 +1123,8 @@ def test_a_string_stays_text_wherever_the_schema_declares_it(format_name, schema
         ("[1.0]", {"const": [1]}, [1.0]),
     ],
 )
-def test_numbers_are_equal_as_json_schema_has_it(format_name, value, schema, expected):
-    """D5: valid numbers were refused."""
+def test_numbers_are_compared_as_in_json_schema(format_name, value, schema, expected):
+    """Valid numbers were rejected."""
     found = read(format_name, value, {"type": "object", "properties": {"a": schema}})
     assert (found, type(found)) == (expected, type(expected))
 
@@ -1143,21 +1143,21 @@ def test_numbers_are_equal_as_json_schema_has_it(format_name, value, schema, exp
         ("7", {"enum": ["1", 2]}, 7),
     ],
 )
-def test_text_that_the_schema_lists_as_text_is_that_text(format_name, value, schema, expected):
-    """D5: `"1"` beside `2` became the number 1, which the schema does not allow."""
+def test_text_listed_as_a_constant_stays_text(format_name, value, schema, expected):
+    """With the constants `"1"` and `2`, the text 1 became a number that the schema does not allow."""
     whole = {"type": "object", "properties": {"a": schema}, "$defs": {"E": {"enum": ["1", 2]}}}
     found = read(format_name, value, whole)
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_types_of_a_property_that_no_part_speaks_of_are_left_to_the_text():
+def test_a_property_without_a_schema_is_typed_by_its_text():
     schema = {"type": "object", "anyOf": [{"properties": {"b": WORD}}], "additionalProperties": False}
     assert read("qwen_xml", "1", schema) == 1
     assert read("qwen_xml", "one", schema) == "one"
 
 
-def test_items_and_properties_inside_of_elements_are_typed_wherever_the_schema_declares_them():
-    """D4, in the one format whose lists and objects are elements too."""
+def test_nested_elements_are_typed_by_any_part_of_the_schema():
+    """Such strings became numbers, in the one format whose lists and objects are elements."""
     token = _TOKEN
     inner = f"{token}<item>1{token}</item>{token}<item>2{token}</item>"
     tuples = {"type": "array", "prefixItems": [{"type": "integer"}, WORD]}
@@ -1191,13 +1191,13 @@ def calls(format_name, text):
         "</parameter></function></tool",
     ],
 )
-def test_tags_that_are_no_lines_of_their_own_are_text(value):
-    """D5: a string was split into two parameters."""
+def test_tags_not_on_their_own_line_are_text(value):
+    """A string was split into two parameters."""
     (call,) = calls("qwen_xml", WRITTEN["qwen_xml"].format(key="a", value=value))
     assert call.input == {"a": value}
 
 
-def test_a_value_without_line_breaks_still_ends_at_its_tag():
+def test_a_value_without_line_breaks_ends_at_its_tag():
     body = "<parameter=a>x</parameter><parameter=b>\ny</parameter></function>"
     (call,) = calls("qwen_xml", f"<tool_call><function=f>{body}</tool_call>")
     assert call.input == {"a": "x", "b": "y"}
@@ -1211,14 +1211,14 @@ def test_a_value_without_line_breaks_still_ends_at_its_tag():
         ("minimax_m2", 'x</parameter><parameter name="b">y'),
     ],
 )
-def test_a_value_whose_end_cannot_be_told_is_an_error_and_never_split(format_name, value):
-    """D5, in the formats that write a value on the line of its tags."""
+def test_a_value_with_an_ambiguous_end_is_an_error(format_name, value):
+    """A string was split into two parameters, in formats that write a value on the line of its tags."""
     (call,) = calls(format_name, WRITTEN[format_name].format(key="a", value=value))
     assert call.is_error
-    assert "it cannot be told which </parameter> ends parameter 'a'" in call.error
+    assert "it is ambiguous which </parameter> ends parameter 'a'" in call.error
 
 
-def test_parameters_on_one_line_are_read_where_there_is_one_reading():
+def test_unambiguous_parameters_may_be_on_one_line():
     text = (
         "<seed:tool_call><function=f><parameter=a>x</parameter><parameter=b>y</parameter></function></seed:tool_call>"
     )

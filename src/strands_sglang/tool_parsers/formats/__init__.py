@@ -1,1 +1,1 @@
-"""The formats, one file each: what a call looks like, and the parser that reads it."""
+"""The tool call formats: one module for each group of models, with the parsers that read them."""

@@ -1,4 +1,4 @@
-"""The formats of DeepSeek: JSON arguments after the tool's name up to V3.1, tags from V3.2 on.
+"""The formats of DeepSeek: JSON arguments after the tool's name up to V3.1, tags since V3.2.
 
 V3 and R1: JSON arguments in a fenced block after the tool's name.
 
@@ -11,7 +11,7 @@ V3.1: JSON arguments after the tool's name.
 
 `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>`
 
-DSML, the format of DeepSeek V3.2 and V4: values stand between tags as plain text and say if they are strings.
+V3.2 and V4 (DSML): plain text between tags, each of which says whether its value is a string.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="search">
@@ -20,7 +20,7 @@ DSML, the format of DeepSeek V3.2 and V4: values stand between tags as plain tex
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-V4 calls the section `tool_calls`; nothing else is different.
+V4 names the section `tool_calls`, and is otherwise the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ from ..reading import InvalidValueError, JSONSection, TaggedCalls, strict_json
 
 @register_tool_parser("deepseek_v3")
 class DeepSeekV3ToolParser(ToolParser):
-    """Reads calls written as a name and a fenced JSON object, all of them in one section."""
+    """Parser for DeepSeek V3 and R1.
+
+    All calls are in one section. Each is a name and a fenced JSON object:
+
+    ````text
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search
+    ```json
+    {"query": "x"}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    ````
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<｜tool▁calls▁begin｜>"
     DEFAULT_TOOL_END_TOKEN = "<｜tool▁calls▁end｜>"
@@ -50,7 +60,14 @@ class DeepSeekV3ToolParser(ToolParser):
 
 @register_tool_parser("deepseek_v3_1")
 class DeepSeekV31ToolParser(ToolParser):
-    """Reads calls written as a name and a JSON object, all of them in one section."""
+    """Parser for DeepSeek V3.1.
+
+    All calls are in one section. Each is a name and a JSON object:
+
+    ```text
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    ```
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<｜tool▁calls▁begin｜>"
     DEFAULT_TOOL_END_TOKEN = "<｜tool▁calls▁end｜>"
@@ -65,23 +82,23 @@ class DeepSeekV31ToolParser(ToolParser):
 
 
 class _DSMLCalls(TaggedCalls):
-    """The value of a parameter with `string="true"` is its text, that of one with `string="false"` is strict JSON."""
+    """A value is its text if the tag has `string="true"`, and strict JSON if it has `string="false"`."""
 
     def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
-        """Return what the opening tag says of the type."""
+        """Return the schema that the opening tag implies."""
         return {"type": ["string"] if parameter["type"] == "true" else ["array", "object"]}
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
-        """Return the value that a text means."""
+        """Return the value of a parameter's text."""
         if parameter["type"] == "true":
             return text
         try:
             return strict_json(text)
         except InvalidValueError as error:
-            raise InvalidValueError(f'with string="false" it is not valid JSON: {error}', error.position) from None
+            raise InvalidValueError(f'it has string="false" but is not valid JSON: {error}', error.position) from None
 
     def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> dict[str, Any]:
-        """Return what matches the strings, and what matches all other values."""
+        """Return the grammar elements of strings and of all other values."""
         values = grammar.values_by_type(schema, self.excludes)
         others = [value for kind, value in values.items() if kind != "string"]
         strings = {"true": values["string"]} if "string" in values else {}
@@ -101,7 +118,19 @@ _DSML = _DSMLCalls(
 
 @register_tool_parser("deepseek_v3_2")
 class DeepSeekV32ToolParser(ToolParser):
-    """Reads calls written in DSML, all of them in one section."""
+    """Parser for DeepSeek V3.2, which writes DSML.
+
+    All calls are in one section. A value with `string="true"` is its text, any other value is strict JSON:
+
+    ```text
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="search">
+    <｜DSML｜parameter name="query" string="true">x</｜DSML｜parameter>
+    <｜DSML｜parameter name="limit" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+    ```
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<｜DSML｜function_calls>"
     DEFAULT_TOOL_END_TOKEN = "</｜DSML｜function_calls>"
@@ -111,7 +140,10 @@ class DeepSeekV32ToolParser(ToolParser):
 
 @register_tool_parser("deepseek_v4")
 class DeepSeekV4ToolParser(ToolParser):
-    """Reads calls written in the DSML of DeepSeek V4."""
+    """Parser for DeepSeek V4, which writes DSML.
+
+    The format is that of `DeepSeekV32ToolParser`, in a section `<｜DSML｜tool_calls>`.
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<｜DSML｜tool_calls>"
     DEFAULT_TOOL_END_TOKEN = "</｜DSML｜tool_calls>"

@@ -1,8 +1,8 @@
 """The format of Gemma 4: `<|tool_call>call:f{path:<|"|>a.txt<|"|>,lines:3}<tool_call|>`.
 
-Values are typed: strings stand between `<|"|>` marks and are not escaped, numbers, `true`, `false` and `null` are
-JSON's (`None` in the first template), lists and objects have brackets, and keys are bare. Reasoning stands between
-`<|channel>thought` with a newline and `<channel|>`.
+Values are typed. Strings are between `<|"|>` marks and not escaped; numbers, `true`, `false` and `null` are JSON
+(`None` in the first template); lists and objects have brackets; keys are bare. Reasoning is between `<|channel>thought`
+with a newline and `<channel|>`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ _SCALAR = re.compile(r"[-+.a-zA-Z0-9]+")
 
 @register_tool_parser("gemma4")
 class Gemma4ToolParser(ToolParser):
-    """Reads Gemma 4's calls: a name and an object in Gemma's own notation between marks."""
+    """Parser for Gemma 4: a name and an object in Gemma's own notation.
+
+    Strings are between `<|"|>` marks and not escaped; keys are bare:
+
+    ```text
+    <|tool_call>call:search{query:<|"|>x<|"|>,limit:3}<tool_call|>
+    ```
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<|tool_call>"
     DEFAULT_TOOL_END_TOKEN = "<tool_call|>"
@@ -44,7 +51,7 @@ class Gemma4ToolParser(ToolParser):
     BEFORE_CALL = ""
 
     def kinds_of_marks(self) -> dict[str, str]:
-        """Return the marks, the name of the channel as part of its mark."""
+        """Return the marks; the name of the reasoning channel is part of its mark."""
         kinds = super().kinds_of_marks()
         if self.think_start_token:
             kinds[f"{self.think_start_token}{self.THOUGHT}"] = MarkKind.THINK_START
@@ -59,10 +66,10 @@ class Gemma4ToolParser(ToolParser):
             arguments, end = _object(turn, name.end(), MAX_JSON_DEPTH)
             close = turn.mark_at(MarkKind.CALL_END, end)
             if close is None:
-                raise InvalidValueError(f"{self.tool_end_token} is expected", end)
+                raise InvalidValueError(f"expected {self.tool_end_token}", end)
         except InvalidValueError as error:
-            wrong = f"{error} (character {error.position - start.end})"
-            raise BrokenCallError(error.position, wrong, name.group(1)) from None
+            problem = f"{error} (character {error.position - start.end})"
+            raise BrokenCallError(error.position, problem, name.group(1)) from None
         return CallSpan(close.end, True, (Call(name.group(1), arguments).result(turn.text[start.end : close.start]),))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
@@ -81,7 +88,7 @@ class Gemma4ToolParser(ToolParser):
 
 
 def _value(turn: MarkedText, position: int, depth: int) -> tuple[Any, int]:
-    """Return the value at `position` and where it ends."""
+    """Return the value at `position`, and its end."""
     text = turn.text
     if (opened := turn.mark_at(_QUOTE, position)) is not None:
         closed = turn.find(_QUOTE, opened.end)
@@ -94,33 +101,33 @@ def _value(turn: MarkedText, position: int, depth: int) -> tuple[Any, int]:
         read = _object if text[position] == "{" else _list
         return read(turn, position + 1, depth - 1)
     if (scalar := _SCALAR.match(text, position)) is None:
-        raise InvalidValueError("a value is expected", position)
+        raise InvalidValueError("expected a value", position)
     if scalar.group() == "None":
         return None, scalar.end()
     try:
         return strict_json(scalar.group()), scalar.end()
     except InvalidValueError as error:
-        raise InvalidValueError(f"{shorten(scalar.group())} is no value: {error}", position) from None
+        raise InvalidValueError(f"{shorten(scalar.group())} is not a value: {error}", position) from None
 
 
 def _object(turn: MarkedText, position: int, depth: int) -> tuple[dict[str, Any], int]:
-    """Return the object whose brace ends before `position`, and where it ends."""
+    """Return the object whose content begins at `position`, and its end."""
     found: dict[str, Any] = {}
     while not turn.text.startswith("}", position):
         position = _past_comma(turn.text, position, bool(found))
         key = _KEY.match(turn.text, position)
         if key is None:
-            raise InvalidValueError("a key and a colon are expected", position)
+            raise InvalidValueError("expected a key and a colon", position)
         if key.group(1) in found:
-            raise InvalidValueError(f"the key {shorten(key.group(1))} is there more than once", position)
+            raise InvalidValueError(f"the key {shorten(key.group(1))} appears more than once", position)
         found[key.group(1)], position = _value(turn, key.end(), depth)
     return found, position + 1
 
 
 def _list(turn: MarkedText, position: int, depth: int) -> tuple[list[Any], int]:
-    """Return the list whose bracket ends before `position`, and where it ends."""
+    """Return the list whose content begins at `position`, and its end."""
     found: list[Any] = []
-    while (number := _NUMBER_ITEM.match(turn.text, position)) is not None:  # lists may have very many of these
+    while (number := _NUMBER_ITEM.match(turn.text, position)) is not None:  # lists may have many of these
         found.append(float(number[1]) if number[2] else int(number[1]))
         position = number.end()
     if found:
@@ -135,5 +142,5 @@ def _list(turn: MarkedText, position: int, depth: int) -> tuple[list[Any], int]:
 
 def _past_comma(text: str, position: int, expected: bool) -> int:
     if expected and not text.startswith(",", position):
-        raise InvalidValueError("a comma or the closing bracket is expected", position)
+        raise InvalidValueError("expected a comma or the closing bracket", position)
     return position + expected

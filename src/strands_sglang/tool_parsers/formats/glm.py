@@ -1,15 +1,14 @@
-"""The format of GLM-4.5 to GLM-5: keys and values stand between tags as plain text, typed by the tool's JSON schema.
+"""The format of GLM-4.5 to GLM-5: keys and values are plain text between tags, typed by the tool's JSON schema.
 
     <tool_call>search
     <arg_key>query</arg_key>
     <arg_value>x</arg_value>
     </tool_call>
 
-GLM-4.7 and later leave the line breaks out. Nothing is escaped. A list or an object, where the schema allows no string,
-ends where its JSON does, whatever stands in its strings. Any other value ends at the first `</arg_value>` after which
-the call goes on as a call does: with `<arg_key>...</arg_key>`, or with the end mark. All other text may stand in a
-value, except a key with the opening tag of its value: that could as well follow a value that was never closed. Such a
-call is refused.
+GLM-4.7 and later omit the line breaks. Nothing is escaped. Where the schema allows no string, a list or an object ends
+where its JSON ends, whatever its strings contain. Any other value ends at the first `</arg_value>` that is followed by
+`<arg_key>...</arg_key>` or by the end mark. A value may contain any text except a key with the opening tag of its
+value, which could also follow a value that was never closed; such calls are rejected.
 """
 
 from ..base import ToolParser, register_tool_parser
@@ -18,7 +17,20 @@ from ..reading import TaggedCalls
 
 @register_tool_parser("glm")
 class GLMToolParser(ToolParser):
-    """Reads calls written as a name with `<arg_key>` and `<arg_value>` pairs between marks."""
+    """Parser for GLM-4.5 to GLM-5: a name, then `<arg_key>` and `<arg_value>` pairs.
+
+    Values are plain text; their types come from the tool's JSON schema:
+
+    ```text
+    <tool_call>search
+    <arg_key>query</arg_key>
+    <arg_value>x</arg_value>
+    </tool_call>
+    ```
+
+    A declared string is kept unchanged. Without a schema, a value that is JSON (other than a JSON string) is decoded;
+    any other value is its text.
+    """
 
     FORMAT_TOKENS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     CALLS = TaggedCalls(

@@ -1,12 +1,12 @@
-"""The Harmony format of gpt-oss: a turn is a row of messages on channels, and a call is one that has a recipient.
+"""The Harmony format of gpt-oss: a turn is a series of messages on channels, and a call is a message to a recipient.
 
     <|channel|>analysis<|message|>Reasoning.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
-The prompt ends with `<|start|>assistant`, so that the turn begins inside the first header; templates write the
-recipient before the channel, models after it. `analysis` is reasoning, what is said on the other channels to nobody in
-particular is text. `<|call|>` and `<|return|>` are stop tokens: the last message of a turn is seen without its end.
-A call that is not exactly one takes the rest of the turn with it.
+The prompt ends with `<|start|>assistant`, so the turn begins inside the first header. Templates write the recipient
+before the channel, models after it. Messages on `analysis` are reasoning; messages on other channels without a
+recipient are text. `<|call|>` and `<|return|>` are stop tokens, so the last message of a turn has no end. A malformed
+call takes the rest of the turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?:\s?to=(?P<before>[^\s<]+))?\s?<\|channel\|>(?P<channel>\w+)"
-    r"(?:\s?to=(?P<behind>[^\s<]+))?(?:\s?(?:<\|constrain\|>\s?)?(?P<type>\w+))?\s?"
+    r"(?:\s?to=(?P<after>[^\s<]+))?(?:\s?(?:<\|constrain\|>\s?)?(?P<type>\w+))?\s?"
 )
 _RECIPIENT = re.compile(r"\s?\bto=([^\s<]+)")
 _LONGEST_HEADER = 1000  # characters
@@ -46,21 +46,32 @@ _FUNCTIONS = "functions."
 
 @register_tool_parser("harmony")
 class HarmonyToolParser(ToolParser):
-    """Reads gpt-oss' turns: messages on channels, calls to `functions.NAME` with JSON arguments."""
+    """Parser for gpt-oss, which writes the Harmony format.
+
+    A turn is a series of messages on channels. `analysis` is reasoning; a message to `functions.NAME` is a call with
+    JSON arguments; messages without a recipient are text:
+
+    ```text
+    <|channel|>analysis<|message|>I should search.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "x"}<|call|>
+    ```
+
+    The marks are fixed.
+    """
 
     BEFORE_CALL = ""
     AFTER_REASONING = "<|start|>assistant"
 
     def __init__(self) -> None:
-        """Take no marks: Harmony's are fixed."""
+        """Set Harmony's marks."""
         super().__init__(_CHANNEL, _CALL, _CHANNEL + "analysis" + _MESSAGE, _END)
 
     def kinds_of_marks(self) -> dict[str, str]:
-        """Return the marks: none stands around reasoning or calls, messages are made of them."""
+        """Return the marks, which delimit messages rather than reasoning or calls."""
         return {mark: mark for mark in (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN)}
 
     def take_apart(self, turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
-        """Cut a turn into its messages; see `ToolParser.take_apart`."""
+        """Split a turn into its messages; see `ToolParser.take_apart`."""
         text, position = turn.text, 0
         spans: list[Span] = []
         unclosed = False
@@ -77,7 +88,7 @@ class HarmonyToolParser(ToolParser):
             position = take(SpanKind.REASONING, 0, _END)
         while position < len(text):
             header = _read_header(turn, position)
-            before = text[position : header.start]  # belongs to no message
+            before = text[position : header.start]  # text outside messages
             begin = position + len(before) - len(before.lstrip())
             spans.append(Span(SpanKind.TEXT, begin, begin + len(before.strip())))
             if header.recipient is not None:
@@ -90,7 +101,7 @@ class HarmonyToolParser(ToolParser):
         return spans, unclosed
 
     def texts_of(self, turn: MarkedText, spans: Sequence[Span]) -> tuple[str, str]:
-        """Return the reasoning and the visible text, several messages joined by newlines."""
+        """Return the reasoning and the visible text, with messages joined by newlines."""
 
         def joined(kind: SpanKind) -> str:
             parts = (turn.text[span.start : span.end] for span in spans if span.kind is kind)
@@ -99,7 +110,7 @@ class HarmonyToolParser(ToolParser):
         return joined(SpanKind.REASONING), joined(SpanKind.TEXT)
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
-        """Read a message that has a recipient."""
+        """Read a message with a recipient."""
         text, header = turn.text, _read_header(turn, start.start)
         recipient = header.recipient or ""
         name = recipient.removeprefix(_FUNCTIONS)
@@ -112,13 +123,13 @@ class HarmonyToolParser(ToolParser):
             if end != len(text) and turn.mark_at(_START, end) is None:
                 raise BrokenCallError(end, f"only another message may follow {_CALL}", name, cut=False)
         elif end != len(text):
-            raise BrokenCallError(end, f"{_CALL} must follow the arguments", name, cut=False)
+            raise BrokenCallError(end, f"expected {_CALL} after the arguments", name, cut=False)
         elif turn.truncated:
             raise BrokenCallError(end, f"{_CALL} is missing", name, cut=True)
         call = json_call(name, decoded)
         if not recipient.startswith(_FUNCTIONS) or not name:
-            wrong = f"there is no tool {shorten(recipient)}; tools are called as {_FUNCTIONS}NAME"
-            call = Call(recipient, error=wrong, status=ToolCallStatus.UNKNOWN_TOOL)
+            problem = f"there is no tool {shorten(recipient)}; call tools as {_FUNCTIONS}NAME"
+            call = Call(recipient, error=problem, status=ToolCallStatus.UNKNOWN_TOOL)
         return CallSpan(end, True, (call.result(text[header.start : end]),))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
@@ -133,7 +144,7 @@ class HarmonyToolParser(ToolParser):
 
 
 class _Header(NamedTuple):
-    """What stands before a message's content; `problem` if it is no header of a call."""
+    """The header of a message; `problem` says why it is not the header of a call."""
 
     start: int
     end: int
@@ -143,7 +154,7 @@ class _Header(NamedTuple):
 
 
 def _read_header(turn: MarkedText, position: int) -> _Header:
-    """Return the header of the next message: what it is about, and where the message's content begins."""
+    """Return the header of the next message; it ends where the content begins."""
     text = turn.text
     message = turn.find(_MESSAGE, position)
     stop, end = (len(text), len(text)) if message is None else message[1:]
@@ -152,16 +163,16 @@ def _read_header(turn: MarkedText, position: int) -> _Header:
     written = text[start:stop]
     match = _HEADER.fullmatch(written) if message is not None and len(written) <= _LONGEST_HEADER else None
     if match is not None and turn.mark_at(_CHANNEL, start + match.start("channel") - len(_CHANNEL)):
-        before, behind, content_type = match.group("before", "behind", "type")
+        before, after, content_type = match.group("before", "after", "type")
         problem = None
-        if before and behind:
-            problem = "a call has one recipient"
+        if before and after:
+            problem = "a call must have one recipient"
         elif match.group("channel") != "commentary":
-            problem = "calls go to the commentary channel"
+            problem = "calls must be on the commentary channel"
         elif content_type not in (None, "json"):
-            problem = f"the arguments of a call are json, not {content_type}"
-        return _Header(start, end, before or behind, match.group("channel"), problem)
+            problem = f"the arguments of a call must be json, not {content_type}"
+        return _Header(start, end, before or after, match.group("channel"), problem)
     recipient = _RECIPIENT.search(written)
     channel = "analysis" if f"{_CHANNEL}analysis" in written else None
-    problem = "there is no message" if message is None else "its header is not one"
+    problem = "there is no message" if message is None else "the header is not valid"
     return _Header(start, end, recipient and recipient.group(1), channel, problem)

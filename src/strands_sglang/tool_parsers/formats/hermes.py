@@ -1,19 +1,13 @@
-"""Calls that are a JSON object between marks: Hermes, SmolLM3 and Granite.
+"""The format of Hermes, SmolLM3 and Granite: a JSON object between marks.
 
-The Hermes format (Hermes, Qwen2.5, Qwen3, ...): a JSON object between marks.
+Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>`, with
+any white space around the JSON.
 
-For example `<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>`, with any white space
-around the JSON.
+SmolLM3: the same. Its template asks for this format for tools in `xml_tools`, and omits the calls of earlier turns.
+Code between `<code>` and `</code>`, for `python_tools`, is text here: nothing runs it.
 
-SmolLM3 writes Hermes' calls. Its template describes tools given as `xml_tools` and asks for `<tool_call>{"name": ...,
-"arguments": {...}}` and `</tool_call>`. It drops the calls of earlier turns, so that what it asks for is all there is
-to go by. Python code between `<code>` and `</code>`, for its `python_tools`, is text here: nothing runs it.
-
-Granite 4 writes Hermes' calls, Granite 3 a JSON list after `<|tool_call|>`.
-
-Granite 4: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, once per call. Granite 3:
-`<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, ...]` (in 3.1 after `<tool_call>`), which ends the turn; its
-template only asks for that and writes no call itself.
+Granite 4: the same, once per call. Granite 3: `<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, ...]` (in 3.1 after
+`<tool_call>`), which ends the turn. Its template asks for that and writes no call itself.
 """
 
 from __future__ import annotations
@@ -39,24 +33,24 @@ _NAME_SEARCHED = 500  # characters
 
 
 class JSONObject:
-    """A call that is a JSON object of a name and arguments between marks."""
+    """A call that is a JSON object with a name and arguments, between marks."""
 
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read a call."""
         text, begin = turn.text, skip_space(turn.text, start.end)
         try:
             if not text.startswith("{", begin):
-                raise InvalidValueError(f"a JSON object must follow {text[start.start : start.end]}", begin)
+                raise InvalidValueError(f"expected a JSON object after {text[start.start : start.end]}", begin)
             try:
                 decoded = decode_json(text, begin)
             except InvalidValueError as error:
-                wrong = f"the call is not valid JSON: {error} (character {error.position - start.end})"
-                raise InvalidValueError(wrong, error.position) from None
+                problem = f"the call is not valid JSON: {error} (character {error.position - start.end})"
+                raise InvalidValueError(problem, error.position) from None
             end = skip_space(text, decoded.end)
             close = turn.mark_at(MarkKind.CALL_END, end)
             if close is None:
-                found = "nothing follows its JSON" if end == len(text) else "there is other text behind its JSON"
-                raise InvalidValueError(f"{found}, where {turn.call_end} belongs", end)
+                found = "the turn ends" if end == len(text) else "other text follows"
+                raise InvalidValueError(f"expected {turn.call_end} after the JSON, but {found}", end)
         except InvalidValueError as error:
             name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
             raise BrokenCallError(error.position, str(error), name and name.group(1)) from None
@@ -70,10 +64,16 @@ class JSONObject:
 
 @register_tool_parser("hermes")
 class HermesToolParser(ToolParser):
-    """Reads calls written as `{"name": ..., "arguments": {...}}` between marks.
+    """Parser for Hermes, Qwen2.5, Qwen3, Granite 4 and others: a JSON object between marks.
 
-    The JSON is strict. `name` is required and `arguments` may be left out, as models do for tools without parameters;
-    there is no third key. A mark inside a JSON string belongs to the string: a call ends where its JSON ends.
+    ```text
+    <tool_call>
+    {"name": "search", "arguments": {"query": "x"}}
+    </tool_call>
+    ```
+
+    The JSON is strict. `name` is required; `arguments` may be missing, as models omit it for tools without parameters.
+    There is no third key. A call ends where its JSON ends, so a mark inside a JSON string belongs to the string.
     """
 
     CALLS = JSONObject()
@@ -81,7 +81,7 @@ class HermesToolParser(ToolParser):
 
 @register_tool_parser("smollm3")
 class SmolLM3ToolParser(ToolParser):
-    """Reads SmolLM3's calls; see `HermesToolParser`."""
+    """Parser for SmolLM3; the format is that of `HermesToolParser`."""
 
     CALLS = JSONObject()
 
@@ -91,7 +91,14 @@ _OBJECT = JSONObject()
 
 @register_tool_parser("granite")
 class GraniteToolParser(ToolParser):
-    """Reads Granite's calls: JSON objects between marks, or one JSON list after a mark."""
+    """Parser for Granite 3: one JSON list after a mark, which ends the turn.
+
+    ```text
+    <|tool_call|>[{"name": "search", "arguments": {"query": "x"}}]
+    ```
+
+    The format of Granite 4, a JSON object between `<tool_call>` marks for each call, is parsed too.
+    """
 
     MORE_MARKS = {"<|tool_call|>": MarkKind.CALL_START}
 
@@ -103,7 +110,7 @@ class GraniteToolParser(ToolParser):
         return read_list_to_end(turn, begin, call_from_json)
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
-        """Write a call in either way; Granite 3's template indents its JSON."""
+        """Write a call in either format; Granite 3's template indents its JSON."""
         space = grammar.INDENTED_JSON.gap
         name = f'"name": {grammar.constant_text(call.name)},'
         listed = grammar.sequence(

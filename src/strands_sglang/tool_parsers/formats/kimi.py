@@ -1,16 +1,16 @@
 """The formats of Kimi: JSON arguments after an id in K2, typed tags in K3.
 
-The format of Kimi K2 (Instruct, Thinking, K2.5): JSON arguments after an id that names the tool.
+K2 (Instruct, Thinking, K2.5): JSON arguments after an id that names the tool.
 
 `<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "x"}
 <|tool_call_end|><|tool_calls_section_end|>`, without the line break. The number counts the calls of the conversation.
 
-The format of Kimi K3: every tag is made of three tokens, values say their type.
+K3: every tag consists of three tokens, and names the type of its value.
 
 `<|open|>tools<|sep|><|open|>call tool="search" index="1"<|sep|><|open|>argument key="query" type="string"<|sep|>x
-<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>`, without the line break. In place of arguments, a
-call may hold one JSON object: `<|open|>json type="object"<|sep|>{"query": "x"}<|close|>json<|sep|>`. The visible text
-stands between `response` tags, reasoning between `think` tags. Attributes escape `&` and `"`; nothing else is escaped.
+<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>`, without the line break. Instead of arguments, a call
+may contain one JSON object: `<|open|>json type="object"<|sep|>{"query": "x"}<|close|>json<|sep|>`. The visible text is
+between `response` tags, reasoning between `think` tags. Attributes escape `&` and `"`; nothing else is escaped.
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ from ..reading import (
 
 @register_tool_parser("kimi_k2")
 class KimiK2ToolParser(ToolParser):
-    """Reads calls written as an id such as `functions.search:0` and a JSON object, all of them in one section.
+    """Parser for Kimi K2 (Instruct, Thinking, K2.5).
 
-    The id is kept as `native_id`, of broken calls as well: tool results name it.
+    All calls are in one section. Each is an id such as `functions.search:0` and a JSON object (line breaks added):
+
+    ```text
+    <|tool_calls_section_begin|>
+    <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "x"}<|tool_call_end|>
+    <|tool_calls_section_end|>
+    ```
+
+    The id becomes the `native_id` of the result, also for failed calls, because tool results refer to it.
     """
 
     DEFAULT_TOOL_START_TOKEN = "<|tool_calls_section_begin|>"
@@ -63,28 +71,28 @@ _JSON_END = re.compile(r"\s*<\|close\|>json<\|sep\|><\|close\|>call<\|sep\|>")
 
 
 class _KimiK3Calls(TaggedCalls):
-    """The text of a value is a string if its type says so, strict JSON of that type otherwise."""
+    """A value of type `string` is its text, any other value is strict JSON of its type."""
 
     def unescape(self, attribute: str) -> str:
-        """Return what an attribute means."""
+        """Return the text of an attribute."""
         return attribute.replace("&quot;", '"').replace("&amp;", "&")
 
     def escape(self, attribute: str) -> str:
-        """Return how an attribute is written."""
+        """Return the spelling of an attribute."""
         return attribute.replace("&", "&amp;").replace('"', "&quot;")
 
     def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
-        """Return what the opening tag says of the type."""
+        """Return the schema that the opening tag implies."""
         return {"type": parameter["type"]}
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
-        """Return the value that a text means."""
+        """Return the value of a parameter's text."""
         if parameter["type"] not in JSON_TYPES:
             raise InvalidValueError(f"there is no type {parameter['type']}", 0)
         return super().value(text, parameter, schema, root)
 
     def read_call(self, turn: MarkedText, position: int) -> tuple[Call, int]:
-        """Return the call at `position`, whose arguments may be one JSON object, and where it ends."""
+        """Return the call at `position`, whose arguments may be one JSON object, and its end."""
         head = turn.match(_JSON_CALL, position)
         if head is None:
             return super().read_call(turn, position)
@@ -95,22 +103,33 @@ class _KimiK3Calls(TaggedCalls):
             raise BrokenCallError(error.position, f"the arguments are not valid JSON: {error}", name) from None
         tail = turn.match(_JSON_END, decoded.end)
         if tail is None:
-            raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name)
+            raise BrokenCallError(decoded.end, "expected the end of the call after its arguments", name)
         return json_call(name, decoded), tail.end()
 
     def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> Mapping[str, Any]:
-        """Return what matches the values of a parameter, by type."""
+        """Return the grammar elements of a parameter's values by type."""
         return cast(Mapping[str, Any], grammar.values_by_type(schema, self.excludes))
 
     def write(self, call: Writer, grammar: Grammar) -> Element:
-        """Write a call in the tags around it."""
+        """Write a call with the tags around it."""
         response = grammar.optional("<|open|>response<|sep|><|close|>response<|sep|>")
         return grammar.sequence(response, super().write(call, grammar), "<|close|>message<|sep|>")
 
 
 @register_tool_parser("kimi_k3")
 class KimiK3ToolParser(ToolParser):
-    """Reads calls written as `<|open|>call ...<|sep|>` with typed arguments or one JSON object, all in one section."""
+    """Parser for Kimi K3.
+
+    All calls are in one section. Each has typed arguments, or one JSON object instead of them (line breaks added):
+
+    ```text
+    <|open|>tools<|sep|>
+    <|open|>call tool="search" index="1"<|sep|>
+    <|open|>argument key="query" type="string"<|sep|>x<|close|>argument<|sep|>
+    <|close|>call<|sep|>
+    <|close|>tools<|sep|>
+    ```
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<|open|>tools<|sep|>"
     DEFAULT_TOOL_END_TOKEN = "<|close|>tools<|sep|>"

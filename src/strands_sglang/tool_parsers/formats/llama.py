@@ -1,18 +1,15 @@
-"""The formats of Llama: JSON objects or a Python list of calls, announced by no mark.
+"""The formats of Llama: JSON objects or a Python list of calls, without a start mark.
 
-The format of Llama 3.1 to 3.3: a turn that is nothing but `{"name": ..., "parameters": {...}}`.
+JSON (Llama 3.1 to 3.3): the whole turn is `{"name": ..., "parameters": {...}}`. A turn that begins with a JSON object
+with a name and parameters is a call; any other object is text. After `<|python_tag|>`, which the template writes for
+built-in tools, there must be a call: either such an object or `name.call(argument="value")`. The template writes one
+call per turn; models write several, with `;` between them. Llama 4 with a template that asks for this format writes
+the same, with or without `<|python_start|>` and `<|python_end|>` around it.
 
-No mark announces it. A turn that begins with a JSON object of a name and parameters is a call, any other object is
-text. Behind `<|python_tag|>`, which the template writes for built-in tools, there must be a call, either such an
-object or `name.call(argument="value")`. The template writes one call per turn; models write several with `;` between.
-Llama 4 with a template that asks for this form writes the same, with `<|python_start|>` and `<|python_end|>` around it
-or without.
-
-The Pythonic format (Llama 4, Llama 3.2): a turn that is nothing but `[f(a=1), g(b="x")]`.
-
-Arguments are Python literals by name; nothing is evaluated. No mark announces the list: a turn that begins with `[`, a
-name and `(` is one. `<|python_start|>` and `<|python_end|>` may stand around it. Templates put every value between
-double quotes as it is, so that what they show of numbers, and of quotes inside strings, is not what was called.
+Pythonic (Llama 4, Llama 3.2): the whole turn is `[f(a=1), g(b="x")]`. Arguments are Python literals by name; nothing is
+evaluated. A turn that begins with `[`, a name and `(` is a list of calls, with or without `<|python_start|>` and
+`<|python_end|>` around it. Templates write every value between double quotes without escapes, so numbers and quotes
+inside strings do not survive a template.
 """
 
 from __future__ import annotations
@@ -49,7 +46,15 @@ _BUILT_IN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\.call\(")
 
 @register_tool_parser("llama3_json")
 class Llama3JSONToolParser(ToolParser):
-    """Reads Llama 3's calls: a turn of JSON objects of `name` and `parameters`."""
+    """Parser for the JSON calls of Llama 3.1 to 3.3: the whole turn is one or more JSON objects.
+
+    ```text
+    {"name": "search", "parameters": {"query": "x"}}
+    ```
+
+    A turn that begins with such an object is a call, any other object is text. After `<|python_tag|>` there must be a
+    call: an object, or `name.call(argument="value")`. `;` may separate several calls.
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<|python_tag|>"
     DEFAULT_TOOL_END_TOKEN = ""
@@ -58,7 +63,7 @@ class Llama3JSONToolParser(ToolParser):
     BEFORE_CALL = ""
 
     def opens_call(self, text: str, position: int) -> bool:
-        """Tell whether the object there is one of a name and parameters; see `ToolParser.opens_call`."""
+        """Return whether the object has a name and parameters; see `ToolParser.opens_call`."""
         try:
             call = decode_json(text, position).value
         except InvalidValueError:
@@ -66,7 +71,7 @@ class Llama3JSONToolParser(ToolParser):
         return isinstance(call.get("name"), str) and not call.keys().isdisjoint({"parameters", "arguments"})
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
-        """Read the calls up to the end of the turn."""
+        """Read calls up to the end of the turn."""
         text = turn.text
         begin = end = skip_space(text, start.end)
         built_in = _BUILT_IN.match(text, begin) if start.end > start.start else None
@@ -77,9 +82,9 @@ class Llama3JSONToolParser(ToolParser):
                 calls.append(Call(built_in.group(1), arguments).result(text[begin:end]))
             while built_in is None:
                 if len(calls) == MAX_CALLS:
-                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", end)
+                    raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", end)
                 item = decode_json(text, end)
-                call = call_from_json(item, arguments="parameters", others={"type": lambda kind: kind == "function"})
+                call = call_from_json(item, arguments="parameters", extra={"type": lambda kind: kind == "function"})
                 calls.append(call.result(text[end : item.end]))
                 end = skip_space(text, item.end)
                 if end == len(text) or turn.mark_at(MarkKind.CALL_END, end) is not None:
@@ -89,8 +94,8 @@ class Llama3JSONToolParser(ToolParser):
                     raise BrokenCallError(end, "nothing may follow the calls", name_of(calls), cut=False)
         except InvalidValueError as error:
             name = _BROKEN_CALL.match(text, begin)
-            wrong = f"the turn is not a call: {error}"
-            raise BrokenCallError(error.position, wrong, name and name.group(1), cut=is_cut(text, error)) from None
+            problem = f"the turn is not a call: {error}"
+            raise BrokenCallError(error.position, problem, name and name.group(1), cut=is_cut(text, error)) from None
         return CallSpan(end_of_turn(turn, end, "the call", tuple(calls)), True, tuple(calls))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
@@ -106,7 +111,14 @@ _CALL = re.compile(rf"({_NAME})\(")
 
 @register_tool_parser("llama4_pythonic")
 class Llama4PythonicToolParser(ToolParser):
-    """Reads calls written as a Python list of calls with literal arguments."""
+    """Parser for Llama 4 and Llama 3.2: the whole turn is a Python list of calls.
+
+    ```text
+    [search(query="x", limit=3)]
+    ```
+
+    Arguments are literals by name; nothing is evaluated. `<|python_start|>` and `<|python_end|>` may enclose the list.
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<|python_start|>"
     DEFAULT_TOOL_END_TOKEN = "<|python_end|>"
@@ -122,7 +134,7 @@ class Llama4PythonicToolParser(ToolParser):
             position = expect("[", text, start.end)
             while not (calls and text.startswith("]", position)):
                 if len(calls) == MAX_CALLS:
-                    raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
+                    raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", position)
                 call = _CALL.match(text, position)
                 if call is None:
                     raise InvalidValueError("a call must begin with a name and '('", position)
@@ -131,8 +143,8 @@ class Llama4PythonicToolParser(ToolParser):
                 calls.append(Call(name, arguments).result(text[position:end]))
                 position = next_item("]", text, end)
         except InvalidValueError as error:
-            wrong = f"the turn is not a list of calls: {error}"
-            raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+            problem = f"the turn is not a list of calls: {error}"
+            raise BrokenCallError(error.position, problem, name, cut=is_cut(text, error)) from None
         return CallSpan(end_of_turn(turn, position + 1, "the list of calls", tuple(calls[-1:])), True, tuple(calls))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:

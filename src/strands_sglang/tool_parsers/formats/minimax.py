@@ -1,6 +1,6 @@
 """The formats of MiniMax: tags in M2, elements that may nest in M3.
 
-The format of MiniMax M2 (to M2.5): values stand between tags as plain text, typed by the tool's JSON schema.
+M2 (to M2.5): values are plain text between tags, typed by the tool's JSON schema.
 
 <minimax:tool_call>
 <invoke name="search">
@@ -8,15 +8,15 @@ The format of MiniMax M2 (to M2.5): values stand between tags as plain text, typ
 </invoke>
 </minimax:tool_call>
 
-The format of MiniMax M3: values are elements that may nest, and one token stands before every tag.
+M3: values are elements that may nest, and one token precedes every tag.
 
     ]<]minimax[>[<tool_call>
     ]<]minimax[>[<invoke name="search">]<]minimax[>[<query>x]<]minimax[>[</query>]<]minimax[>[</invoke>
     ]<]minimax[>[</tool_call>
 
-The elements of a list are called `item`. Types come from the tool's JSON schema, on every level. An empty element is an
-empty string, list or object, whichever the schema allows. A text ends at the first tag with the token before it; with
-the ids known, ordinary tokens that spell the token are text.
+The elements of a list are named `item`. Types come from the tool's JSON schema, on every level. An empty element is an
+empty string, list or object, whichever the schema allows. A text ends at the first tag after that token. If the token
+ids are known, ordinary tokens that spell it are text.
 """
 
 from __future__ import annotations
@@ -47,9 +47,20 @@ from ..reading import (
 
 @register_tool_parser("minimax_m2")
 class MiniMaxM2ToolParser(ToolParser):
-    """Reads calls written as `<invoke name="...">` with `<parameter name="...">` values, all of them in one section.
+    """Parser for MiniMax M2 (to M2.5).
 
-    A value with a line that begins with `<parameter name="...">` is refused.
+    All calls are in one section. Values are plain text; their types come from the tool's JSON schema:
+
+    ```text
+    <minimax:tool_call>
+    <invoke name="search">
+    <parameter name="query">x</parameter>
+    </invoke>
+    </minimax:tool_call>
+    ```
+
+    A declared string is kept unchanged. Without a schema, a value that is JSON (other than a JSON string) is decoded;
+    any other value is its text. A value with a line that begins with `<parameter name="...">` is rejected.
     """
 
     DEFAULT_TOOL_START_TOKEN = "<minimax:tool_call>"
@@ -66,7 +77,7 @@ class MiniMaxM2ToolParser(ToolParser):
 
 
 _ITEM = "item"  # the elements of a list
-# The text of an element without elements in it, or the elements in it by name, in order.
+# The text of an element without child elements, or its child elements by name, in order.
 _Content = Union[str, "list[tuple[str, _Content]]"]
 
 _TOKEN = "]<]minimax[>["
@@ -77,10 +88,19 @@ _OPEN = re.compile(re.escape(_TOKEN) + r"<(?P<key>[^/<>\n][^<>\n]*)>")
 
 @register_tool_parser("minimax_m3")
 class MiniMaxM3ToolParser(ToolParser):
-    """Reads calls written as `<invoke name="...">` with one element for every argument, all of them in one section.
+    """Parser for MiniMax M3.
 
-    A declared string is kept as it is, white space included. Without a schema, a text that is JSON (other than a JSON
-    string) is that value, and elements that are all called `item` are a list.
+    All calls are in one section. Every argument is an element, which may nest; the token `]<]minimax[>[` precedes every
+    tag (here shown as `¤`):
+
+    ```text
+    ¤<tool_call>
+    ¤<invoke name="search">¤<query>x¤</query>¤</invoke>
+    ¤</tool_call>
+    ```
+
+    Types come from the tool's JSON schema. A declared string is kept unchanged, white space included. Without a schema,
+    text that is JSON (other than a JSON string) is decoded, and elements that are all named `item` are a list.
     """
 
     DEFAULT_TOOL_START_TOKEN = f"{_TOKEN}<tool_call>"
@@ -112,15 +132,15 @@ class MiniMaxM3ToolParser(ToolParser):
 
 
 def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:
-    """Return the call at `position`, and where it ends."""
+    """Return the call at `position`, and its end."""
     head = turn.match(_CALL, position)
     if head is None:
-        raise BrokenCallError(position, f'{_TOKEN}<invoke name="NAME"> belongs here')
+        raise BrokenCallError(position, f'expected {_TOKEN}<invoke name="NAME">')
     name = head["name"]
     arguments, end = _read_elements(turn, head.end(), "invoke", name, MAX_JSON_DEPTH)
     schema = None if turn.schemas is None else turn.schemas.get(name)
     try:
-        # Whatever the schema says of itself: arguments are an object.
+        # The arguments are an object, whatever the schema declares.
         return Call(name, _typed_element(arguments, schema, schema, {"object"})), end
     except InvalidValueError as error:
         return Call(name, error=str(error)), end
@@ -129,7 +149,7 @@ def _read_call(turn: MarkedText, position: int) -> tuple[Call, int]:
 def _read_elements(
     turn: MarkedText, position: int, parent: str, name: str, depth: int
 ) -> tuple[list[tuple[str, _Content]], int]:
-    """Read elements up to the end tag of `parent`; return them and where that tag ends."""
+    """Return the elements up to the end tag of `parent`, and the end of that tag."""
     if depth == 0:
         raise BrokenCallError(position, "it is nested too deeply", name)
     elements: list[tuple[str, _Content]] = []
@@ -152,24 +172,24 @@ def _read_elements(
 
 
 def _after_end_tag(turn: MarkedText, position: int, key: str, name: str) -> int:
-    """Return where the end tag of `key` at `position` ends."""
+    """Return the end of the end tag of `key` at `position`."""
     tag = f"{_TOKEN}</{key}>"
     if not turn.text.startswith(tag, position) or not turn.is_real(position, position + len(tag)):
-        raise BrokenCallError(position, f"the end tag of {shorten(key)} belongs here", name)
+        raise BrokenCallError(position, f"expected the end tag of {shorten(key)}", name)
     return position + len(tag)
 
 
 def _typed_element(element: _Content, schema: Any, root: Any, types: Set[str] | None = None) -> Any:
-    """Return the value that an element means, by the JSON schema for it.
+    """Return the value of an element, by its JSON schema.
 
     Args:
-        element: The element.
-        schema: Its schema; None if it is not known.
-        root: The schema that `$ref`s point into.
-        types: The JSON types that it may have; those of the schema if left out.
+        element: Content of the element.
+        schema: Schema of the value; None if unknown.
+        root: Schema that `$ref`s point into.
+        types: Allowed JSON types; None uses those of the schema.
 
     Raises:
-        InvalidValueError: It is no value of a type that the schema allows, or names something twice.
+        InvalidValueError: The element has no type that the schema allows, or two child elements have the same name.
     """
     types = allowed_types(schema, root) if types is None else types
     if isinstance(element, str):
@@ -182,13 +202,13 @@ def _typed_element(element: _Content, schema: Any, root: Any, types: Set[str] | 
             _typed_element(inner, item_schema(schema, index, root), root) for index, (_, inner) in enumerate(element)
         ]
     if "object" not in types:
-        raise InvalidValueError("it holds elements, but must be " + " or ".join(sorted(types)), 0)
+        raise InvalidValueError("it contains elements, but must be " + " or ".join(sorted(types)), 0)
     values: dict[str, Any] = {}
     for name, inner in element:
         if name in values:
-            raise InvalidValueError(f"{shorten(name)} is there twice", 0)
+            raise InvalidValueError(f"{shorten(name)} appears more than once", 0)
         try:
             values[name] = _typed_element(inner, property_schema(schema, name, root), root)
         except InvalidValueError as error:
-            raise InvalidValueError(f"{shorten(name)} is wrong: {error}", 0) from None
+            raise InvalidValueError(f"{shorten(name)} is invalid: {error}", 0) from None
     return values

@@ -1,8 +1,8 @@
-"""The formats of Mistral: `[TOOL_CALLS]` opens the calls, and the turn ends them.
+"""The formats of Mistral: `[TOOL_CALLS]` opens the calls, and the end of the turn closes them.
 
-Up to Mistral Nemo and Small 3.1 a JSON list follows, `[{"name": "f", "arguments": {...}, "id": "abcDEF123"}, ...]`;
-later models write `[TOOL_CALLS]f[ARGS]{...}` per call, Small 3.2 with `[CALL_ID]abcDEF123` before `[ARGS]`. Ids are
-nine letters and digits. Reasoning stands between `[THINK]` and `[/THINK]`.
+Up to Mistral Nemo and Small 3.1, a JSON list follows: `[{"name": "f", "arguments": {...}, "id": "abcDEF123"}, ...]`.
+Later models write `[TOOL_CALLS]f[ARGS]{...}` per call; Small 3.2 adds `[CALL_ID]abcDEF123` before `[ARGS]`. Ids are
+nine letters and digits. Reasoning is between `[THINK]` and `[/THINK]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ _NATIVE_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @register_tool_parser("mistral")
 class MistralToolParser(ToolParser):
-    """Reads Mistral's calls, those of a JSON list and those that are named before their arguments."""
+    """Parser for Mistral: a JSON list, or a name before the arguments.
+
+    ```text
+    [TOOL_CALLS][{"name": "search", "arguments": {"query": "x"}, "id": "abcDEF123"}]
+    [TOOL_CALLS]search[ARGS]{"query": "x"}
+    [TOOL_CALLS]search[CALL_ID]abcDEF123[ARGS]{"query": "x"}
+    ```
+
+    The calls end the turn. An id becomes the `native_id` of the result.
+    """
 
     DEFAULT_TOOL_START_TOKEN = "[TOOL_CALLS]"
     DEFAULT_TOOL_END_TOKEN = ""
@@ -53,11 +62,11 @@ class MistralToolParser(ToolParser):
             written_id = _NATIVE_ID.match(text, at + len(_CALL_ID))
             if written_id is None:
                 cut = len(text) - at < len(_CALL_ID) + 9
-                raise BrokenCallError(at, "the id of a call is nine letters and digits", name, cut=cut)
+                raise BrokenCallError(at, "the id of a call must be nine letters and digits", name, cut=cut)
             native_id, at = written_id.group(), written_id.end()
         if name is None or not turn.mark_at(_ARGUMENTS, at):
-            wrong = f"a list, or a name and {_ARGUMENTS}, must follow {self.tool_start_token}"
-            raise BrokenCallError(at, wrong, name, cut=any(mark.startswith(text[at:]) for mark in self.MORE_MARKS))
+            problem = f"expected a list, or a name and {_ARGUMENTS}, after {self.tool_start_token}"
+            raise BrokenCallError(at, problem, name, cut=any(mark.startswith(text[at:]) for mark in self.MORE_MARKS))
         decoded = decode_last_arguments(text, at + len(_ARGUMENTS), name)
         end = skip_space(text, decoded.end)
         if end != len(text) and turn.mark_at(MarkKind.CALL_START, end) is None:
@@ -66,7 +75,7 @@ class MistralToolParser(ToolParser):
         return CallSpan(end, True, (json_call(name, decoded, native_id).result(text[start.end : decoded.end]),))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
-        """Write a call in either way."""
+        """Write a call in either format."""
         native_id = grammar.matching("[a-zA-Z0-9]{9}")
         listed = grammar.sequence(
             grammar.matching(" ?"),
@@ -82,5 +91,5 @@ class MistralToolParser(ToolParser):
 
 def _listed_call(item: DecodedJSON) -> Call:
     native_id = item.value.get("id") if isinstance(item.value, dict) else None
-    others = {"id": lambda value: isinstance(value, str) and _NATIVE_ID.fullmatch(value) is not None}
-    return call_from_json(item, others=others, native_id=native_id)
+    extra = {"id": lambda value: isinstance(value, str) and _NATIVE_ID.fullmatch(value) is not None}
+    return call_from_json(item, extra=extra, native_id=native_id)

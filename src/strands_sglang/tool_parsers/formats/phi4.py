@@ -1,11 +1,11 @@
 """The formats of Phi-4-mini: JSON between `<|tool_call|>` and `<|/tool_call|>`, or a list after `functools`.
 
-Between the marks stands one call or a list of calls, each `{"name": ..., "arguments": {...}}`, by itself or as the
-`function` of `{"type": "function", "function": {...}}`. Models that are prompted for it begin their turn with
-`functools[...]` instead, which no mark ends. The template that prompts for that shows earlier calls in yet another
-form, which models may copy: a turn that is nothing but such objects, with commas between, and with arguments as Python
-writes them (`{'x': True}`). A turn that begins with the name and arguments of such an object is a call, any other
-object is text; it is read as JSON, or as Python where it is no JSON.
+Between the marks is one call or a list of calls, each `{"name": ..., "arguments": {...}}`, either plain or as the
+`function` of `{"type": "function", "function": {...}}`. If the prompt asks for it, models begin their turn with
+`functools[...]` instead, which no mark ends. The template that asks for that shows earlier calls in another form, which
+models may copy: the whole turn is such objects, separated by commas, with arguments as Python writes them
+(`{'x': True}`). A turn that begins with an object with a name and arguments is a call, any other object is text.
+Objects are read as JSON, or else as Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,16 @@ _NEXT_OBJECT = re.compile(r",\s{0,8}(?:\{|\Z)")
 
 @register_tool_parser("phi4")
 class Phi4ToolParser(ToolParser):
-    """Reads Phi-4-mini's calls: JSON objects or lists of them between marks, after `functools` or as a whole turn."""
+    """Parser for Phi-4-mini: JSON objects or lists of objects.
+
+    They are between marks, after `functools`, or the whole turn:
+
+    ```text
+    <|tool_call|>[{"name": "search", "arguments": {"query": "x"}}]<|/tool_call|>
+    functools[{"name": "search", "arguments": {"query": "x"}}]
+    {"name": "search", "arguments": {"query": "x"}}
+    ```
+    """
 
     DEFAULT_TOOL_START_TOKEN = "<|tool_call|>"
     DEFAULT_TOOL_END_TOKEN = "<|/tool_call|>"
@@ -51,7 +60,7 @@ class Phi4ToolParser(ToolParser):
     BEFORE_CALL = ""
 
     def read_call(self, turn: MarkedText, start: Mark) -> CallSpan:
-        """Read the JSON after a start mark or after `functools`, or the objects that a turn consists of."""
+        """Read the JSON after a start mark or after `functools`, or a turn of objects."""
         text, begin = turn.text, skip_space(turn.text, start.end)
         if start.end == start.start and text.startswith("{", begin):
             return _read_objects(text, begin)
@@ -69,11 +78,11 @@ class Phi4ToolParser(ToolParser):
         end = skip_space(text, end)
         close = turn.mark_at(MarkKind.CALL_END, end)
         if close is None:
-            raise BrokenCallError(end, f"{turn.call_end} must follow the JSON", name_of(calls))
+            raise BrokenCallError(end, f"expected {turn.call_end} after the JSON", name_of(calls))
         return CallSpan(close.end, True, calls or (failed_call(text[start.end : end], "the list of calls is empty"),))
 
     def write_call(self, call: Writer, grammar: Grammar) -> Element:
-        """Write a call between marks, by itself or in a list, or after `functools`."""
+        """Write a call between marks, alone or in a list, or after `functools`."""
         plain = call.object()
         typed = grammar.json_object({"type": '"function"', "function": plain})
         listed = grammar.sequence("[", grammar.either([plain, typed]), "]")
@@ -82,13 +91,13 @@ class Phi4ToolParser(ToolParser):
 
 
 def _read_objects(text: str, position: int) -> CallSpan:
-    """Read the objects that a turn consists of."""
+    """Read a turn of objects."""
     calls: list[ToolParseResult] = []
     name = None
     try:
         while True:
             if len(calls) == MAX_CALLS:
-                raise InvalidValueError(f"there are more than {MAX_CALLS} calls", position)
+                raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", position)
             begins = _OBJECT.match(text, position)
             if begins is None:
                 raise InvalidValueError("a call must begin with its name and arguments", position)
@@ -102,8 +111,8 @@ def _read_objects(text: str, position: int) -> CallSpan:
                 raise BrokenCallError(position, "nothing may follow the calls", name, cut=False)
             position = skip_space(text, position + 1)
     except InvalidValueError as error:
-        wrong = f"the turn is not a call: {error}"
-        raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+        problem = f"the turn is not a call: {error}"
+        raise BrokenCallError(error.position, problem, name, cut=is_cut(text, error)) from None
 
 
 def _call(item: DecodedJSON) -> Call:

@@ -1,4 +1,4 @@
-"""The format of Seed-OSS: values stand between tags as plain text, typed by the tool's JSON schema.
+"""The format of Seed-OSS: values are plain text between tags, typed by the tool's JSON schema.
 
     <seed:tool_call>
     <function=write_file>
@@ -7,8 +7,8 @@
     </function>
     </seed:tool_call>
 
-The template writes lists and objects as Python does, so that those are read as JSON or else as Python literals.
-Reasoning stands between `<seed:think>` and `</seed:think>`.
+The template writes lists and objects as Python does, so they are read as JSON or else as Python literals. Reasoning is
+between `<seed:think>` and `</seed:think>`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..reading import TaggedCalls, json_or_python, skip_space
 
 
 class _SeedCalls(TaggedCalls):
-    """Lists and objects are written as Python does, or as JSON."""
+    """Lists and objects are JSON or Python literals."""
 
     literal = staticmethod(json_or_python)
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
-        """Return the value that a text means, as JSON or else as Python."""
+        """Return the value of a parameter's text, read as JSON or else as Python."""
         if self.nested_end(text, 0, schema, root) == len(text):
             decoded = self.literal(text, skip_space(text, 0))
             text = json.dumps(decoded.value) if decoded.problem is None else text
@@ -36,9 +36,21 @@ class _SeedCalls(TaggedCalls):
 
 @register_tool_parser("seed_oss")
 class SeedOSSToolParser(ToolParser):
-    """Reads calls written as `<function=...>` with `<parameter=...>` values, each between marks of its own.
+    """Parser for Seed-OSS.
 
-    A value with a line that begins with `<parameter=...>` is refused.
+    Values are plain text; their types come from the tool's JSON schema. Lists and objects may be JSON or Python
+    literals:
+
+    ```text
+    <seed:tool_call>
+    <function=search>
+    <parameter=query>x</parameter>
+    </function>
+    </seed:tool_call>
+    ```
+
+    A declared string is kept unchanged. Without a schema, a value that is JSON (other than a JSON string) is decoded;
+    any other value is its text. A value with a line that begins with `<parameter=...>` is rejected.
     """
 
     DEFAULT_TOOL_START_TOKEN = "<seed:tool_call>"

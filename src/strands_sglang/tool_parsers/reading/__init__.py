@@ -1,4 +1,4 @@
-"""How turns are read, whatever the format: marks, structure, values, and calls of the usual shapes."""
+"""Readers that formats share: marks, the structure of a turn, argument values, and common shapes of calls."""
 
 from ..results import MAX_CALLS, BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
 from .calls import (

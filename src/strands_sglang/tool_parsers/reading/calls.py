@@ -1,11 +1,11 @@
-"""What a call is once it is read, and the shapes that calls have in several formats.
+"""Calls, and readers for the shapes of calls that several formats share.
 
-`TaggedCalls` reads calls whose arguments stand between tags as plain text. Nothing is escaped in such a format. A list
-or an object, where no string is allowed, ends where its JSON does, whatever stands in its strings. Any other value ends
-at the first end tag after which the call continues as one does: with the next parameter, or with the end of the call
-and then the next call or the end mark. All other text may stand in a value, except what could as well be the rest of a
-call whose value was never closed: the end of a call with what follows there, and the opening tag of a parameter where
-the format puts one. Such a call is refused.
+`TaggedCalls` reads calls whose arguments are plain text between tags. These formats escape nothing. Where the schema
+allows no string, a list or an object ends where its JSON ends, whatever its strings contain. Any other value ends at
+the first end tag after which the call continues in a valid way: with the next parameter, or with the end of the call
+followed by the next call or the end mark. A value may contain any text except text that could also be the rest of a
+call whose value was never closed: the end of a call with a valid continuation, or the opening tag of a parameter in its
+usual place. Such calls are rejected.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     """A complete call.
 
     Attributes:
-        name: Name of the tool as it was written; None if it has none.
-        arguments: The arguments.
-        error: What is wrong with it; None for a good call.
-        status: Of a call that is wrong.
-        native_id: The id that the model wrote.
+        name: Name of the tool as written; None if the call has none.
+        arguments: Arguments of the call.
+        error: What is wrong with the call; None for a valid call.
+        status: Status of an invalid call.
+        native_id: Id that the model wrote.
     """
 
     name: str | None
@@ -56,7 +56,7 @@ class Call(NamedTuple):
     native_id: str | None = None
 
     def result(self, raw: str) -> ToolParseResult:
-        """Return the result; `raw` is the call as it was written."""
+        """Return the result for this call; `raw` is its text."""
         if self.error is None and self.name is not None:
             return ToolParseResult(new_tool_call_id(), self.name, self.arguments, native_id=self.native_id)
         return failed_call(raw, self.error or "", self.status, self.name, self.native_id)
@@ -76,16 +76,16 @@ def call_from_json(
     decoded: DecodedJSON,
     *,
     arguments: str = "arguments",
-    others: Mapping[str, Callable[[Any], bool]] = {},  # noqa: B006 - never changed
+    extra: Mapping[str, Callable[[Any], bool]] = {},  # noqa: B006 - never changed
     native_id: str | None = None,
 ) -> Call:
-    """Return a call that is a JSON object of a name and arguments.
+    """Return a call that is a JSON object with a name and arguments.
 
     Args:
-        decoded: The object.
-        arguments: The key of the arguments, which may be left out.
-        others: Further keys that may be there, each with a test of its value.
-        native_id: The id that the model wrote.
+        decoded: JSON object.
+        arguments: Key of the arguments, which the call may omit.
+        extra: Further allowed keys, each with a test of its value.
+        native_id: Id that the model wrote.
     """
     call = decoded.value
     if not isinstance(call, dict):
@@ -95,11 +95,11 @@ def call_from_json(
     if decoded.problem is not None:
         return Call(name, error=f"the call is not valid JSON: {decoded.problem}")
     if name is None:
-        return Call(name, error='the call must have a "name" that is a string')
+        return Call(name, error='a call must have a string "name"')
     for key, value in call.items():
-        if key not in ("name", arguments) and not (key in others and others[key](value)):
-            only = f'a call has only "name" and "{arguments}"'
-            return Call(name, error=f"{only}, but this one has {shorten(key)}: {shorten(str(value))}")
+        if key not in ("name", arguments) and not (key in extra and extra[key](value)):
+            allowed = f'a call may only have "name" and "{arguments}"'
+            return Call(name, error=f"{allowed}, not {shorten(key)}: {shorten(str(value))}")
     values = call.get(arguments, {})
     if not isinstance(values, dict):
         return Call(name, error=f'"{arguments}" must be a JSON object', status=ToolCallStatus.NOT_AN_OBJECT)
@@ -110,27 +110,27 @@ def read_one(turn: MarkedText, start: Mark, read: Callable[[MarkedText, int], tu
     """Read the one call between a start mark and an end mark.
 
     Args:
-        turn: The turn.
-        start: The start mark.
-        read: Reads the call at a position; returns it and where it ends.
+        turn: Whole turn.
+        start: Start mark.
+        read: Reads the call at a position and returns it with its end.
     """
     call, end = read(turn, skip_space(turn.text, start.end))
     close = turn.mark_at(MarkKind.CALL_END, skip_space(turn.text, end))
     if close is None:
-        raise BrokenCallError(end, f"{turn.call_end} must follow the call", call.name, call.native_id)
+        raise BrokenCallError(end, f"expected {turn.call_end} after the call", call.name, call.native_id)
     return CallSpan(close.end, True, (call.result(turn.text[start.end : close.start]),))
 
 
 def read_section(turn: MarkedText, start: Mark, read: Callable[[MarkedText, int], tuple[Call, int]]) -> CallSpan:
     """Read the calls of a section between a start mark and an end mark.
 
-    Calls before one that is broken stand; that one and what follows it in the section are one error. In a section that
-    is never closed the last call is unterminated.
+    Calls before a broken call are valid; the broken call and the rest of the section are one error. If the section is
+    never closed, its last call is unterminated.
 
     Args:
-        turn: The turn.
-        start: The start mark.
-        read: Reads the call at a position; returns it and where it ends.
+        turn: Whole turn.
+        start: Start mark.
+        read: Reads the call at a position and returns it with its end.
     """
     text, begin = turn.text, start.end
     calls: list[ToolParseResult] = []
@@ -141,14 +141,14 @@ def read_section(turn: MarkedText, start: Mark, read: Callable[[MarkedText, int]
                 return CallSpan(len(text), False, (*calls, too_many_calls(text[position:])))
             if calls and turn.call_end.startswith(text[position : position + len(turn.call_end) + 1]):
                 last = calls.pop()
-                error, name = "the mark behind the last call is missing", last.attempted_name or last.name
+                error, name = "the section of calls is not closed", last.attempted_name or last.name
                 position, broken_at = begin, position
                 raise BrokenCallError(broken_at, error, name, last.native_id)
             call, end = read(turn, position)
             calls.append(call.result(text[position:end]))
             begin, position = position, skip_space(text, end)
         if not calls:
-            raise BrokenCallError(position, f"there is no call before {turn.call_end}")
+            raise BrokenCallError(position, f"expected a call before {turn.call_end}")
     except BrokenCallError as broken:
         broken.begin, broken.before = position, tuple(calls)
         raise
@@ -157,16 +157,16 @@ def read_section(turn: MarkedText, start: Mark, read: Callable[[MarkedText, int]
 
 @dataclass(frozen=True)
 class JSONSection:
-    """A section of calls that are a JSON object between a head that names the tool and a tail.
+    """A section of calls, each a JSON object between a head that names the tool and a tail.
 
-    The JSON is strict, and a mark inside a JSON string belongs to the string: a call ends where its JSON ends.
+    The JSON is strict. A call ends where its JSON ends, so a mark inside a JSON string belongs to the string.
 
     Attributes:
-        head: What stands before the JSON; its group `name` is the tool, its group `id` the model's own id.
-        tail: What stands after the JSON.
-        shape: The head in words, for errors.
-        written_head: The head as the chat template writes it; `{name}` is the tool, `{number}` a number.
-        written_tail: The tail as the chat template writes it.
+        head: Pattern of the text before the JSON. Its group `name` is the tool, its group `id` the model's id.
+        tail: Pattern of the text after the JSON.
+        shape: Description of the head for error messages.
+        written_head: Head as the chat template writes it; `{name}` is the tool, `{number}` a number.
+        written_tail: Tail as the chat template writes it.
     """
 
     head: re.Pattern[str]
@@ -182,49 +182,49 @@ class JSONSection:
     def _read_call(self, turn: MarkedText, position: int) -> tuple[Call, int]:
         head = turn.match(self.head, position)
         if head is None:
-            raise BrokenCallError(position, f"a call begins with {self.shape}")
+            raise BrokenCallError(position, f"a call must begin with {self.shape}")
         name, native_id = head["name"], head.groupdict().get("id")
         try:
             decoded = decode_json(turn.text, head.end())
         except InvalidValueError as error:
-            what = f"the arguments are not valid JSON: {error} (character {error.position - head.end()} of them)"
-            raise BrokenCallError(error.position, what, name, native_id) from None
+            problem = f"the arguments are not valid JSON: {error} (character {error.position - head.end()})"
+            raise BrokenCallError(error.position, problem, name, native_id) from None
         tail = turn.match(self.tail, decoded.end)
         if tail is None:
-            raise BrokenCallError(decoded.end, "the JSON of its arguments is not the end of the call", name, native_id)
+            raise BrokenCallError(decoded.end, "expected the end of the call after its arguments", name, native_id)
         return json_call(name, decoded, native_id), tail.end()
 
     def write(self, call: Any, grammar: Any) -> Any:
         """Write a section with one call."""
-        before, number, behind = self.written_head.format(name=call.name, number="\0").partition("\0")
-        head = (before, grammar.matching("0|[1-9][0-9]{0,3}"), behind) if number else (before,)
+        before, number, after = self.written_head.format(name=call.name, number="\0").partition("\0")
+        head = (before, grammar.matching("0|[1-9][0-9]{0,3}"), after) if number else (before,)
         return grammar.sequence(call.start, *head, call.json(), self.written_tail, call.end)
 
 
 def decode_last_arguments(text: str, position: int, name: str) -> DecodedJSON:
-    """Return the JSON arguments, after white space, of a call that takes the rest of the turn where they are wrong.
+    """Return the JSON arguments, after white space, of a call that takes the rest of the turn if they are invalid.
 
     Raises:
-        BrokenCallError: There is no JSON.
+        BrokenCallError: The arguments are not valid JSON.
     """
     try:
         return decode_json(text, skip_space(text, position))
     except InvalidValueError as error:
-        wrong = f"the arguments are not valid JSON: {error}"
-        raise BrokenCallError(error.position, wrong, name, cut=is_cut(text, error)) from None
+        problem = f"the arguments are not valid JSON: {error}"
+        raise BrokenCallError(error.position, problem, name, cut=is_cut(text, error)) from None
 
 
 def end_of_turn(turn: MarkedText, position: int, what: str, calls: tuple[ToolParseResult, ...]) -> int:
-    """Return where calls that the turn ends, or an end mark at its end, end.
+    """Return the end of calls that must be the last text of the turn, an end mark aside.
 
     Args:
-        turn: The turn.
-        position: Behind the calls.
-        what: What nothing may follow.
-        calls: The calls.
+        turn: Whole turn.
+        position: Position after the calls.
+        what: Description of the calls for the error message.
+        calls: Calls that were read.
 
     Raises:
-        BrokenCallError: Something else follows.
+        BrokenCallError: Other text follows.
     """
     close = turn.mark_at(MarkKind.CALL_END, skip_space(turn.text, position))
     end = skip_space(turn.text, position if close is None else close.end)
@@ -236,16 +236,16 @@ def end_of_turn(turn: MarkedText, position: int, what: str, calls: tuple[ToolPar
 def read_json_list(
     text: str, start: int, read: Callable[[DecodedJSON], Call]
 ) -> tuple[tuple[ToolParseResult, ...], int]:
-    """Return the calls of the JSON list at `start`, and where it ends.
+    """Return the calls of the JSON list at `start`, and the end of the list.
 
     Raises:
-        InvalidValueError: There is no JSON list, or it has more than `MAX_CALLS` items.
+        InvalidValueError: The text at `start` is not a JSON list, or it has more than `MAX_CALLS` items.
     """
     whole = decode_json(text, start)
     if not isinstance(whole.value, list):
         raise InvalidValueError("the calls must be a list", start)
     if len(whole.value) > MAX_CALLS:
-        raise InvalidValueError(f"there are more than {MAX_CALLS} calls", start)
+        raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", start)
     calls = []
     position = skip_space(text, start + 1)
     for _ in whole.value:
@@ -256,13 +256,13 @@ def read_json_list(
 
 
 def read_list_to_end(
-    turn: MarkedText, start: int, read: Callable[[DecodedJSON], Call], wrong: str = "not a JSON list"
+    turn: MarkedText, start: int, read: Callable[[DecodedJSON], Call], problem: str = "not a JSON list"
 ) -> CallSpan:
     """Read a JSON list of calls that ends the turn."""
     try:
         calls, end = read_json_list(turn.text, start, read)
     except InvalidValueError as error:
-        raise BrokenCallError(error.position, f"{wrong}: {error}", cut=is_cut(turn.text, error)) from None
+        raise BrokenCallError(error.position, f"{problem}: {error}", cut=is_cut(turn.text, error)) from None
     end = end_of_turn(turn, end, "the list of calls", calls)
     if not calls:
         raise BrokenCallError(end, "the list of calls is empty", cut=False)
@@ -270,12 +270,12 @@ def read_list_to_end(
 
 
 def name_of(calls: tuple[ToolParseResult, ...] | list[ToolParseResult]) -> str | None:
-    """Return the name of the first of some calls that do not stand."""
+    """Return the tool that the first of some discarded calls names."""
     return (calls[0].attempted_name if calls[0].is_error else calls[0].name) if calls else None
 
 
 def is_cut(text: str, error: InvalidValueError) -> bool:
-    """Tell whether a value could not be read because its end is missing."""
+    """Return whether a value could not be read because its end is missing."""
     return "nterminated" in str(error) or all(text.find(bracket, error.position) < 0 for bracket in "]})")
 
 
@@ -283,10 +283,10 @@ _SPACE = r"[ \t\n\r]*"
 
 
 class TaggedCalls:
-    """The tags of a format, from which its calls are read and written. Types come from the tool's JSON schema.
+    """Reads and writes calls made of tags. Types come from the tool's JSON schema.
 
-    A declared string is kept as it is, white space included. Without a schema, a value that is JSON (other than a JSON
-    string) is that value; any other is its text.
+    A declared string is kept unchanged, white space included. Without a schema, a value that is JSON (other than a JSON
+    string) is decoded; any other value is its text.
 
     Attributes:
         literal: Reads a list or an object.
@@ -310,30 +310,31 @@ class TaggedCalls:
         tag_after: str = "",
         python_spellings: bool = False,
     ) -> None:
-        r"""Make the patterns of the tags from their spellings.
+        r"""Compile the patterns of the tags from their spellings.
 
         Args:
-            call: Opens a call: `{name}` is the tool, `{index}` a number.
-            call_end: Closes a call; empty if the end mark does.
-            parameter: Opens a parameter: `{key}` is its name, `{type}` its type, a line break any white space.
-            parameter_end: Closes a parameter.
-            name: Pattern of names of tools.
-            key: Pattern of names of parameters; empty for any.
+            call: Opening tag of a call; `{name}` is the tool, `{index}` a number.
+            call_end: Closing tag of a call; empty if the end mark closes it.
+            parameter: Opening tag of a parameter; `{key}` is its name, `{type}` its type, and a line break matches any
+                white space.
+            parameter_end: Closing tag of a parameter.
+            name: Pattern of tool names.
+            key: Pattern of parameter names; empty for any name.
             types: Pattern of types.
-            several: All calls stand between two marks, rather than each.
-            line: What ends the line of a tag; None where some chat templates write a line break and others do not.
-            tag_before: What the format puts before a parameter's opening tag, so that the tag is text elsewhere. Then
-                a value whose end tag could be that before this, or a later one, is refused.
-            tag_after: What the format puts after it. A value that begins with this ends at an end tag on a line of its
-                own if there is one, and does not include these lines.
-            python_spellings: Chat templates write `True`, `False` and `None`.
+            several: Whether one pair of marks encloses all calls, rather than each call.
+            line: End of the line of a tag; None if some chat templates write a line break and others do not.
+            tag_before: Text that the format writes before the opening tag of a parameter; without it, the tag is text.
+                A value is then rejected if a later end tag could also be its end.
+            tag_after: Text that the format writes after that tag. A value that begins with it ends at an end tag on a
+                line of its own if there is one, and does not include these line breaks.
+            python_spellings: Whether chat templates write `True`, `False` and `None`.
         """
         self.call, self.call_end, self.parameter, self.parameter_end = call, call_end, parameter, parameter_end
         self.key, self.several, self.line, self.tag_after = key, several, line, tag_after
         self.python_spellings = python_spellings
         opening_begins = re.split(r" |\{", parameter)[0]
         self.excludes = tuple(filter(None, (parameter_end, opening_begins, call_end)))
-        """What no string of a call that is written may hold."""
+        """Texts that no string of a written call may contain."""
         groups = {"{name}": f"(?P<name>{name})", "{index}": "[0-9]+", "\n": _SPACE}
         any_name = '[^"]*'
         groups |= {"{key}": f"(?P<key>{key or any_name})", "{type}": f"(?P<type>{types})"}
@@ -352,22 +353,21 @@ class TaggedCalls:
         self._unclosed = re.compile(f"{unclosed}|{ends_call}" if call_end else unclosed)
 
     def schema_of(self, parameter: re.Match[str], schema: Any) -> Any:
-        """Return the schema of a parameter from its opening tag and the schema of the tool's input."""
+        """Return the schema of a parameter, by its opening tag and the schema of the tool's input."""
         return property_schema(schema, parameter["key"], schema)
 
     def nested_end(self, text: str, position: int, schema: Any, root: Any) -> int | None:
-        """Return where a list or an object ends, for a parameter that can be no string; None for any other value.
+        """Return the end of a list or an object, for a parameter that cannot be a string; None for any other value.
 
-        Its JSON says where it ends, so that tags inside its strings belong to them. However many values are asked for,
-        the work is linear in the length of the text: a value inside the strings of two others would have to begin in a
-        string of both, and of two values one of which begins in a string of the other, one is outside its strings
-        anywhere.
+        Its JSON determines the end, so tags inside its strings belong to them. The work is linear in the length of the
+        text for any number of values: a value inside the strings of two others would have to begin in a string of
+        both, and if one of two values begins in a string of the other, one is outside its strings everywhere.
 
         Args:
-            text: The turn.
-            position: Where the value begins, perhaps with white space.
-            schema: Schema of the parameter; None if it is not known.
-            root: The schema that `$ref`s point into.
+            text: Whole turn.
+            position: Start of the value, perhaps with white space.
+            schema: Schema of the parameter; None if unknown.
+            root: Schema that `$ref`s point into.
         """
         begin = skip_space(text, position)
         if text[begin : begin + 1] not in ("[", "{") or "string" in allowed_types(schema, root):
@@ -378,19 +378,19 @@ class TaggedCalls:
             return None
 
     def value(self, text: str, parameter: re.Match[str], schema: Any, root: Any) -> Any:
-        """Return the value that a text means.
+        """Return the value of a parameter's text.
 
         Raises:
-            InvalidValueError: It is none of the parameter's type.
+            InvalidValueError: The text is not a value of the parameter's type.
         """
         return typed_value(text, schema, root)
 
     def unescape(self, attribute: str) -> str:
-        """Return what a name in a tag means."""
+        """Return the name that a tag spells."""
         return attribute
 
     def escape(self, attribute: str) -> str:
-        """Return how a name is written in a tag."""
+        """Return the spelling of a name in a tag."""
         return attribute
 
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
@@ -398,14 +398,14 @@ class TaggedCalls:
         return (read_section if self.several else read_one)(turn, start, self.read_call)
 
     def read_call(self, turn: MarkedText, position: int) -> tuple[Call, int]:
-        """Return the call at `position`, and where it ends.
+        """Return the call at `position`, and its end.
 
         Raises:
-            BrokenCallError: There is none, or it is not complete.
+            BrokenCallError: There is no complete call at `position`.
         """
         text, call = turn.text, turn.match(self._call, position)
         if call is None:
-            raise BrokenCallError(position, f"a call begins with {self.call.format(name='NAME', index=1)}")
+            raise BrokenCallError(position, f"a call must begin with {self.call.format(name='NAME', index=1)}")
         name = self.unescape(call["name"])
         root = None if turn.schemas is None else turn.schemas.get(name)
         values: dict[str, tuple[str, re.Match[str], Any]] = {}
@@ -414,7 +414,7 @@ class TaggedCalls:
         while (parameter := turn.match(self._parameter, at)) is not None:
             key, begin = self.unescape(parameter["key"]), parameter.end()
             schema, nested = None, None
-            if key in values:  # refused anyway
+            if key in values:  # rejected below
                 repeated = repeated or key
             else:
                 schema = self.schema_of(parameter, root)
@@ -425,28 +425,28 @@ class TaggedCalls:
                 shown = self._find(turn, self._unclosed, begin) if self.tag_after else None
                 raise BrokenCallError(begin if shown is None else shown.start(), error, name)
             if is_doubtful:
-                error = f"it cannot be told which {self.parameter_end} ends parameter {shorten(key)}"
+                error = f"it is ambiguous which {self.parameter_end} ends parameter {shorten(key)}"
                 raise BrokenCallError(value_end.start(), error, name)
             values[key] = text[begin : value_end.start()], parameter, schema
             at = value_end.end()
         end = turn.match(self._call_end, at)
         if end is None:
-            raise BrokenCallError(at, f"only a parameter or {self.call_end} may stand here", name)
+            raise BrokenCallError(at, f"expected a parameter or {self.call_end}", name)
         if repeated is not None:
-            return Call(name, error=f"parameter {shorten(repeated)} is there twice"), end.end()
+            return Call(name, error=f"parameter {shorten(repeated)} appears more than once"), end.end()
         arguments = {}
         for key, (value, parameter, schema) in values.items():
             try:
                 arguments[key] = self.value(value, parameter, schema, root)
             except InvalidValueError as invalid:
-                return Call(name, error=f"parameter {shorten(key)} is wrong: {invalid}"), end.end()
+                return Call(name, error=f"parameter {shorten(key)} is invalid: {invalid}"), end.end()
         return Call(name, arguments), end.end()
 
     def _find(self, turn: MarkedText, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
         return turn.find_match(pattern, position, partial(self._continues, turn))
 
     def _continues(self, turn: MarkedText, match: re.Match[str]) -> bool:
-        """Tell whether a tag is one: it is real, and what must follow the end of a call follows it."""
+        """Return whether a tag is real, and whether the end of a call has a valid continuation."""
         groups = match.groupdict()
         if groups.get("space") is None:
             return turn.is_real(match.start(), match.end("next") if groups.get("next") else match.end())
@@ -458,12 +458,12 @@ class TaggedCalls:
         )
 
     def _find_value_end(self, turn: MarkedText, begin: int, nested: int | None) -> tuple[re.Match[str] | None, bool]:
-        """Return the end tag of the value at `begin`, and whether a later one could be that, as the format writes it.
+        """Return the end tag of the value at `begin`, and whether a later tag could be its end too.
 
         Args:
-            turn: The turn.
-            begin: Where the value begins.
-            nested: Where it ends by itself, if that is known.
+            turn: Whole turn.
+            begin: Start of the value.
+            nested: End of the value from `nested_end`.
         """
         if nested is not None:
             end = self._find(turn, self._value_end, nested)
@@ -503,5 +503,5 @@ class TaggedCalls:
         return grammar.sequence(opened, line, grammar.members(parameters), closed)
 
     def written_values(self, call: Any, grammar: Any, schema: Any) -> Mapping[str, Any]:
-        """Return what matches the values of a parameter, by their types as the format writes them."""
+        """Return the grammar elements of a parameter's values by type, as the format names types."""
         return {"": grammar.plain_value(schema, self.excludes, python_spellings=self.python_spellings)}

@@ -1,21 +1,15 @@
-"""A sampled turn: its marks, and where reasoning, visible text and tool calls lie.
+"""The structure of a sampled turn: its marks, and its spans of reasoning, visible text and tool calls.
 
-Where the marks of a format stand in the text of a turn.
+Marks: a mark (`<think>`, `</tool_call>`, ...) that is a single token of the vocabulary is recognized by its token id.
+Ordinary tokens that decode to the same characters are text, and so is every longer mark that contains them. Without
+ids, or for marks that the vocabulary spells with several tokens, the characters decide.
 
-A mark (`<think>`, `</tool_call>`, ...) that is a single token of the vocabulary is recognised by its token id alone;
-ordinary tokens that decode to the same characters are text, and so is every longer mark that is made with them. Without
-ids, or for marks that the vocabulary spells with several tokens, the characters decide. The work is linear in the
-length of the turn.
+Reasoning: text inside reasoning is never a call, so spans are found before calls are read. Text after an opening mark,
+or after a prompt that opened reasoning, is reasoning up to the next closing mark, or up to the end if there is none. A
+closing mark that nothing opened closes reasoning that was opened out of sight: all text before it is reasoning, draft
+calls included. Inside a call that parses, marks are part of its arguments.
 
-Where reasoning, visible text and tool calls lie in one sampled turn.
-
-Parsers see a turn's structure before they see its calls, because what stands inside reasoning is never a call. The
-work is linear in the length of the turn, also for hostile text.
-
-The reasoning rules: text after an opening mark (or after a prompt that opened reasoning) is reasoning up to the next
-closing mark, or up to the end if there is none. A closing mark that nothing opened closes reasoning that must have
-been opened out of sight: all that precedes it is reasoning, draft calls included. Inside a call that parses, marks
-are part of its arguments.
+The work is linear in the length of the turn, also for hostile text.
 """
 
 from __future__ import annotations
@@ -34,22 +28,22 @@ from ..results import ToolParseResult
 
 
 class MarkKind(str, Enum):
-    """What a mark opens or closes."""
+    """The role of a mark."""
 
     CALL_START = "call_start"
     CALL_END = "call_end"
     THINK_START = "think_start"
     THINK_END = "think_end"
     WRAPPER = "wrapper"
-    """Stands around visible text and is no part of it."""
+    """Encloses visible text without being part of it."""
 
-    __hash__ = str.__hash__  # that of enums is Python code, and hostile text holds a hundred thousand marks
+    __hash__ = str.__hash__  # the hash of enums is Python code, too slow for a hundred thousand marks
 
 
 class Mark(NamedTuple):
-    """One mark in a turn, with the half-open character range `[start, end)` that it covers.
+    """A mark in a turn and its half-open character range `[start, end)`.
 
-    The kind of a mark that stands inside calls is its spelling.
+    The kind of a mark inside calls is its spelling.
     """
 
     kind: str
@@ -62,14 +56,14 @@ _start_of_match = re.Match.start
 
 
 class MarkedText:
-    """The text of a turn with its marks, and what else a format needs to read it.
+    """The text of a turn with its marks and the other information that formats need.
 
     Attributes:
-        text: The whole turn, marks included.
-        marks: The marks around reasoning, calls and visible text, in order of position.
-        schemas: The JSON schema of every tool's input by name; None if the tools are not known.
-        truncated: The turn was cut off.
-        call_end: How the mark after calls is written.
+        text: Whole turn, marks included.
+        marks: Marks around reasoning, calls and visible text, in order of position.
+        schemas: JSON schema of each tool's input by tool name; None if the tools are unknown.
+        truncated: Whether the turn was cut off.
+        call_end: Spelling of the mark after calls.
     """
 
     def __init__(
@@ -84,12 +78,12 @@ class MarkedText:
         """Index the marks.
 
         Args:
-            text: The whole turn.
+            text: Whole turn, marks included.
             marks: All marks, in order of position.
-            look_alikes: Where ordinary tokens only look like a token of the format, in order.
-            schemas: The JSON schema of every tool's input.
-            truncated: The turn was cut off.
-            call_end: The mark after calls.
+            look_alikes: Positions where ordinary tokens only look like a token of the format, in order.
+            schemas: JSON schema of each tool's input by tool name; None if the tools are unknown.
+            truncated: Whether the turn was cut off.
+            call_end: Spelling of the mark after calls.
         """
         self.text, self.schemas, self.truncated, self.call_end = text, schemas, truncated, call_end
         self.marks: list[Mark] = []
@@ -119,12 +113,12 @@ class MarkedText:
         return mark if mark is not None and mark.start == position else None
 
     def is_real(self, start: int, end: int) -> bool:
-        """Tell whether no look-alike begins in the stretch `[start, end)`."""
+        """Return whether no look-alike begins in `[start, end)`."""
         here = self._look_alikes
         return not here or bisect_left(here, start) == bisect_left(here, end)
 
     def match(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
-        """Return the match of `pattern` at `position` if there is one without look-alikes."""
+        """Return the match of `pattern` at `position`; None if there is none or it contains a look-alike."""
         match = pattern.match(self.text, position)
         return match if match is not None and self.is_real(*match.span()) else None
 
@@ -133,8 +127,8 @@ class MarkedText:
     ) -> re.Match[str] | None:
         """Return the first match of `pattern` that starts at or after `position` and that `keep` accepts.
 
-        The whole text is searched once per pattern and turn, so that asking again for every call stays linear; `keep`
-        must be the same whenever `pattern` is. By default it refuses look-alikes.
+        The text is searched once per pattern, so that one query per call stays linear. Always pass the same `keep` for
+        a pattern. None rejects look-alikes.
         """
         if pattern not in self._matches:
             keep = keep or (lambda match: self.is_real(*match.span()))
@@ -152,18 +146,18 @@ def find_marks(
     token_ids: Sequence[int] | None = None,
     tokenizer: Any = None,
 ) -> tuple[str, list[Mark], list[int]]:
-    """Find the marks of a turn, by token id where that is possible.
+    """Find the marks of a turn, by token id where possible.
 
     Args:
-        text: The turn as the server decoded it, without its stop token.
-        kinds: The kind of every mark by its spelling.
-        tokens: Tokens that several marks contain, which are judged by those.
-        token_ids: The sampled ids, shape `(T,)`, without the stop token.
-        tokenizer: Its `convert_tokens_to_ids` and `decode` are used.
+        text: Turn as the server decoded it, without its stop token.
+        kinds: Kind of each mark by its spelling.
+        tokens: Tokens that marks contain; such marks are judged by these tokens.
+        token_ids: Sampled token ids, shape `(T,)`, without the stop token.
+        tokenizer: Tokenizer with `convert_tokens_to_ids` and `decode`.
 
     Returns:
         The text, the marks and the positions of look-alikes. The text is `text` itself unless the ids show that some
-        characters only look like a mark (or that `text` has lost marks); then it is what the ids decode to.
+        characters only look like a mark, or that `text` has lost marks; then it is decoded from the ids.
     """
     look_alikes: list[int] = []
     if token_ids is not None and tokenizer is not None:
@@ -176,7 +170,7 @@ def find_marks(
 
 
 def _find_any(spellings: Iterable[str], text: str) -> Iterable[re.Match[str]]:
-    # Longest first, so that a mark that begins like another one is not cut short.
+    # Longest first, so that no mark is taken for a shorter one that it begins with.
     pattern = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True))
     return re.finditer(pattern, text) if pattern else ()
 
@@ -184,10 +178,10 @@ def _find_any(spellings: Iterable[str], text: str) -> Iterable[re.Match[str]]:
 def _find_look_alikes(
     text: str, spellings: Sequence[str], token_ids: Sequence[int], tokenizer: Any
 ) -> tuple[str, list[int]]:
-    """Return the text, decoded where it has to be, and where ordinary tokens spell a token of the vocabulary."""
+    """Return the text, decoded again if necessary, and the positions where ordinary tokens spell a single token."""
     spelled = _single_tokens(tokenizer, spellings)
     sampled = [spelled[token_id] for token_id in token_ids if token_id in spelled]
-    # As many marks by id as by characters, in the same order: every look-alike is a mark, nothing needs decoding.
+    # The same marks by id as by characters: there are no look-alikes, and nothing needs decoding.
     if [match.group() for match in _find_any(spelled.values(), text)] == sampled:
         return text, []
     pieces: list[str] = []
@@ -198,7 +192,7 @@ def _find_look_alikes(
     for spelling, run in groupby(token_ids, spelled.get):
         ids = list(run)
         if spelling is None:
-            # As they read after the mark: some vocabularies drop a space at the start of a text.
+            # Decode with the mark before, since some vocabularies drop a space at the start of a text.
             piece = tokenizer.decode([*mark_before, *ids], skip_special_tokens=False)
             after = piece.startswith(spelled_before)
             piece = piece[len(spelled_before) :] if after else tokenizer.decode(ids, skip_special_tokens=False)
@@ -216,7 +210,7 @@ _SINGLE_TOKENS: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionar
 
 
 def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> dict[int, str]:
-    """Return the spellings that are one token of the vocabulary, by its id; remembered per tokenizer."""
+    """Return the spellings that are single tokens of the vocabulary, by id; cached per tokenizer."""
     try:
         known = _SINGLE_TOKENS.setdefault(tokenizer, {})
     except TypeError:  # not hashable, or without weak references
@@ -224,7 +218,7 @@ def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> dict[int, str]:
     for spelling in spellings:
         if spelling not in known:
             token_id = tokenizer.convert_tokens_to_ids(spelling)
-            # A vocabulary without the mark answers with its unknown token, which decodes to something else.
+            # A vocabulary without the mark returns its unknown token, which decodes to another text.
             is_token = isinstance(token_id, int) and (
                 tokenizer.decode([token_id], skip_special_tokens=False).strip() == spelling
             )
@@ -233,12 +227,12 @@ def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> dict[int, str]:
 
 
 class CallSpan(NamedTuple):
-    """What a format read after the start mark of calls.
+    """The calls that a format read after a start mark.
 
     Attributes:
-        end: Where reading continues: after the end mark, or at the end of the text.
-        sound: It has the shape of calls from its start mark to its end, so that marks inside it are arguments.
-        calls: The calls; None if it is text after all.
+        end: Position where reading continues: after the end mark, or at the end of the text.
+        sound: Whether the span follows the format from start to end, so that marks inside it are arguments.
+        calls: Calls of the span; None if the span is text.
     """
 
     end: int
@@ -247,7 +241,7 @@ class CallSpan(NamedTuple):
 
 
 class SpanKind(str, Enum):
-    """What a stretch of a turn is."""
+    """The kind of a span."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -255,7 +249,7 @@ class SpanKind(str, Enum):
 
 
 class Span(NamedTuple):
-    """A stretch `[start, end)` of a turn's text: reasoning without the marks around it, calls with theirs."""
+    """A range `[start, end)` of a turn: reasoning without its marks, calls with their marks."""
 
     kind: SpanKind
     start: int
@@ -264,25 +258,25 @@ class Span(NamedTuple):
 
 
 ReadCall = Callable[[Mark], CallSpan]
-"""Reads calls from their start mark on; returns an `end` after that mark."""
+"""Reads the calls after a start mark; the `end` that it returns is after that mark."""
 
 
 def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> tuple[list[Span], bool]:
-    """Cut a turn into reasoning, visible text and calls.
+    """Split a turn into reasoning, visible text and calls.
 
     Args:
-        turn: The turn with its marks.
-        read_call: Reads calls.
-        reasoning_open: The prompt ended inside reasoning.
+        turn: Whole turn.
+        read_call: Reads the calls after a start mark.
+        reasoning_open: Whether the prompt ended inside reasoning.
 
     Returns:
-        The spans that are not empty, in order of position (marks around reasoning belong to none, stray end marks of
-        calls are text), and whether the turn ends inside reasoning that nothing closed, be it empty.
+        The non-empty spans in order, and whether the turn ends inside reasoning that nothing closed, even if that is
+        empty. Marks around reasoning belong to no span; stray end marks of calls are text.
     """
     text = turn.text
     spans: list[Span] = []
     unclosed = False
-    settled = 0  # spans before this index stand before a closing mark and are reasoning for good
+    settled = 0  # spans before this index precede a closing mark and stay reasoning
     position = 0
 
     def add(kind: SpanKind, start: int, end: int) -> None:
@@ -290,7 +284,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
             spans.append(Span(kind, start, end))
 
     def reason(start: int) -> int:
-        """Add the reasoning that begins at `start`; return where it stops."""
+        """Add the reasoning that begins at `start`, and return the position after it."""
         nonlocal unclosed
         close = turn.find(MarkKind.THINK_END, start)
         unclosed = close is None
@@ -303,7 +297,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
         position = reason(opening.end if opening is not None and not text[: opening.start].strip() else 0)
 
     for mark in turn.marks:
-        if mark.start < position or mark.kind is MarkKind.CALL_END:  # inside what was read already, or stray
+        if mark.start < position or mark.kind is MarkKind.CALL_END:  # inside a span already read, or stray
             continue
         add(SpanKind.TEXT, position, mark.start)
         if mark.kind is MarkKind.CALL_START:
@@ -315,8 +309,8 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
                 spans.append(Span(SpanKind.TEXT if calls is None else SpanKind.CALL, mark.start, end, calls or ()))
                 position = end
                 continue
-            # Nothing in the "call" opened that mark: it is a draft (or only talk of one) in reasoning, up to its last
-            # closing mark; continuing after the first one would read the same stretch again and again.
+            # The "call" contains a closing mark that it did not open, so it is a draft in reasoning. Continue after the
+            # last closing mark: to continue after the first could read the same text many times.
             start, mark = mark.start, turn.find_last(MarkKind.THINK_END, end) or closing
             add(SpanKind.TEXT, start, mark.start)
         if mark.kind is MarkKind.THINK_START:
@@ -324,7 +318,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
             continue
         if mark.kind is MarkKind.THINK_END:
             drafts, spans[settled:] = spans[settled:], []
-            for span in drafts:  # reasoning after all; those that touch are joined
+            for span in drafts:  # they turn out to be reasoning; join adjacent ones
                 touches = len(spans) > settled and spans[-1].end == span.start
                 start = spans.pop().start if touches else span.start
                 spans.append(Span(SpanKind.REASONING, start, span.end))
@@ -335,15 +329,15 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
 
 
 def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
-    """Return the indices of the calls after which an end mark follows that closes nothing.
+    """Return the indices of the calls that an unmatched end mark follows.
 
-    Such a mark says that a call was taken to end too early, at an end mark inside one of its strings, so that what was
-    taken for a call of its own after it may be part of that string. Which one it was cannot be told. Reasoning between
-    a call and the mark separates them.
+    An unmatched end mark shows that a call ended too early, at an end mark inside one of its strings, so a later "call"
+    may be part of that string. Which call it was is ambiguous, so all of them are doubtful. Reasoning between a call
+    and the mark separates them.
 
     Args:
-        turn: The turn.
-        spans: All of its spans.
+        turn: Whole turn.
+        spans: All spans of the turn.
     """
     doubtful = set()
     doubt = False
@@ -361,18 +355,18 @@ def doubtful_calls(turn: MarkedText, spans: Sequence[Span]) -> set[int]:
 def reasoning_text(turn: MarkedText, spans: Iterable[Span]) -> str:
     """Return the reasoning of a turn.
 
-    Several stretches are joined by a newline; the white space at the marks is left out.
+    Several spans are joined by a newline; white space next to the marks is removed.
     """
     parts = [_trim(turn.text[s.start : s.end], True, True)[1] for s in spans if s.kind is SpanKind.REASONING]
     return "\n".join(part for part in parts if part)
 
 
 def visible_text(turn: MarkedText, spans: Iterable[Span]) -> str:
-    """Return the text of a turn that a user sees.
+    """Return the visible text of a turn.
 
-    White space that only separated the text from removed markup goes with the markup; indentation of the line after it
-    stays. Two stretches of text are joined by the white space that stood on one side of the markup between them: that
-    with more line breaks, or else the first.
+    White space that only separated the text from removed markup is removed too; the indentation of the next line stays.
+    Two spans of text are joined by the white space on one side of the markup between them: the side with more line
+    breaks, or else the first.
     """
     pieces: list[str] = []
     gap = ""
@@ -395,7 +389,7 @@ def _wider(first: str, second: str) -> str:
 
 
 def _trim(text: str, at_start: bool, at_end: bool) -> tuple[str, str, str]:
-    """Split off white space next to a mark: (leading, rest, trailing). Indentation of the first line stays."""
+    """Split off white space next to a mark, as `(leading, rest, trailing)`; the first line keeps its indentation."""
     if text and not (text[0].isspace() or text[-1].isspace()):
         return "", text, ""
     leading = ""
@@ -408,10 +402,8 @@ def _trim(text: str, at_start: bool, at_end: bool) -> tuple[str, str, str]:
 
 
 def without_reasoning(turn: MarkedText, spans: Iterable[Span]) -> str:
-    """Return the turn without reasoning, a newline in its place so that what was around it cannot grow into a mark."""
-    stretches = groupby(spans, lambda span: span.kind is SpanKind.REASONING)
+    """Return the turn with reasoning replaced by a newline, so that the text around it cannot form a mark."""
+    runs = groupby(spans, lambda span: span.kind is SpanKind.REASONING)
     return "\n".join(
-        "".join(turn.text[span.start : span.end] for span in stretch)
-        for is_reasoning, stretch in stretches
-        if not is_reasoning
+        "".join(turn.text[span.start : span.end] for span in run) for is_reasoning, run in runs if not is_reasoning
     )

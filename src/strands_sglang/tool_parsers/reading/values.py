@@ -1,15 +1,13 @@
 """Argument values as the model wrote them: strict JSON, text typed by a tool's JSON schema, and Python literals.
 
-Nothing is repaired and nothing is guessed. What strict JSON has two readings for (a key twice), what JSON does not have
-(NaN), and what would not survive the way to the tool (half a surrogate pair, numbers that overflow, very deep nesting)
-is refused with a sentence that says why.
+JSON: nothing is repaired or guessed. Values are rejected, with the reason, if they are ambiguous (a duplicate key), not
+JSON (`NaN`), or cannot be passed to a tool (a lone surrogate, a number that overflows, very deep nesting).
 
-What a JSON schema says of the type of a value is enough to tell text from JSON, and no validation. Where several parts
-of a schema speak of one value, all of them count (`$ref`, `allOf`), or any of them (`anyOf`, `oneOf`); a part that says
-nothing of it leaves the others alone.
+Schemas: they decide whether text is JSON; they do not validate it. If several parts of a schema describe one value, all
+of them apply (`$ref`, `allOf`) or any of them (`anyOf`, `oneOf`). A part that does not describe the value is ignored.
 
-Of Python, literals and keyword arguments are read, nothing that would have to be evaluated. Python's own parser takes
-seconds for a hostile megabyte and warns about odd escapes, so they are read here.
+Python: literals and keyword arguments are read; nothing is evaluated. Python's own parser needs seconds for a hostile
+megabyte and warns about invalid escapes, so this module has its own.
 """
 
 from __future__ import annotations
@@ -28,31 +26,31 @@ from ...exceptions import PortableError
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
 MAX_JSON_DEPTH = 64
-"""Deepest nesting of lists and objects. Agents copy their history recursively; deeper values would end the agent."""
+"""Deepest nesting of lists and objects. Agents copy their history recursively and would fail on deeper values."""
 
 _FIRST_WINDOW = 1024
 # A window that ends inside a literal, a number or an escape fails at most this many characters before its end.
 _CUT_MARGIN = 16
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-# What Qwen3-Coder's chat template writes for these values (Python's `str`), beside JSON's own spelling.
+# Qwen3-Coder's chat template writes these values with Python's `str`. JSON's spellings are read too.
 _TEMPLATE_LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 
 class InvalidValueError(PortableError, ValueError):
-    """A value was refused; the message is a clause that completes "the arguments are not valid: ...".
+    """A value was rejected; the message completes "the arguments are not valid: ...".
 
     Attributes:
-        position: Where reading the value failed, as an index into the text.
+        position: Position where reading the value failed, as an index into the text.
     """
 
     def __init__(self, message: str, position: int) -> None:
-        """Keep the position beside the message."""
+        """Store the position with the message."""
         super().__init__(message)
         self.position = position
 
 
 class DecodedJSON(NamedTuple):
-    """A JSON value, where it ended in the text, and what is wrong with it although its syntax is right."""
+    """A JSON value, its end in the text, and a problem with the value despite its correct syntax."""
 
     value: Any
     end: int
@@ -60,16 +58,16 @@ class DecodedJSON(NamedTuple):
 
 
 def decode_json(text: str, start: int = 0) -> DecodedJSON:
-    """Decode the JSON value that begins at `start`; what follows it is not looked at.
+    """Decode the JSON value that begins at `start`, and ignore the text after it.
 
-    The work is linear in the length of the value (or of what could be read of it), not in that of the text.
+    The work is linear in the length of the value, or of its readable part, not in the length of the text.
 
     Raises:
         InvalidValueError: There is no JSON value at `start`.
     """
     window = _FIRST_WINDOW
     while True:
-        # Cut out rather than read in place: the decoder counts lines from the start of its text for every error.
+        # Decode a slice: for every error, the decoder counts lines from the start of its text.
         cut = text[start : start + window]
         whole = start + window >= len(text)
         try:
@@ -81,27 +79,27 @@ def decode_json(text: str, start: int = 0) -> DecodedJSON:
             raise InvalidValueError("it is nested too deeply", start) from None
         else:
             if whole or end < len(cut) - _CUT_MARGIN:
-                return DecodedJSON(value, start + end, problem or _hidden_problem(value, cut[:end]))
+                return DecodedJSON(value, start + end, problem or _value_problem(value, cut[:end]))
         window *= 4
 
 
 def strict_json(text: str) -> Any:
-    """Return the value of a text that is JSON from its first to its last character, white space around it aside.
+    """Return the value of a text that is one JSON value, with optional white space around it.
 
     Raises:
-        InvalidValueError: It is not, or the value is one that this module refuses.
+        InvalidValueError: The text is not JSON, or this module rejects the value.
     """
     start = skip_space(text, 0)
     decoded = decode_json(text, start)
     end = skip_space(text, decoded.end)
     if end != len(text):
-        raise InvalidValueError("there is text after the JSON value", end)
+        raise InvalidValueError("text follows the JSON value", end)
     if decoded.problem is not None:
         raise InvalidValueError(decoded.problem, start)
     return decoded.value
 
 
-_SPACE = re.compile(r"[ \t\n\r]*")  # JSON's white space, no other
+_SPACE = re.compile(r"[ \t\n\r]*")  # JSON's definition of white space
 
 
 def skip_space(text: str, position: int) -> int:
@@ -111,20 +109,21 @@ def skip_space(text: str, position: int) -> int:
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """Return the value that a format without types means, by the JSON schema of the parameter.
+    """Return the value of an untyped text, by the JSON schema of its parameter.
 
-    A parameter declared as string keeps its text, whatever it looks like. Where the schema allows strings among others,
-    or says nothing, text that is JSON of an allowed type other than string is that value, unless the schema lists the
-    text and not that value; anything else is the text. Where it does not allow strings, the text must be JSON of a
-    declared type (`True`, `False` and `None` are taken too, because chat templates write them).
+    - The schema declares a string: the value is the text.
+    - The schema allows strings among other types, or is unknown: text that is JSON of another allowed type is decoded,
+      unless the schema lists the text as a constant and not the decoded value. Any other text is the value.
+    - The schema allows no strings: the text must be JSON of a declared type. `True`, `False` and `None` are accepted,
+      because chat templates write them.
 
     Args:
-        text: The value's text.
-        schema: Schema of the parameter; None if it is not known.
-        root: The schema that references point into.
+        text: Text of the value.
+        schema: Schema of the parameter; None if unknown.
+        root: Schema that references point into.
 
     Raises:
-        InvalidValueError: The text is no value of a declared type.
+        InvalidValueError: The text is not a value of a declared type.
     """
     types = allowed_types(schema, root)
     if types == {"string"}:
@@ -155,8 +154,8 @@ def _one_of(types: frozenset[str]) -> str:
     return " or ".join(_TYPE_WORDS.get(name, f"a {name}") for name in sorted(named))
 
 
-class _NotingDecoder(threading.local):
-    """A decoder that notes what has to be refused and reads on, so that the value's end is always known; per thread."""
+class _RecordingDecoder(threading.local):
+    """A decoder that records problems and continues, so that the end of the value is always known; per thread."""
 
     def __init__(self) -> None:
         self._problems: list[str] = []
@@ -168,7 +167,7 @@ class _NotingDecoder(threading.local):
         )
 
     def decode(self, text: str) -> tuple[Any, int, str | None]:
-        """Return the value at the start of `text`, its end, and the first problem with it."""
+        """Return the value at the start of `text`, its end, and its first problem."""
         self._problems.clear()
         value, end = self._decoder.raw_decode(text)
         return value, end, self._problems[0] if self._problems else None
@@ -177,7 +176,7 @@ class _NotingDecoder(threading.local):
         taken = dict(pairs)
         if len(taken) != len(pairs):
             keys = Counter(key for key, _ in pairs)
-            self._problems.append(f"the key {shorten(keys.most_common(1)[0][0])} is there more than once")
+            self._problems.append(f"the key {shorten(keys.most_common(1)[0][0])} appears more than once")
         return taken
 
     def _take_float(self, digits: str) -> float:
@@ -194,23 +193,23 @@ class _NotingDecoder(threading.local):
             return 0
 
 
-_DECODER = _NotingDecoder()
+_DECODER = _RecordingDecoder()
 
 
-def _hidden_problem(value: Any, text: str) -> str | None:
-    """Return what is wrong with a value whose syntax is right."""
+def _value_problem(value: Any, text: str) -> str | None:
+    """Return the problem with a value whose syntax is correct; None if there is none."""
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deeper(value, MAX_JSON_DEPTH):
         return "it is nested too deeply"
     if _SURROGATE_ESCAPE.search(text) is not None:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return "a string holds half of a surrogate pair"
+            return "a string contains a lone surrogate"
     return None
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Tell whether lists and objects are nested in more than `depth` levels."""
+    """Return whether lists and objects are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth):
         level = [
@@ -225,7 +224,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return `repr(text)`, with at most `limit` characters of the text."""
+    """Return the `repr` of the first `limit` characters of a text."""
     return repr(text) if len(text) <= limit else repr(text[:limit]) + "..."
 
 
@@ -253,12 +252,12 @@ _ESCAPED.update({character: character for character in "\\'\""})
 
 
 def read_literal(text: str, position: int, depth: int = MAX_JSON_DEPTH) -> tuple[Any, int]:
-    """Return the literal that begins at `position`, and where it ends.
+    """Return the Python literal that begins at `position`, and its end.
 
-    Strings, numbers, lists, dictionaries with string keys, `True`, `False`, `None` and JSON's spelling of those.
+    Strings, numbers, lists, dicts with string keys, `True`, `False` and `None`, in Python's or JSON's spelling.
 
     Raises:
-        InvalidValueError: There is no such literal, or JSON could not hold it.
+        InvalidValueError: There is no literal at `position`, or JSON cannot represent it.
     """
     first = text[position : position + 1]
     if first in ('"', "'"):
@@ -271,14 +270,14 @@ def read_literal(text: str, position: int, depth: int = MAX_JSON_DEPTH) -> tuple
         return _number(number.group(), position), number.end()
     if (name := _NAME.match(text, position)) is not None and name.group() in _NAMES:
         return _NAMES[name.group()], name.end()
-    raise InvalidValueError("a literal is expected", position)
+    raise InvalidValueError("expected a literal", position)
 
 
 def json_or_python(text: str, start: int = 0) -> DecodedJSON:
-    """Return the value at `start`, as JSON or else as a Python literal.
+    """Return the value at `start`, read as JSON or else as a Python literal.
 
     Raises:
-        InvalidValueError: It is neither.
+        InvalidValueError: There is neither at `start`.
     """
     try:
         return decode_json(text, start)
@@ -288,19 +287,19 @@ def json_or_python(text: str, start: int = 0) -> DecodedJSON:
 
 
 def read_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
-    """Return the keyword arguments of a call and where they end, from behind `(` to behind `)`.
+    """Return the keyword arguments of a call from the position after `(`, and the position after `)`.
 
     Raises:
-        InvalidValueError: There is anything but `name=literal`, or a name twice.
+        InvalidValueError: The arguments are not `name=literal` pairs, or a name appears more than once.
     """
     arguments: dict[str, Any] = {}
     position = skip_space(text, position)
     while not text.startswith(")", position):
         name = _NAME.match(text, position)
         if name is None:
-            raise InvalidValueError("arguments are written as name=value", position)
+            raise InvalidValueError("arguments must be written as name=value", position)
         if name.group() in arguments:
-            raise InvalidValueError(f"the argument {shorten(name.group())} is there twice", position)
+            raise InvalidValueError(f"the argument {shorten(name.group())} appears more than once", position)
         position = expect("=", text, name.end())
         arguments[name.group()], position = read_literal(text, position)
         position = next_item(")", text, position)
@@ -310,7 +309,7 @@ def read_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
 def _read_list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
     position = skip_space(text, position + 1)
-    while (simple := _SIMPLE_ITEM.match(text, position)) is not None:  # many items are nearly always of this kind
+    while (simple := _SIMPLE_ITEM.match(text, position)) is not None:  # long lists consist of such items
         items.append(_SIMPLE_VALUE[simple.lastindex or 0](simple[simple.lastindex or 0]))
         position = simple.end()
     while not text.startswith("]", position):
@@ -328,23 +327,23 @@ def _read_dict(text: str, position: int, depth: int) -> tuple[dict[str, Any], in
             raise InvalidValueError("a key must be a string", position)
         key, end = _read_string(text, position)
         if key in items:
-            raise InvalidValueError(f"the key {shorten(key)} is there more than once", position)
+            raise InvalidValueError(f"the key {shorten(key)} appears more than once", position)
         items[key], position = read_literal(text, expect(":", text, end), depth - 1)
         position = next_item("}", text, position)
     return items, position + 1
 
 
 def next_item(close: str, text: str, position: int) -> int:
-    """Return where the next item begins, or where `close` stands."""
+    """Return the position of the next item, or of `close`."""
     position = skip_space(text, position)
     return position if text.startswith(close, position) else expect(",", text, position)
 
 
 def expect(character: str, text: str, position: int) -> int:
-    """Return where what follows `character` begins; white space around that does not count."""
+    """Return the position after `character`, with white space around it skipped."""
     position = skip_space(text, position)
     if not text.startswith(character, position):
-        raise InvalidValueError(f"{character!r} is expected", position)
+        raise InvalidValueError(f"expected {character!r}", position)
     return skip_space(text, position + 1)
 
 
@@ -362,8 +361,8 @@ def _read_string(text: str, position: int) -> tuple[str, int]:
     quote = text[position : position + 3]
     match = _STRINGS[quote if quote in _STRINGS else quote[0]].match(text, position)
     if match is None:
-        goes_on = quote not in _STRINGS and "\n" in text[position:]
-        raise InvalidValueError("a string must end on its line" if goes_on else "unterminated string", position)
+        has_line_break = quote not in _STRINGS and "\n" in text[position:]
+        raise InvalidValueError("a string must end on its line" if has_line_break else "unterminated string", position)
     body: str = match.group(1)
     if "\\" in body:
         body = _ESCAPE.sub(lambda escape: _unescape(escape, position), body)
@@ -371,7 +370,7 @@ def _read_string(text: str, position: int) -> tuple[str, int]:
             try:
                 body.encode()
             except UnicodeEncodeError:
-                raise InvalidValueError("a string holds half of a surrogate pair", position) from None
+                raise InvalidValueError("a string contains a lone surrogate", position) from None
     return body, match.end()
 
 
@@ -380,14 +379,14 @@ def _unescape(escape: re.Match[str], position: int) -> str:
     if other is None:
         code = int(octal, 8) if octal else int(two or four or eight, 16)
         if code > 0x10FFFF:
-            raise InvalidValueError("an escape is no character", position)
+            raise InvalidValueError("an escape is not a valid character", position)
         return chr(code)
     if other in "xuUN":
         raise InvalidValueError(f"the escape {escape.group()!r} is incomplete", position)
-    return _ESCAPED.get(other, escape.group())  # Python keeps the backslash of what is no escape
+    return _ESCAPED.get(other, escape.group())  # Python keeps the backslash of an unknown escape
 
 
-_Said = TypeVar("_Said")
+_Fact = TypeVar("_Fact")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DEPENDING = ("dependentSchemas", "dependencies")
 _OF_STRINGS = ("minLength", "maxLength", "pattern")
@@ -397,51 +396,51 @@ _TYPE_NAMES = ((bool, "boolean"), (int, "integer"), (str, "string"), (Mapping, "
 def _read_schema(
     schema: Any,
     root: Any,
-    own: Callable[[Any], _Said | None],
-    all_of: Callable[[Any, list[_Said]], _Said],
-    any_of: Callable[[list[_Said]], _Said],
-) -> _Said | None:
-    """Return what a schema and its parts say; None if they say nothing. Every reference is read once.
+    own: Callable[[Any], _Fact | None],
+    all_of: Callable[[Any, list[_Fact]], _Fact],
+    any_of: Callable[[list[_Fact]], _Fact],
+) -> _Fact | None:
+    """Combine a fact over a schema and its parts; None if no part states it. Each reference is read once.
 
     Args:
-        schema: The schema.
-        root: The schema that references point into.
-        own: What a part says by itself.
-        all_of: Joins what all counts for a part.
-        any_of: Joins what the alternatives say.
+        schema: Schema to read.
+        root: Schema that references point into.
+        own: Returns the fact that a part states directly.
+        all_of: Combines the facts that all apply to a part.
+        any_of: Combines the facts of alternatives.
     """
-    referred: dict[str, _Said | None] = {}
+    referred: dict[str, _Fact | None] = {}
 
-    def read(part: Any) -> _Said | None:
+    def read(part: Any) -> _Fact | None:
         alone = own(part)
         if not isinstance(part, Mapping):
             return alone
-        said = [alone]
+        facts = [alone]
         for reference in (part[keyword] for keyword in _REFERENCES if isinstance(part.get(keyword), str)):
             if reference not in referred:
-                referred[reference] = None  # while it is read, for schemas may refer to themselves
+                referred[reference] = None  # while it is read, since schemas may refer to themselves
                 referred[reference] = read(resolve_reference(reference, root))
-            said.append(referred[reference])
-        said += map(read, _listed(part, "allOf"))
+            facts.append(referred[reference])
+        facts += map(read, _listed(part, "allOf"))
         choices = [_listed(part, "anyOf"), _listed(part, "oneOf")]
-        if all(each is None for each in said):  # a condition only tells something where nothing else does
+        if all(each is None for each in facts):  # conditions only count if nothing else applies
             choices.append([part[keyword] for keyword in ("then", "else") if keyword in part])
             choices[-1] += [inner for depending in _DEPENDING for inner in _mapped(part, depending).values()]
         for some in choices:
             found = [each for each in map(read, some) if each is not None]
-            said += [any_of(found)] if found else []
-        found = [each for each in said if each is not None]
+            facts += [any_of(found)] if found else []
+        found = [each for each in facts if each is not None]
         return all_of(part, found) if found else None
 
     return read(schema)
 
 
 def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
-    """Return the JSON types that a schema allows, all of them where it does not say.
+    """Return the JSON types that a schema allows; all types if it does not restrict them.
 
     Args:
-        schema: The schema; None if it is not known.
-        root: The schema that references point into.
+        schema: Schema of the value; None if unknown.
+        root: Schema that references point into.
     """
 
     def own(part: Any) -> frozenset[str] | None:
@@ -451,21 +450,21 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
         types = _types_named(part.get("type")) & _types_named(listed and [*map(type_name, listed)])
         return None if types == JSON_TYPES and any(isinstance(part.get(key), str) for key in _REFERENCES) else types
 
-    def all_of(part: Any, said: list[frozenset[str]]) -> frozenset[str]:
-        types = JSON_TYPES.intersection(*said)
+    def all_of(part: Any, facts: list[frozenset[str]]) -> frozenset[str]:
+        types = JSON_TYPES.intersection(*facts)
         # Strands writes `int | None = None` as an integer whose default is null.
         is_optional = "default" in part and part["default"] is None and "string" not in types
         return types | {"null"} if is_optional else types
 
-    types = _read_schema(schema, root, own, all_of, lambda said: frozenset().union(*said))
+    types = _read_schema(schema, root, own, all_of, lambda facts: frozenset().union(*facts))
     if types == JSON_TYPES and isinstance(schema, Mapping) and any(key in schema for key in _OF_STRINGS):
-        return frozenset({"string"})  # without a type, but plainly about strings
-    # A schema that allows nothing, or types of another vocabulary, says nothing that could be used.
+        return frozenset({"string"})  # no type, but keywords of strings
+    # A schema that allows nothing, or only types of another vocabulary, restricts nothing.
     return types or JSON_TYPES
 
 
 def _types_named(names: Any) -> frozenset[str]:
-    """Return the types behind a schema's type names; every integer is a number as well."""
+    """Return the JSON types that a schema's `type` names; `number` includes `integer`."""
     if not isinstance(names, (str, list, tuple)):
         return JSON_TYPES
     named = frozenset(name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str))
@@ -473,14 +472,14 @@ def _types_named(names: Any) -> frozenset[str]:
 
 
 def type_name(value: Any) -> str:
-    """Return the JSON type of a value; JSON Schema takes a whole number for an integer, however it is written."""
+    """Return the JSON type of a value; as in JSON Schema, `1.0` is an integer."""
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
     return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "array")
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal as JSON Schema has it: `1` is `1.0`, and neither is `true`."""
+    """Return whether two values are equal in JSON Schema: `1` equals `1.0`, and neither equals `true`."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -491,19 +490,19 @@ def same_json(one: Any, other: Any) -> bool:
 
 
 def listed_values(schema: Any, root: Any = None) -> list[Any]:
-    """Return the constants that a schema, or any part of it, lists."""
+    """Return the constants that a schema or any of its parts lists."""
 
-    def together(said: list[list[Any]]) -> list[Any]:
-        return list({id(value): value for listed in said for value in listed}.values())
+    def merge(facts: list[list[Any]]) -> list[Any]:
+        return list({id(value): value for listed in facts for value in listed}.values())
 
     def own(part: Any) -> list[Any]:
         return list((_constants(part) if isinstance(part, Mapping) else None) or ())
 
-    return _read_schema(schema, root, own, lambda _, said: together(said), together) or []
+    return _read_schema(schema, root, own, lambda _, facts: merge(facts), merge) or []
 
 
 def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the only values that a schema allows, if it lists them itself."""
+    """Return the constants that a schema lists itself; None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -511,13 +510,13 @@ def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool = False) -> Any:
-    """Return the schema of a property; None where nothing is said of it.
+    """Return the schema of a property; None if the object's schema does not describe it.
 
     Args:
-        schema: The schema of the object.
-        name: The property.
-        root: The schema that references point into.
-        declared: Only if the property is declared by its name.
+        schema: Schema of the object.
+        name: Name of the property.
+        root: Schema that references point into.
+        declared: Whether to ignore everything but a declaration by name.
     """
 
     def own(part: Mapping[str, Any]) -> list[Any]:
@@ -532,7 +531,7 @@ def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool 
 
 
 def item_schema(schema: Any, index: int, root: Any = None) -> Any:
-    """Return the schema of an item of a list; None where nothing is said of it."""
+    """Return the schema of a list item; None if the list's schema does not describe it."""
 
     def own(part: Mapping[str, Any]) -> list[Any]:
         first, others = _listed(part, "items") or _listed(part, "prefixItems"), part.get("items")
@@ -544,17 +543,17 @@ def item_schema(schema: Any, index: int, root: Any = None) -> Any:
 
 
 def _inner_schema(schema: Any, root: Any, own: Callable[[Mapping[str, Any]], list[Any]]) -> Any:
-    """Return the schema that joins what a schema and its parts say of something in its values."""
+    """Return the schema of an inner value, joined from all parts of a schema that describe it."""
 
-    def all_of(said: list[Any]) -> Any:
-        return {"allOf": said} if len(said) > 1 else next(iter(said), None)
+    def all_of(facts: list[Any]) -> Any:
+        return {"allOf": facts} if len(facts) > 1 else next(iter(facts), None)
 
     return _read_schema(
         schema,
         root,
         lambda part: all_of(own(part)) if isinstance(part, Mapping) else None,
-        lambda _, said: all_of(said),
-        lambda said: {"anyOf": said},
+        lambda _, facts: all_of(facts),
+        lambda facts: {"anyOf": facts},
     )
 
 
@@ -569,7 +568,7 @@ def _mapped(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Tell whether a pattern of `patternProperties` speaks of a name; one that Python cannot read may well do so."""
+    """Return whether a pattern of `patternProperties` matches a name; assume so if Python cannot compile it."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
@@ -577,22 +576,23 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def resolve_reference(reference: str, root: Any) -> Any:
-    """Follow a reference to a part of `root`; None where it leads nowhere.
+    """Return the part of `root` that a reference points to; None if there is none.
 
-    A JSON pointer (through lists too, percent-encoded or not), an anchor, or the `$id` of a part with one of those.
+    A reference is a JSON pointer (also into lists, percent-encoded or not), an anchor, or the `$id` of a part followed
+    by one of those.
     """
     base, _, fragment = reference.partition("#")
-    resource = _named(root, ("$id", "id"), base) if base else root
+    resource = _find_named(root, ("$id", "id"), base) if base else root
     candidates = (
-        _pointed(spelled, resource)
+        _follow_pointer(spelled, resource)
         if spelled[:1] in ("", "/")
-        else _named(resource, ("$anchor", "$dynamicAnchor"), spelled)
+        else _find_named(resource, ("$anchor", "$dynamicAnchor"), spelled)
         for spelled in (unquote(fragment), fragment)
     )
     return next((found for found in candidates if found is not None), None)
 
 
-def _pointed(pointer: str, resource: Any) -> Any:
+def _follow_pointer(pointer: str, resource: Any) -> Any:
     for key in pointer.split("/")[1:]:
         if isinstance(resource, (list, tuple)):
             resource = {str(index): item for index, item in enumerate(resource)}
@@ -600,20 +600,20 @@ def _pointed(pointer: str, resource: Any) -> Any:
     return resource
 
 
-def _named(root: Any, keywords: Iterable[str], name: str) -> Any:
-    """Return the part of a schema that has a name, by the whole of it or by its last segments."""
+def _find_named(root: Any, keywords: Iterable[str], name: str) -> Any:
+    """Return the part of a schema with a name; the last segments of the name suffice."""
     if isinstance(root, Mapping):
         if any(f"/{root.get(keyword, '')}".rstrip("#").endswith(f"/{name}") for keyword in keywords):
             return root
         root = list(root.values())
-    inner = (_named(part, keywords, name) for part in root) if isinstance(root, (list, tuple)) else ()
+    inner = (_find_named(part, keywords, name) for part in root) if isinstance(root, (list, tuple)) else ()
     return next((found for found in inner if found is not None), None)
 
 
 def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of every tool's input by name, from Strands tool specs.
+    """Return the JSON schema of each tool's input by tool name, from Strands tool specs.
 
-    A spec's `inputSchema` is either the schema itself or the schema under `json`.
+    A spec's `inputSchema` is the schema itself, or contains it under `json`.
     """
     schemas = {}
     for tool in tools:
