@@ -260,6 +260,28 @@ def build_chatml_tokenizer(*, with_marks=True):
     return fast
 
 
+class Gate:
+    """An answer that waits for its release, and signals when a request has reached it.
+
+    `on_abort` is what was sampled until an abort.
+    """
+
+    def __init__(self, on_abort=None):
+        self.reached = asyncio.Event()
+        self.open = asyncio.Event()
+        self.on_abort = on_abort
+
+    async def __call__(self, request):
+        self.reached.set()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            if self.on_abort is None:
+                raise
+            return self.on_abort
+        return "let go"
+
+
 def numbered(request):
     """An answer that can be told from every other one."""
     return f"Answer-{request.index}."

@@ -58,7 +58,7 @@ from strands_env.sandbox import PythonSandbox
 from strands_env.utils import clear_clients, get_cached_client, get_cached_client_from_slime_args
 from strands_sglang import OUTCOMES, RewardRule, SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
-from support.agents import ScriptedModel, advance, call, tool_use
+from support.agents import Gate, ScriptedModel, advance, call, tool_use
 from support.environments import (
     ANSWER,
     ASK,
@@ -863,25 +863,11 @@ async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer):
 # --- cancelled callers ---
 
 
-class Gate:
-    """An answer that waits, and tells when it is asked for."""
-
-    def __init__(self):
-        self.asked = asyncio.Event()
-
-    async def __call__(self, request):
-        self.asked.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return ScriptedAnswer("25 times", finish_reason="abort")
-
-
 async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatml_tokenizer):
-    gate = Gate()
+    gate = Gate(ScriptedAnswer("25 times", finish_reason="abort"))
     env, server = scripted_env(chatml_tokenizer, [CALL, gate], retries=5)
     step = asyncio.ensure_future(env.step(ASK))
-    await gate.asked.wait()
+    await gate.reached.wait()
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
@@ -896,7 +882,7 @@ async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatm
 
 async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokenizer):
     """A11: a cancel scope cancels again in every round of the event loop, which must neither spin nor interrupt."""
-    gate, finished = Gate(), []
+    gate, finished = Gate(ScriptedAnswer("25 times", finish_reason="abort")), []
 
     class SlowToClean(CalculatorEnv):
         async def cleanup(self):
@@ -907,7 +893,7 @@ async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokeniz
     slow = SlowToClean(env.model_factory)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(slow.step, ASK)
-        await gate.asked.wait()
+        await gate.reached.wait()
         used = time.thread_time()
         tasks.cancel_scope.cancel()
     assert time.thread_time() - used < 0.15

@@ -52,8 +52,8 @@ from strands_sglang.protocol.generation import Generation
 from strands_sglang.templates.chat_template import ChatTemplateError
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
-from support.agents import advance, call, make_agent, make_tools, needs_module, numbered, statuses
-from support.fake_server import FakeServer
+from support.agents import Gate, advance, call, make_agent, make_tools, needs_module, numbered, statuses
+from support.fake_server import FakeServer, Network
 
 # === sGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
@@ -1446,24 +1446,9 @@ def aborted(text):
     return ScriptedAnswer(text, finish_reason="abort")
 
 
-class Endless:
-    """An answer that goes on until it is aborted, and then is what was sampled until then."""
-
-    def __init__(self, sampled="The beginning of"):
-        self.sampled = sampled
-        self.started = asyncio.Event()
-
-    async def __call__(self, request):
-        self.started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return self.sampled
-
-
-async def cancelled_task(model, endless, **kwargs):
+async def cancelled_task(model, gate, **kwargs):
     task = asyncio.create_task(make_agent(model, **kwargs).invoke_async("go"))
-    await endless.started.wait()
+    await gate.reached.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -1600,7 +1585,7 @@ async def test_what_was_sampled_before_a_failure_is_kept(resuming):
 
 
 async def test_a_cancel_keeps_all_parts(resuming):
-    hang = Endless("more ")
+    hang = Gate("more ")
     server, model = resuming([aborted("Half "), hang])
     await cancelled_task(model, hang)
     (turn,) = model.trajectory.turns
@@ -1625,10 +1610,10 @@ async def test_a_closed_client_does_not_go_on(resuming):
 @pytest.mark.parametrize("on_abort", ["raise", "resume"])
 async def test_a_call_that_a_closed_client_aborts_says_so(on_abort, resuming):
     """A15 (p33): nobody looks for a weight update where the own process has closed the client."""
-    hang = Endless("more ")
+    hang = Gate("more ")
     server, model = resuming([hang], on_abort=on_abort)
     running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
-    await hang.started.wait()
+    await hang.reached.wait()
     await model.client.close()
     with pytest.raises(SGLangAbortedError, match="client was closed while the request ran") as failure:
         await running
@@ -1684,7 +1669,7 @@ async def test_what_only_looks_like_the_rest_of_a_stop_string_does_not_end_the_a
 
 
 async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, monkeypatch):
-    hang = Endless("more ")
+    hang = Gate("more ")
     server, model = resuming(
         [aborted("Half "), hang], experts=ScriptedExperts(layers=2, top_k=1), return_routed_experts=True
     )
@@ -1868,9 +1853,9 @@ QUESTION = [{"role": "user", "content": [{"text": "hi"}]}]
 
 
 async def test_a_cancelled_task_leaves_a_cut_turn_with_what_was_sampled(rollout):
-    endless = Endless()
-    server, model = rollout([endless])
-    await cancelled_task(model, endless)
+    gate = Gate("The beginning of")
+    server, model = rollout([gate])
+    await cancelled_task(model, gate)
     [turn] = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
     assert isinstance(turn.cause, asyncio.CancelledError)
@@ -1882,18 +1867,18 @@ async def test_a_cancelled_task_leaves_a_cut_turn_with_what_was_sampled(rollout)
 
 
 async def test_a_cancelled_task_with_nothing_sampled_leaves_a_failed_turn(rollout):
-    endless = Endless("")
-    _, model = rollout([endless])
-    await cancelled_task(model, endless)
+    gate = Gate("")
+    _, model = rollout([gate])
+    await cancelled_task(model, gate)
     [turn] = model.trajectory.turns
     assert turn.status is TurnStatus.FAILED
     assert isinstance(turn.cause, asyncio.CancelledError)
 
 
 async def test_the_same_call_after_a_cancelled_one_starts_anew(rollout):
-    endless = Endless()
-    server, model = rollout([endless, "The whole answer."])
-    await cancelled_task(model, endless)
+    gate = Gate("The beginning of")
+    server, model = rollout([gate, "The whole answer."])
+    await cancelled_task(model, gate)
     await make_agent(model).invoke_async("go")
     cut, answered = model.trajectory.turns
     assert server.requests[0].input_ids == server.requests[1].input_ids
@@ -1901,12 +1886,12 @@ async def test_the_same_call_after_a_cancelled_one_starts_anew(rollout):
 
 
 async def test_agent_cancel_aborts_the_request_and_the_agent_ends_as_cancelled(rollout):
-    endless = Endless()
-    server, model = rollout([call(expression="2 * 3"), endless])
+    gate = Gate("The beginning of")
+    server, model = rollout([call(expression="2 * 3"), gate])
     tools, _ = make_tools()
     agent = make_agent(model, tools)
     task = asyncio.create_task(agent.invoke_async("go"))
-    await endless.started.wait()
+    await gate.reached.wait()
     agent.cancel()
     result = await task
     assert result.stop_reason == "cancelled"
@@ -1920,11 +1905,11 @@ async def test_agent_cancel_aborts_the_request_and_the_agent_ends_as_cancelled(r
 
 
 async def test_an_agent_goes_on_after_a_cancel(rollout):
-    endless = Endless()
-    server, model = rollout([endless, "Better."])
+    gate = Gate("The beginning of")
+    server, model = rollout([gate, "Better."])
     agent = make_agent(model)
     task = asyncio.create_task(agent.invoke_async("go"))
-    await endless.started.wait()
+    await gate.reached.wait()
     agent.cancel()
     await task
     assert str(await agent.invoke_async("once more")).strip() == "Better."
@@ -1953,7 +1938,7 @@ async def test_structured_output_can_be_cancelled(rollout):
 
 
 async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, [Endless()])
+    server = ScriptedSGLang(chatml_tokenizer, [Gate("The beginning of")])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(deadline=0.2))
     with pytest.raises(SGLangDeadlineError) as caught:
         await make_agent(model).invoke_async("go")
@@ -2082,47 +2067,33 @@ async def test_a_failed_check_is_made_again(chatml_tokenizer):
 # --- several servers ---
 
 
-class Pair:
-    """Two servers behind one client; either may be down."""
-
-    def __init__(self, **servers):
-        self.servers, self.down, self.seen = servers, set(), []
-
-    async def __call__(self, request):
-        self.seen.append((request.url.host, request.url.path))
-        if request.url.host in self.down:
-            raise httpx.ConnectError("refused")
-        return await self.servers[request.url.host].transport().handle_async_request(request)
-
-    def client(self, **settings):
-        urls = [f"http://{host}" for host in self.servers]
-        settings = {"max_retries": 5, "retry_delay": 0.0, **settings}
-        return SGLangClient(urls, transport=httpx.MockTransport(self), **settings)
+def network(**servers):
+    return Network(**{name: server.transport().handle_async_request for name, server in servers.items()})
 
 
 async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     servers = {name: ScriptedSGLang(chatml_tokenizer, lambda request: "ok") for name in ("one", "two")}
-    pair = Pair(**servers)
+    pair = network(**servers)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client())
     for _ in range(4):
         await make_agent(model).invoke_async("hi")
-    assert sorted(host for host, path in pair.seen if path == "/tokenize") == ["one", "two"]
+    assert sorted(pair.hosts("/tokenize")) == ["one", "two"]
 
 
 async def test_one_server_with_another_tokenizer_is_an_error_that_names_it(chatml_tokenizer):
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
-    pair = Pair(one=ScriptedSGLang(other, ["ok"]), two=ScriptedSGLang(chatml_tokenizer, ["ok"]))
-    model = SGLangModel(tokenizer=other, client=pair.client())
+    one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
+    model = SGLangModel(tokenizer=other, client=network(one=one, two=two).client())
     with pytest.raises(TokenizerMismatchError, match="http://two"):
         await make_agent(model).invoke_async("hi")
-    assert not any(server.requests for server in pair.servers.values())
+    assert one.requests == two.requests == []
 
 
 async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
     short = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=500)
     long = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=900)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=Pair(one=long, two=short).client())
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=network(one=long, two=short).client())
     await make_agent(model).invoke_async("hi")
     [request] = [*short.requests, *long.requests]
     assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
@@ -2134,30 +2105,29 @@ async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_token
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     good = ScriptedSGLang(other, lambda request: "ok")
-    pair = Pair(one=good, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
-    pair.down = {"two"}
+    pair = network(one=good, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
+    up, pair.servers = pair.servers, {**pair.servers, "two": None}
     model = SGLangModel(tokenizer=other, client=pair.client())
     for _ in range(3):
         assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
-    pair.down = set()
+    pair.servers = up
     with pytest.raises(TokenizerMismatchError, match="http://two"):
         for _ in range(100):
             await make_agent(model).invoke_async("hi")
 
 
 async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer):
-    pair = Pair(**{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
-    pair.down = {"one", "two"}
+    pair = network(**{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
+    up, pair.servers = pair.servers, {"one": None, "two": None}
     model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(max_retries=2))
     with pytest.raises(SGLangConnectionError, match="could not connect"):
         await make_agent(model).invoke_async("hi")
-    pair.down = set()
+    pair.servers = up
     assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
 
 
 async def test_a_cancelled_agent_does_not_wait_for_the_check_of_a_server_that_is_down(chatml_tokenizer):
-    pair = Pair(one=ScriptedSGLang(chatml_tokenizer, ["never"]))
-    pair.down = {"one"}
+    pair = Network(one=None)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(retry_delay=8.0))
     signal = threading.Event()
 
@@ -2166,7 +2136,7 @@ async def test_a_cancelled_agent_does_not_wait_for_the_check_of_a_server_that_is
         return [event async for event in model.stream(messages, cancel_signal=signal)]
 
     task = asyncio.create_task(ask())
-    while not pair.seen:
+    while not pair.requests:
         await asyncio.sleep(0)
     signal.set()
     events = await asyncio.wait_for(task, 5)

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangHTTPError, SGLangThrottledError
 from strands_sglang.protocol.generation import read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, scripted_logprob
-from support.agents import build_chatml_tokenizer, make_agent
+from support.agents import Gate, build_chatml_tokenizer, make_agent
 
 PROMPT = [11, 22, 33, 44, 55]
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -50,25 +50,6 @@ async def refused(server, **body):
     assert response.status_code == 400, response.text
     error = response.json().get("error")
     return error if isinstance(error, str) else error["message"]
-
-
-class Gate:
-    """An answer function that waits for its release, and signals when a request has reached it."""
-
-    def __init__(self, on_abort=None):
-        self.reached = asyncio.Event()
-        self.open = asyncio.Event()
-        self.on_abort = on_abort
-
-    async def __call__(self, request):
-        self.reached.set()
-        try:
-            await self.open.wait()
-        except asyncio.CancelledError:
-            if self.on_abort is None:
-                raise
-            return self.on_abort
-        return "let go"
 
 
 # --- answers ---
