@@ -1,16 +1,16 @@
 """The command `strands-env`.
 
-Exit codes: 0 it did what was asked, and every sample of an evaluation is finished; 1 samples were dropped, or it could
-not go on; 2 the command line or something named on it is wrong; 130 it was stopped with Ctrl-C or SIGTERM, what is
-finished is kept; 141 nobody reads its output any more. Whatever is wrong is one line on standard error. One function
-per subcommand, each importing what it needs.
+Exit codes: 0 success, and every sample of an evaluation is finished; 1 samples were dropped, or the command could not
+continue; 2 an option, or something it names, is wrong; 130 stopped with Ctrl-C or SIGTERM, finished samples are kept;
+141 no one reads the output. Every error is one line on standard error. Each subcommand is one function, which imports
+what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -20,20 +20,19 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from strands_sglang import terminal
+from strands_sglang.terminal import paint, tell, waiting
 
 if TYPE_CHECKING:
     from .core.types import Action
 
-FAILED = 1
+FAILED = terminal.FAILED
 WRONG_USAGE = 2
 STOPPED = 130
-NO_READER = 141
-"""What a shell reports for a command that SIGPIPE ended."""
-
-BACKENDS = ("sglang", "openai", "bedrock")
 
 ENVIRONMENTS = {
     "calculator": "strands_env.environments.CalculatorEnvironment",
@@ -50,6 +49,15 @@ REWARDS = {
 
 OWN_REWARD = "env"
 """The environment brings its own."""
+
+BACKENDS = {
+    "sglang": {"base_url", "model", "tokenizer", "chat_template", "tool_parser", "client_args"},
+    "openai": {"base_url", "model", "client_args"},
+    "bedrock": {"model", "region"},
+}
+"""Which of the options that not every backend has apply to each."""
+
+say = functools.partial(terminal.say, "strands-env")
 
 
 class UsageError(ValueError):
@@ -69,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             command, *options = sys.argv[1:] if argv is None else argv
             arguments = parser.parse_args([command, *options_in_file(arguments.config), *options])
         code: int = arguments.run(arguments)
-    except SystemExit as ended:  # the parser has printed its help, or what is wrong
+    except SystemExit as ended:  # the parser has printed its help, or an error
         raise SystemExit(say(code=ended.code)) from None
     except UsageError as error:
         tell(f"strands-env: {one_line(error)}")
         return WRONG_USAGE
     except ModuleNotFoundError as error:  # what subcommands import is in the extra
-        tell(f"strands-env: {one_line(error)}: pip install 'strands-sglang[env]'")
+        tell(f"strands-env: {one_line(error)}: run pip install -e '.[env]' in a clone of this project")
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("strands-env: stopped")
@@ -84,27 +92,62 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; `run` of what it parses is the subcommand's function."""
-    parser = argparse.ArgumentParser(prog="strands-env", description="Evaluate agents in environments.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    """Return the parser of the command line; `run` in its result is the subcommand's function."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="strands-env",
+        usage="strands-env COMMAND [OPTIONS]",
+        description="Evaluate agents in environments.",
+        epilog="example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
+        "    --model Qwen/Qwen3-8B --output results/qwen3-8b\n\n`strands-env COMMAND --help` describes a command.",
+        formatter_class=raw,
+    )
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", prog="strands-env")
 
-    listing = commands.add_parser("list", help="benchmarks, environments, rewards and backends by name")
+    listing = commands.add_parser(
+        "list",
+        help="list benchmarks, environments, rewards and backends",
+        usage="strands-env list",
+        description="List the names that `strands-env eval` knows.",
+        epilog="example:\n  strands-env list",
+        formatter_class=raw,
+    )
     listing.set_defaults(run=list_names)
 
     evaluation = commands.add_parser(
         "eval",
-        help="run tasks in an environment, keep every result, compute metrics",
-        description="Run every task several times, append each result to DIR/results.jsonl as it finishes, and print "
-        "the metrics. The same command again goes on where it ended, however it ended.",
+        help="run tasks in an environment and print the metrics",
+        usage="strands-env eval (--dataset FILE | --benchmark NAME)\n"
+        "                        --env NAME --output DIR [OPTIONS]",
+        description="Run every task several times and print the metrics. Each result is added to\n"
+        "DIR/results.jsonl as it finishes. Run the same command again to continue, no\n"
+        "matter how the last run ended.",
+        epilog="example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
+        "    --model Qwen/Qwen3-8B --output results/qwen3-8b",
+        formatter_class=raw,
     )
     evaluation.set_defaults(run=evaluate)
     _add_evaluation_options(evaluation)
 
-    report = commands.add_parser("report", help="the metrics of an evaluation, also while it runs")
-    report.add_argument("folder", metavar="DIR", help="what --output was, or a results file")
-    compare = commands.add_parser("compare", help="the difference of two evaluations, prompt by prompt")
-    compare.add_argument("first", metavar="A", help="what --output of the one was")
-    compare.add_argument("second", metavar="B", help="and of the other; the difference is B - A")
+    report = commands.add_parser(
+        "report",
+        help="print the metrics of an evaluation",
+        usage="strands-env report DIR [OPTIONS]",
+        description="Print the metrics of an evaluation, also while it runs.",
+        epilog="example:\n  strands-env report results/qwen3-8b",
+        formatter_class=raw,
+    )
+    report.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
+    compare = commands.add_parser(
+        "compare",
+        help="compare two evaluations prompt by prompt",
+        usage="strands-env compare A B [OPTIONS]",
+        description="Compare two evaluations by the prompts that both have.",
+        epilog="example:\n  strands-env compare results/before results/after",
+        formatter_class=raw,
+    )
+    compare.add_argument("first", metavar="A", help="--output of the first evaluation")
+    compare.add_argument("second", metavar="B", help="--output of the second one; the difference is B - A")
     for command, function in ((report, report_metrics), (compare, compare_results)):
         command.set_defaults(run=function)
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -143,86 +186,115 @@ _THRESHOLD: dict[str, Any] = {
     "type": finite,
     "default": 1.0,
     "metavar": "X",
-    "help": "least reward of a success (default: 1.0)",
+    "help": "a sample with at least this reward is a success (default: %(default)s)",
 }
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tasks": {
-        "--benchmark": {"metavar": "NAME", "help": "see `strands-env list`"},
         "--dataset": {
             "metavar": "FILE",
-            "help": ".jsonl, .json, .csv, .tsv or .parquet; with --benchmark: a local copy",
+            "help": ".jsonl, .json, .csv, .tsv or .parquet; with --benchmark, a local copy of it",
         },
-        "--question-field": {"metavar": "NAME", "help": "default: question, problem, prompt, ..."},
-        "--answer-field": {"metavar": "NAME", "help": "default: answer, ground_truth, label, ..."},
-        "--id-field": {"metavar": "NAME", "help": "default: id, unique_id, ...; else a task's content names it"},
-        "--limit": {"type": at_least_one, "metavar": "N", "help": "the first N tasks only"},
+        "--benchmark": {"metavar": "NAME", "help": "a name from `strands-env list`"},
+        "--question-field": {
+            "metavar": "NAME",
+            "help": "the field with the question (default: question, problem, prompt, ...)",
+        },
+        "--answer-field": {
+            "metavar": "NAME",
+            "help": "the field with the right answer (default: answer, ground_truth, label, ...)",
+        },
+        "--id-field": {"metavar": "NAME", "help": "the field with the task's id (default: id, unique_id, ...)"},
+        "--limit": {"type": at_least_one, "metavar": "N", "help": "run the first N tasks only"},
     },
     "environment": {
-        "--env": {
-            "metavar": "DOTTED.PATH",
-            "help": "a name of `strands-env list`, or what makes an environment: package.Class",
+        "--env": {"metavar": "NAME", "help": "a name from `strands-env list`, or your package.Class"},
+        "--env-args": {
+            "type": json_object,
+            "default": {},
+            "metavar": "JSON",
+            "help": "further arguments of the environment",
         },
-        "--env-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "its further arguments"},
-        "--system-prompt": {"metavar": "TEXT", "help": "in place of the environment's own"},
+        "--system-prompt": {"metavar": "TEXT", "help": "replaces the environment's system prompt"},
         "--reward": {
             "default": "math",
             "metavar": "NAME",
-            "help": "a name of `strands-env list`, a dotted path, or env: its own (default: math)",
+            "help": "a name from `strands-env list`, your package.Class, or env for the environment's own "
+            "(default: %(default)s)",
         },
-        "--reward-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "the reward's"},
+        "--reward-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "arguments of the reward"},
     },
     "model": {
-        "--backend": {"choices": BACKENDS, "default": "sglang", "help": "default: %(default)s"},
-        "--base-url": {"metavar": "URL", "help": "the server (default for sglang: http://localhost:30000)"},
-        "--model": {"metavar": "NAME", "help": "the model's name"},
-        "--tokenizer": {"metavar": "PATH", "help": "sglang: folder or name (default: that of --model)"},
-        "--chat-template": {"metavar": "FILE", "help": "sglang: Jinja file in place of the model's"},
-        "--tool-parser": {"metavar": "NAME", "help": "sglang: in place of the one that the template tells"},
-        "--region": {"metavar": "NAME", "help": "bedrock: AWS region"},
-        "--temperature": {"type": finite, "metavar": "X"},
-        "--top-p": {"type": finite, "metavar": "X"},
-        "--max-new-tokens": {"type": at_least_one, "metavar": "N", "help": "of one answer"},
-        "--sampling-params": {"type": json_object, "default": {}, "metavar": "JSON", "help": "further ones"},
-        "--model-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "the model's configuration"},
+        "--backend": {
+            "choices": tuple(BACKENDS),
+            "metavar": "NAME",
+            "default": "sglang",
+            "help": f"{', '.join(BACKENDS)} (default: %(default)s)",
+        },
+        "--base-url": {
+            "metavar": "URL",
+            "help": "sglang, openai: the server's address (default for sglang: http://localhost:30000)",
+        },
+        "--model": {"metavar": "NAME", "help": "the model's name, or for sglang its folder"},
+        "--tokenizer": {"metavar": "PATH", "help": "sglang: the tokenizer's folder or name (default: --model)"},
+        "--chat-template": {"metavar": "FILE", "help": "sglang: Jinja file to use as the chat template"},
+        "--tool-parser": {"metavar": "NAME", "help": "sglang: the tool parser (default: the model family's)"},
+        "--region": {"metavar": "NAME", "help": "bedrock: the AWS region"},
+        "--temperature": {"type": finite, "metavar": "X", "help": "sampling temperature"},
+        "--top-p": {"type": finite, "metavar": "X", "help": "sample from this share of the probability"},
+        "--max-new-tokens": {"type": at_least_one, "metavar": "N", "help": "tokens of one answer"},
+        "--sampling-params": {
+            "type": json_object,
+            "default": {},
+            "metavar": "JSON",
+            "help": "further sampling parameters",
+        },
+        "--model-args": {
+            "type": json_object,
+            "default": {},
+            "metavar": "JSON",
+            "help": "further configuration of the model",
+        },
         "--client-args": {
             "type": json_object,
             "default": {},
             "metavar": "JSON",
-            "help": "sglang, openai: the client's",
+            "help": "sglang, openai: arguments of the client",
         },
     },
     "run": {
-        "--output": {"metavar": "DIR", "help": "where results are kept (needed)"},
-        "--n-samples": {"type": at_least_one, "default": 1, "metavar": "N", "help": "of each task (default: 1)"},
+        "--output": {"metavar": "DIR", "help": "folder for the results"},
+        "--n-samples": {
+            "type": at_least_one,
+            "default": 1,
+            "metavar": "N",
+            "help": "samples of each task (default: %(default)s)",
+        },
         "--concurrency": {
             "type": at_least_one,
             "default": 10,
             "metavar": "N",
-            "help": "episodes at once (default: 10)",
+            "help": "episodes at the same time (default: %(default)s)",
         },
         "--keep-tokens": {"action": "store_true", "help": "keep token ids, loss masks and logprobs"},
-        "--keep-trajectories": {"action": "store_true", "help": "keep all model calls, one file per sample"},
+        "--keep-trajectories": {"action": "store_true", "help": "keep every model call, one file per sample"},
         "--stop-after-failures": {
             "type": at_least_one,
             "default": 20,
             "metavar": "N",
-            "help": "in a row (default: %(default)s)",
+            "help": "stop after N failed samples in a row (default: %(default)s)",
         },
-        "--retry-errors": {
-            "action": "store_true",
-            "help": "run samples again that count as wrong because something failed",
-        },
+        "--retry-errors": {"action": "store_true", "help": "run samples again that counted as wrong after an error"},
         "--json": {"action": "store_true", "help": "print the metrics as JSON"},
         "--verbose": {"action": "store_true", "help": "log what happens"},
         "--success-threshold": _THRESHOLD,
     },
 }
-"""The options of `eval`, by their groups: arguments of `add_argument`."""
+"""The options of `eval` by group, as arguments of `add_argument`."""
 
 
 def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--config", type=Path, metavar="FILE", help="JSON object with these options; the command line goes first"
+        "--config", type=Path, metavar="FILE", help="JSON file with options; the command line overrides it"
     )
     for title, options in _OPTIONS.items():
         group = command.add_argument_group(title)
@@ -231,10 +303,10 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
 
 
 def options_in_file(path: Path) -> list[str]:
-    """The options in a JSON file, as on a command line.
+    """The options in a JSON file, as arguments of a command line.
 
     Raises:
-        UsageError: It cannot be read, or has options or values that the command line does not have.
+        UsageError: The file cannot be read, or has unknown options or wrong values.
     """
     try:
         content = json_object(path.read_text(encoding="utf-8"))
@@ -266,15 +338,15 @@ def options_in_file(path: Path) -> list[str]:
 
 
 def list_names(arguments: argparse.Namespace) -> int:
-    """Print what has a name; return the exit code."""
+    """Print the names of benchmarks, environments, rewards and backends; return the exit code."""
     from .eval.benchmarks import BENCHMARKS
-    from .eval.metrics import table_lines
 
-    rows = ([one.name, str(one.size), f"{one.repository} ({one.split})"] for one in BENCHMARKS.values())
-    lines = table_lines([["benchmark", "tasks", "from"], *rows])
-    for title, names in (("environment", ENVIRONMENTS), ("reward", REWARDS)):
-        lines += ["", *table_lines([[title, "is"], *([name, path] for name, path in names.items())])]
-    return say(*lines, "", f"backends: {', '.join(BACKENDS)}")
+    lines = [paint("benchmarks", "bold")]
+    for one in BENCHMARKS.values():
+        lines.append(f"{one.name:<10}  {one.size:>4} tasks  {one.repository} ({one.split})")
+    for title, names in (("environments", ENVIRONMENTS), ("rewards", REWARDS)):
+        lines += ["", paint(title, "bold"), *(f"{name:<10}  {path}" for name, path in names.items())]
+    return say(*lines, "", paint("backends", "bold"), *BACKENDS)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -282,30 +354,32 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from strands_sglang import SGLangClientError
 
     from .core import RewardError
-    from .core.models import build_model_factory
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
     from .eval.checkpoint import encode, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
-    if not arguments.verbose:  # unknown tools and cut-off answers are a model's everyday life, and in the results
+    if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
-    for name in ("env", "output"):
-        if getattr(arguments, name) is None:
-            raise UsageError(f"--{name} is needed")
+    missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
-        raise UsageError("--benchmark NAME or --dataset FILE is needed")
+        missing.insert(0, "--dataset FILE or --benchmark NAME")
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} must be given")
     try:
         model = model_config(arguments)
-        model_factory: Any = build_model_factory(model)
-        env_factory, reward = named_environment(arguments, model_factory)
-        actions = load_actions(arguments, reward)
+        with waiting("loading the model's tokenizer" if arguments.backend == "sglang" else "preparing the model"):
+            model_factory: Any = model_factory_of(model)
+        with waiting(f"preparing {arguments.env}"):
+            env_factory, reward = named_environment(arguments, model_factory)
+        with waiting(f"loading and checking the tasks of {arguments.benchmark or arguments.dataset}"):
+            actions = load_actions(arguments, reward)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
     except RewardError as error:  # the machine starts no worker that could read a ground truth
         tell(f"strands-env: {one_line(error)}")
         return FAILED
-    except Exception as error:  # code that is named on the command line raises what it likes
+    except Exception as error:  # code that is named on the command line may raise anything
         raise UsageError(f"--env or --reward: {type(error).__name__}: {error}") from error
     evaluator = Evaluator(
         env_factory,
@@ -322,25 +396,30 @@ def evaluate(arguments: argparse.Namespace) -> int:
     evaluator.benchmark_name = arguments.benchmark or Path(arguments.dataset).stem
 
     async def run() -> Any:
-        if model["backend"] == "sglang":  # results depend on the weights that it serves; others have them by name
-            served = await model_factory.served()
+        if model["backend"] == "sglang":  # results depend on the served weights; other backends name theirs
+            with waiting("asking the server which weights it serves"):
+                served = await model_factory.served()
             evaluator.config.update({f"served_{name}": value for name, value in served.items()})
         return await evaluator.run(actions)
 
     try:
         results = asyncio.run(until_stopped(run()))
-        metrics = evaluator.compute_metrics(results)
+        with waiting("computing the metrics"):
+            metrics = evaluator.compute_metrics(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
     except (CheckpointError, EvaluationStoppedError, SGLangClientError) as error:
-        tell(f"strands-env: {one_line(error)}")
+        told = re.sub(r"; name another file( for this one)?$", "; use another --output", one_line(error))
+        tell(f"strands-env: {told}")
         return FAILED
     except DuplicateTaskError as error:
         raise UsageError(error) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
-        tell(f"strands-env: stopped; what is finished is kept in {arguments.output}, the same command goes on with it")
+        tell(f"strands-env: stopped; {arguments.output} has what is finished, run the same command to continue")
         return STOPPED
-    lines = [json.dumps(metrics, indent=2)] if arguments.json else [*metric_lines(metrics), *end_lines(results)]
-    return say(*lines, code=FAILED if metrics["dropped_samples"] else 0)
+    code = FAILED if metrics["dropped_samples"] else 0
+    if arguments.json:
+        return say(json.dumps(metrics, indent=2), code=code)
+    return say(*_painted([*metric_lines(metrics), *end_lines(results)]), code=code)
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:
@@ -349,43 +428,45 @@ def report_metrics(arguments: argparse.Namespace) -> int:
     from .eval.metrics import end_lines, metric_lines
 
     try:
-        run, results = read_results(arguments.folder)
+        with waiting(f"reading {arguments.folder}"):
+            run, results = read_results(arguments.folder)
+            metrics = standard_metrics(
+                results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
+            )
     except CheckpointError as error:
         raise UsageError(error) from error
-    metrics = standard_metrics(
-        results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
-    )
     if arguments.json:
         return say(json.dumps(metrics, indent=2))
     title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-    return say(title, *metric_lines(metrics), *end_lines(results))
+    return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
-    """Print the difference of two evaluations; return the exit code."""
+    """Print the difference between two evaluations; return the exit code."""
     import dataclasses
 
     from .eval import CheckpointError, read_results
     from .eval.metrics import compare, comparison_lines
 
     try:
-        first, second = (read_results(folder) for folder in (arguments.first, arguments.second))
-        comparison = compare(first, second, success_threshold=arguments.success_threshold)
+        with waiting(f"reading {arguments.first} and {arguments.second}"):
+            first, second = (read_results(folder) for folder in (arguments.first, arguments.second))
+            comparison = compare(first, second, success_threshold=arguments.success_threshold)
     except (CheckpointError, ValueError) as error:
         raise UsageError(error) from error
     if arguments.json:
         return say(json.dumps(dataclasses.asdict(comparison), indent=2))
-    return say(*comparison_lines(comparison))
+    return say(*_painted(comparison_lines(comparison)))
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
-    """Do it; Ctrl-C and SIGTERM cancel it, and a second one no longer waits for what it is ending."""
+    """Await work that Ctrl-C and SIGTERM cancel; a second signal ends the process without waiting for episodes."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
     def stop() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        tell("\nstrands-env: stopping")
+        tell("\nstrands-env: stopping the episodes")
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -397,12 +478,18 @@ async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The model's configuration, as `build_model_factory` takes it.
+    """The model's configuration for `build_model_factory`.
 
     Raises:
         OSError: The chat template's file cannot be read.
-        ValueError: An option is another backend's.
+        ValueError: An option does not apply to the backend, or one is missing.
     """
+    backend = arguments.backend
+    for name in sorted(set.union(*BACKENDS.values()) - BACKENDS[backend]):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')} does not apply to --backend {backend}")
+    if arguments.model is None and not (backend == "sglang" and arguments.tokenizer is not None):
+        raise ValueError(f"--model {'or --tokenizer ' if backend == 'sglang' else ''}must be given")
     given = {
         "base_url": arguments.base_url,
         "model_id": arguments.model,
@@ -414,11 +501,9 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
     config = dict(arguments.model_args)
     if arguments.chat_template is not None:
-        if arguments.backend != "sglang":
-            raise ValueError("--chat-template goes with --backend sglang")
         config["chat_template"] = Path(arguments.chat_template).read_text(encoding="utf-8")
     return {
-        "backend": arguments.backend,
+        "backend": backend,
         **{name: value for name, value in given.items() if value is not None},
         "sampling_params": {
             **arguments.sampling_params,
@@ -428,21 +513,46 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+_OPTION_OF = {
+    "base_url": "--base-url",
+    "tool_parser": "--tool-parser",
+    "sampling_params": "--sampling-params",
+    "region_name": "--region",
+}
+
+
+def model_factory_of(model: dict[str, Any]) -> Any:
+    """Build the model factory; errors name options instead of fields.
+
+    Raises:
+        OSError: There is no such tokenizer.
+        ValueError: A value is wrong.
+        ImportError: The backend's package is not installed.
+    """
+    from .core.models import build_model_factory
+
+    try:
+        return build_model_factory(model)
+    except ValueError as error:
+        pattern = re.compile(rf"\b({'|'.join(_OPTION_OF)})\b")
+        raise ValueError(pattern.sub(lambda match: _OPTION_OF[match[0]], str(error))) from error
+
+
 def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
-    """What the results depend on: all of it but where the server is and how it is talked to."""
+    """What the results depend on: everything but the server's address and the client's settings."""
     return {
         "env": arguments.env,
         "env_args": arguments.env_args,
         "system_prompt": arguments.system_prompt,
         "reward": arguments.reward,
-        # Left out where there are none, as in the files of releases that knew none.
+        # Left out if empty, as in the files of releases without it.
         **({"reward_args": arguments.reward_args} if arguments.reward_args else {}),
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
     }
 
 
 def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tuple[Any, Any]:
-    """What makes the environment of a sample, and its reward function, if that is known before there is one.
+    """A function that makes the environment of a sample, and its reward function if it is known in advance.
 
     The environment is made with `model_factory`, `reward_fn` (unless it takes none, or `--reward env`),
     `system_prompt` if one is given, and `--env-args`.
@@ -450,9 +560,9 @@ def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tupl
     Raises:
         ValueError: It does not exist, or it or its reward refuses its arguments.
     """
-    target = load_object(arguments.env, ENVIRONMENTS)
+    target = load_object("--env", arguments.env, ENVIRONMENTS)
     if not callable(target):
-        raise ValueError(f"--env {arguments.env} is nothing that makes an environment")
+        raise ValueError(f"--env {arguments.env} cannot be called to make an environment")
     parameters = inspect.signature(target).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     given: dict[str, Any] = {"model_factory": model_factory, **arguments.env_args}
@@ -463,45 +573,47 @@ def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tupl
         given["reward_fn"] = reward
     try:
         inspect.signature(target).bind(**given)
-    except TypeError as error:
-        raise ValueError(f"--env {arguments.env}: {error}") from error
-    if inspect.isclass(target):
-        reward = getattr(target(**given), "reward_fn", None)  # what it refuses is told now, and once
+        # A class is made once in advance: it raises now what it would raise for every sample.
+        environment = target(**given) if inspect.isclass(target) else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--env {arguments.env} with --env-args: {error}") from error
+    if environment is not None:
+        reward = getattr(environment, "reward_fn", None)
     return lambda action: target(**given), reward
 
 
 def named_reward(arguments: argparse.Namespace) -> Any:
-    """The reward that `--reward` names; None where the environment brings its own."""
+    """The reward that `--reward` names; None for the environment's own."""
     if arguments.reward == OWN_REWARD:
         if arguments.reward_args:
-            raise ValueError("--reward-args goes with a --reward that is made here; an environment's own: --env-args")
+            raise ValueError("--reward-args does not apply to --reward env: use --env-args")
         return None
-    target = load_object(arguments.reward, REWARDS)
+    target = load_object("--reward", arguments.reward, REWARDS)
     try:
         return target(**arguments.reward_args)
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(f"--reward {arguments.reward}: {error}") from error
 
 
-def load_object(path: str, names: dict[str, str]) -> Any:
-    """What a name or a dotted path (`package.module.Name`, or with `:` before the last part) stands for.
+def load_object(option: str, path: str, names: dict[str, str]) -> Any:
+    """Import the object that an option names by a short name or a dotted path.
 
-    Modules are also looked for in the current folder.
+    A dotted path is `package.module.Name`, or with `:` before the last part. The current folder is searched too.
 
     Raises:
-        ValueError: There is no such thing.
+        ValueError: There is no such object.
     """
     module_name, _, name = names.get(path, path).replace(":", ".").rpartition(".")
     if not module_name:
-        raise ValueError(f"{path} is neither one of {', '.join(names)} nor a dotted path")
+        raise ValueError(f"{option} {path}: neither one of {', '.join(names)} nor a dotted path")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"{module_name} cannot be imported: {error}") from error
+        raise ValueError(f"{option} {path}: {module_name} cannot be imported: {error}") from error
     if not hasattr(module, name):
-        raise ValueError(f"{module_name} has no {name}")
+        raise ValueError(f"{option} {path}: {module_name} has no {name}")
     return getattr(module, name)
 
 
@@ -518,7 +630,7 @@ def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
     if arguments.benchmark is None:
         return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
     if any(fields.values()):
-        raise ValueError("--question-field, --answer-field and --id-field go with --dataset alone")
+        raise ValueError("--question-field, --answer-field and --id-field do not apply to --benchmark")
     return load_benchmark(arguments.benchmark, arguments.dataset, **further)
 
 
@@ -530,31 +642,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def say(*lines: str, code: Any = 0) -> Any:
-    """Print lines of the command's result, and whatever is still to be printed; return the exit code."""
-    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
-    if error is None:
-        return code
-    if isinstance(error, BrokenPipeError):
-        return NO_READER
-    tell(f"strands-env: standard output: {error.strerror or error}")
-    return FAILED
-
-
-def tell(line: str) -> None:
-    """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
-    _print(f"{line}\n", sys.stderr)
-
-
-def _print(text: str, stream: TextIO | None) -> OSError | None:
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        # What the stream still holds goes nowhere; else the interpreter writes it when it ends.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
-        return error
-    return None
+def _painted(lines: Sequence[str]) -> Iterator[str]:
+    """Lines of a report: the first one bold, failed samples red."""
+    for number, line in enumerate(lines):
+        is_failure = line.startswith(("dropped", "errored"))
+        yield paint(line, "bold") if number == 0 else paint(line, "red") if is_failure else line
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What is known and proven of a model before it is trained: the report of `strands-sglang check`.
+"""What is known and proven about a model before you train it: the report of `strands-sglang check`.
 
-Everything in it comes from the objects that a rollout uses: the family, the tool parser, the tokens that end a turn,
-the self-check of the chat template, and a small conversation as tokens. With a server, its vocabulary is compared and
-one round trip is sampled.
+The report comes from the objects that a rollout uses: the family, the tool parser, the tokens that end a turn, the
+self-check of the chat template, and a small conversation as tokens. With a server, it compares the vocabulary and
+samples one round trip.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .templates.chat_template import (
     UnprovenContinuationError,
     get_chat_template,
 )
+from .terminal import WIDTH, fact_lines, paint
 from .tool_parsers import get_tool_parser
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _ROUND_TRIP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the example conversation.
+    """A part of the example conversation.
 
     Attributes:
         kind: "opening", "sampled" or "continuation".
@@ -62,16 +63,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What came of asking a server.
+    """Two turns sampled on a server.
 
     Attributes:
-        base_url: Its address.
-        error: Why it failed; None if it did not.
-        tokenizer_proven: Whether the server's tokenizer was seen to be the model's (a router may not tell).
-        context_length: In tokens; None if it does not tell.
-        sampled_tokens: How many tokens the two sampled turns have together.
-        sequences: How many sequences they make: 1 if the second call extended the first one.
-        reason: Why the second call is where it is.
+        base_url: Address of the server.
+        error: Why the round trip failed; None on success.
+        tokenizer_proven: Whether the server's tokenizer is known to be the model's. A router may not provide it.
+        context_length: Context length in tokens; None if the server does not report it.
+        sampled_tokens: Tokens of both sampled turns together.
+        sequences: Sequences that they make: 1 if the second call extends the first.
+        reason: Why the second call extends or forks.
     """
 
     base_url: str
@@ -84,9 +85,9 @@ class RoundTrip:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the tokenizer is the served one, and the second call went on from the first one's tokens."""
-        goes_on = self.sequences == 1 or self.reason.startswith("forks inside")
-        return self.error is None and self.tokenizer_proven and goes_on
+        """Whether the tokenizer is the served one, and the second call continued the tokens of the first."""
+        continues = self.sequences == 1 or self.reason.startswith("forks inside")
+        return self.error is None and self.tokenizer_proven and continues
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,16 @@ class ModelCheck:
 
     Attributes:
         model: Path or name of the model.
-        family: Name of its family; None if it is not known.
+        family: Name of the model family; None if it is unknown.
         tool_parser: Name of the tool-call format.
-        stops: The tokens that can end a turn.
+        stops: Tokens that can end a turn.
         opens_reasoning: Whether the generation prompt opens reasoning.
-        closes_reasoning: What is put behind reasoning that was cut off; None if that is not known.
-        rewrites_history: Whether the template writes earlier turns anew behind a user message.
-        unproven: By case, why it is not proven with a system prompt and tools; None where it is.
-        unproven_when_plain: The same without either.
+        closes_reasoning: Text that closes reasoning that was cut off; None if it is unknown.
+        rewrites_history: Whether the template renders earlier turns differently after a user message.
+        unproven: For each case, why it is not proven with a system prompt and tools; None if it is proven.
+        unproven_when_plain: The same without a system prompt and tools.
         example: A small conversation as tokens.
-        server: What came of asking a server; None if none was named.
+        server: The round trip on a server; None if no server was named.
     """
 
     model: str
@@ -121,7 +122,7 @@ class ModelCheck:
 
     @property
     def is_proven(self) -> bool:
-        """Whether everything is proven, and the server, if one was asked, agrees."""
+        """Whether everything is proven, on the server too if one was named."""
         return not any(self.unproven.values()) and (self.server is None or self.server.is_proven)
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,18 +139,18 @@ async def check_model(
     template_arguments: Mapping[str, Any] | None = None,
     family: str | None = None,
 ) -> ModelCheck:
-    """Look at a model's tokenizer and chat template, and at a server if one is named.
+    """Check a model's tokenizer and chat template, and a server if one is named.
 
     Args:
         tokenizer: The model's tokenizer.
         model: Path or name of the model, for the report.
         server: Address of a server.
-        chat_template: Jinja text that replaces the tokenizer's own template.
+        chat_template: Jinja text that replaces the tokenizer's template.
         template_arguments: Arguments for the chat template.
-        family: Name of the model family, where the template does not tell it.
+        family: Name of the model family, if the template does not show it.
 
     Raises:
-        ChatTemplateError: The tokenizer has no chat template, or it cannot render a plain exchange.
+        ChatTemplateError: The tokenizer has no chat template, or the template cannot render a plain exchange.
         ValueError: There is no such family.
     """
     template = get_chat_template(tokenizer, chat_template, template_arguments or {}, family)
@@ -178,7 +179,7 @@ async def check_model(
 
 
 def _example(template: ChatTemplate) -> list[Piece]:
-    """A tool call and its result as tokens, or a plain exchange where the template takes no tool calls."""
+    """A tool call and its result as tokens, or a plain exchange if the template takes no tool calls."""
     use_id = template.call_id("call00000", "weather", 0)
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
     turn = {
@@ -205,7 +206,7 @@ def _pieces(
 ) -> list[Piece]:
     opening = template.render(_QUESTION, tools, add_generation_prompt=True)
     whole = template.render([*_QUESTION, turn], tools, add_generation_prompt=False)
-    # What a generation prompt holds of the turn may be missing from history.
+    # The part of the turn that the generation prompt contains may be missing from the history.
     common = next((i for i, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(opening))
     sampled = template.encode(whole[common:])
     ends = [i for i, token_id in enumerate(sampled) if token_id in template.stop_ids]
@@ -254,41 +255,64 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
 
 
 def report_lines(check: ModelCheck) -> Iterator[str]:
-    """The report for people, line by line."""
-    opens = "open in the generation prompt" if check.opens_reasoning else "not opened by the generation prompt"
+    """The report as text, line by line; colored if standard output is a terminal."""
     close = check.closes_reasoning
-    facts: dict[str, Any] = {
-        "model": check.model,
-        "family": check.family or "not known: what can be derived from the chat template is used",
-        "tool parser": check.tool_parser,
-        "ends of a turn": " ".join(check.stops) or "none",
-        "reasoning": f"{opens}; if cut off, "
-        + ("nothing is known to close it" if close is None else f"closed with {close!r}"),
-        "history": "writes earlier turns anew behind a user message (see history_policy)"
-        if check.rewrites_history
-        else "kept",
-    }
-    yield from (f"{name:<17}{fact}" for name, fact in facts.items())
+    opens = "opened by the generation prompt" if check.opens_reasoning else "not opened by the generation prompt"
+    closes = "nothing is known to close it" if close is None else f"it is closed with {close!r}"
+    rewritten = "earlier turns are rewritten after a user message (see history_policy)"
+    facts: list[tuple[str, object]] = [
+        ("model", check.model),
+        ("family", check.family or "unknown: only what the chat template shows is used"),
+        ("tool parser", check.tool_parser),
+        ("ends of a turn", " ".join(check.stops) or "none"),
+        ("reasoning", f"{opens}; if it is cut off, {closes}"),
+        ("history", rewritten if check.rewrites_history else "kept"),
+    ]
+    yield from fact_lines(facts, column=17)
     yield ""
     for case, reason in check.unproven.items():
+        if reason is None:
+            yield f"{case:<22} {paint('proven', 'green')}"
+            continue
         plain = " (proven without system prompt and tools)" if check.unproven_when_plain[case] is None else ""
-        yield f"{case:<22} {'proven' if reason is None else f'UNPROVEN{plain}: {reason}'}"
+        for line in fact_lines([(case, f"UNPROVEN{plain}: {reason}")], column=23):
+            yield line.replace("UNPROVEN", paint("UNPROVEN", "red"), 1)
     for piece in check.example:
         yield ""
-        yield f"{piece.kind} ({len(piece.tokens)} tokens)"
-        yield "  " + "|".join(repr(token)[1:-1] for token in piece.tokens)
-    server = check.server
-    if server is None:
-        return
-    facts = {"server": server.base_url}
+        yield paint(f"{piece.kind}, {len(piece.tokens)} tokens", "bold")
+        for line in _token_lines(piece.tokens):
+            yield paint(line, "green") if piece.kind == "sampled" else line
+    if check.server is not None:
+        yield ""
+        yield from _server_lines(check.server)
+
+
+def _token_lines(tokens: list[str]) -> Iterator[str]:
+    """Tokens with marks between them, in lines that fit the terminal."""
+    line = ""
+    for token in tokens:
+        shown = repr(token)[1:-1]
+        if line and len(line) + len(shown) + 4 > WIDTH:
+            yield f"  {line}|"
+            line = shown
+        else:
+            line = f"{line}|{shown}" if line else shown
+    yield f"  {line}"
+
+
+def _server_lines(server: RoundTrip) -> Iterator[str]:
+    yield from fact_lines([("server", server.base_url)], column=17)
     if server.error is not None:
-        facts["FAILED"] = server.error
-    else:
-        facts |= {
-            "tokenizer": "the served one" if server.tokenizer_proven else "not proven: no /tokenize there",
-            "context": server.context_length or "not told",
-            "round trip": f"{server.sampled_tokens} tokens sampled in two turns, {server.sequences} sequence(s)",
-            "": f"the second call {server.reason}",
-        }
-    yield ""
-    yield from (f"{name:<17}{fact}" for name, fact in facts.items())
+        for line in fact_lines([("FAILED", server.error)], column=17):
+            yield line.replace("FAILED", paint("FAILED", "red"), 1)
+        return
+    counted = "one sequence" if server.sequences == 1 else f"{server.sequences} sequences"
+    yield from fact_lines(
+        [
+            ("tokenizer", "the served one" if server.tokenizer_proven else "UNPROVEN: the server has no /tokenize"),
+            ("context", server.context_length or "not reported"),
+            ("round trip", f"{server.sampled_tokens} tokens sampled in two turns, {counted}"),
+            ("", f"the second call {server.reason}"),
+        ],
+        column=17,
+    )

@@ -1,30 +1,32 @@
 """The command `strands-sglang`.
 
-Exit codes: 0 it did what was asked, being stopped with Ctrl-C or SIGTERM included; 1 it failed, or `check` found
-something unproven; 2 the command line or something named on it is wrong; 3 this machine cannot do it; 141 nobody reads
-its output any more. One function per subcommand, each importing what it needs.
+Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, or `check` found something unproven; 2 an option, or what it
+names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output. Each subcommand is one function, which
+imports what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-FAILED = 1
+from . import terminal
+from .terminal import tell, waiting
+
+FAILED = terminal.FAILED
 WRONG_USAGE = 2
 UNSUPPORTED = 3
-NO_READER = 141
-"""What a shell tells of a command that was ended by SIGPIPE."""
 
 DEFAULT_PORT = 30000
 """SGLang's own."""
+
+say = functools.partial(terminal.say, "strands-sglang")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,24 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = build_parser().parse_args(argv)
-    except SystemExit as ended:  # the parser has printed its help, or what is wrong
+    except SystemExit as ended:  # the parser has printed its help, or an error
         raise SystemExit(say(code=ended.code)) from None
     return int(arguments.run(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; `run` of what it parses is the subcommand's function."""
+    """Return the parser of the command line; `run` in its result is the subcommand's function."""
     parser = argparse.ArgumentParser(
-        prog="strands-sglang", description="Tools around the SGLang provider for Strands Agents."
+        prog="strands-sglang",
+        usage="strands-sglang COMMAND [OPTIONS]",
+        description="Check a model before you train it, and serve one on your CPU.",
+        epilog="example:\n  strands-sglang check Qwen/Qwen3-8B\n\n`strands-sglang COMMAND --help` describes a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", prog="strands-sglang")
 
     command = commands.add_parser(
         "serve",
-        help="run a real SGLang server on this machine's CPU",
-        description="Run a real SGLang server on this machine's CPU in the foreground, until Ctrl-C. The first run "
-        "installs SGLang in an environment of its own. Prints the server's address on standard output once it is "
-        "healthy, everything else on standard error.",
+        help="run an SGLang server on this machine's CPU",
+        usage="strands-sglang serve [OPTIONS]",
+        description="Run an SGLang server on this machine's CPU until Ctrl-C. The first run installs\n"
+        "SGLang in an environment of its own. The server's address goes to standard\n"
+        "output once the server is healthy, everything else to standard error.",
+        epilog="example:\n  strands-sglang serve --model models/Qwen3-0.6B --port 30000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--model", type=Path, metavar="PATH", help="a Hugging Face model folder (default: SmolLM2-135M-Instruct)"
@@ -63,24 +72,32 @@ def build_parser() -> argparse.ArgumentParser:
         type=port_number,
         default=DEFAULT_PORT,
         metavar="N",
-        help="port, 0 for a free one (default: %(default)s)",
+        help="port to listen on, 0 for a free one (default: %(default)s)",
     )
     command.set_defaults(run=serve)
 
     command = commands.add_parser(
         "check",
-        help="what is known and proven of a model's chat template",
-        description="Say which family a model's chat template belongs to, which tool parser and which ends of a turn "
-        "it has, what can be proven of its continuations, and show a small conversation token by token. Exits with 1 "
-        "if something is unproven.",
+        help="show what is proven about a model's chat template",
+        usage="strands-sglang check MODEL [OPTIONS]",
+        description="Show a model's family, its tool parser and the tokens that end a turn, which\n"
+        "prompts can be continued exactly, and a small conversation token by token. Exit\n"
+        "with 1 if something is unproven.",
+        epilog="example:\n  strands-sglang check Qwen/Qwen3-8B --server http://localhost:30000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("model", metavar="MODEL_OR_PATH", help="a Hugging Face model folder, or a name on the Hub")
-    command.add_argument("--server", metavar="URL", help="compare with this SGLang server, and sample a round trip")
-    command.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file in place of the model's own")
+    command.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, or a name on the Hub")
     command.add_argument(
-        "--chat-template-kwargs", type=json_object, metavar="JSON", help="such as '{\"enable_thinking\": false}'"
+        "--server", metavar="URL", help="compare the vocabulary with this SGLang server's, and sample a round trip"
     )
-    command.add_argument("--family", metavar="NAME", help="the model family, where the chat template does not tell it")
+    command.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file to use as the chat template")
+    command.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    command.add_argument("--family", metavar="NAME", help="the model family, if the chat template does not show it")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     command.set_defaults(run=check)
@@ -99,14 +116,24 @@ def check(arguments: argparse.Namespace) -> int:
     """Print what is proven of a model; return the exit code."""
     import asyncio
 
-    from .check import check_model, report_lines
-    from .client.cache import get_tokenizer
+    from .families import get_family
 
+    model = arguments.model
     try:
-        tokenizer = get_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
+        if arguments.family is not None:
+            get_family(arguments.family)
+    except ValueError as error:
+        tell(f"--family: {error}")
+        return WRONG_USAGE
+    try:
+        with waiting(f"loading the tokenizer of {model}"):  # imports transformers
+            from .check import check_model, report_lines
+            from .client.cache import get_tokenizer
+
+            tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:
         told = str(error)
-        where = "" if told.startswith(f"{arguments.model}: ") else f"{arguments.model}: no tokenizer could be loaded: "
+        where = "" if told.startswith(f"{model}: ") else f"{model}: the tokenizer cannot be loaded: "
         tell(where + told)
         return WRONG_USAGE
     try:
@@ -115,21 +142,29 @@ def check(arguments: argparse.Namespace) -> int:
         tell(f"--chat-template {arguments.chat_template}: {error}")
         return WRONG_USAGE
     try:
-        report = asyncio.run(
-            check_model(
-                tokenizer,
-                arguments.model,
-                server=arguments.server,
-                chat_template=template,
-                template_arguments=arguments.chat_template_kwargs,
-                family=arguments.family,
+        with waiting(f"checking {model}" + (f" with {arguments.server}" if arguments.server else "")):
+            report = asyncio.run(
+                check_model(
+                    tokenizer,
+                    model,
+                    server=arguments.server,
+                    chat_template=template,
+                    template_arguments=arguments.chat_template_kwargs,
+                    family=arguments.family,
+                )
             )
-        )
     except ValueError as error:  # ChatTemplateError is one
-        tell(f"{arguments.model}: {error}")
+        told = str(error)
+        if told.startswith("base_url"):
+            where = told.replace("base_url", "--server", 1)
+        else:
+            where = f"{model if template is None else f'--chat-template {arguments.chat_template}'}: {told}"
+        tell(where)
         return WRONG_USAGE
-    shown = [json.dumps(report.as_dict(), ensure_ascii=False, indent=2)] if arguments.json else report_lines(report)
-    return say(*shown, code=0 if report.is_proven else FAILED)
+    code = 0 if report.is_proven else FAILED
+    if arguments.json:
+        return say(json.dumps(report.as_dict(), ensure_ascii=False, indent=2), code=code)
+    return say(*report_lines(report), code=code)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -148,14 +183,14 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         from . import local
     except ModuleNotFoundError as error:
-        tell(f"{error}: install the extra, pip install -e '.[local]' in a clone of this project")
+        tell(f"{error}: run pip install -e '.[local]' in a clone of this project")
         return FAILED
     if arguments.model is not None and not (arguments.model / "config.json").is_file():
-        tell(f"--model {arguments.model}: not a Hugging Face model folder, it has no config.json")
+        tell(f"--model {arguments.model}: not a Hugging Face model folder: it has no config.json")
         return WRONG_USAGE
 
-    # Each is treated like Ctrl-C, so that everything on the way out is stopped in order. SIGINT, too: a shell starts
-    # background commands with it ignored.
+    # Each acts like Ctrl-C, so that everything is stopped in order. SIGINT too: a shell starts background commands
+    # with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -164,7 +199,7 @@ def serve(arguments: argparse.Namespace) -> int:
         with local.start_server(
             python, model, host=arguments.host, port=arguments.port or None, progress=tell
         ) as server:
-            tell("Ctrl-C stops it")
+            tell("press Ctrl-C to stop it")
             unread = say(server.base_url)
             if unread:
                 return unread
@@ -177,33 +212,6 @@ def serve(arguments: argparse.Namespace) -> int:
     except local.LocalServerError as error:
         tell(str(error))
         return UNSUPPORTED if isinstance(error, local.UnsupportedPlatformError) else FAILED
-
-
-def say(*lines: str, code: Any = 0) -> Any:
-    """Print lines of the command's result, and whatever is still to be printed; return the exit code."""
-    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
-    if error is None:
-        return code
-    if isinstance(error, BrokenPipeError):
-        return NO_READER
-    tell(f"strands-sglang: standard output: {error.strerror or error}")
-    return FAILED
-
-
-def tell(line: str) -> None:
-    """Print a line for the person at the terminal, apart from the command's result; if nobody is there, to nobody."""
-    _print(f"{line}\n", sys.stderr)
-
-
-def _print(text: str, stream: TextIO | None) -> OSError | None:
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        # What the stream still holds goes nowhere; else the interpreter writes it when it ends.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
-        return error
-    return None
 
 
 if __name__ == "__main__":

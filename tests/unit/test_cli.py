@@ -185,6 +185,16 @@ async def test_what_is_unproven_is_named_with_its_reason(chatml_tokenizer):
     assert any(line.startswith("user turn") and "UNPROVEN" in line for line in report_lines(report))
 
 
+async def test_the_report_fits_into_80_columns(chatml_tokenizer):
+    report = await check_model(chatml_tokenizer, "a-model", chat_template=MOVES_TOOLS, server="http://127.0.0.1:9")
+    lines = list(report_lines(report))
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("FAILED") for line in lines)
+    shown = "".join(line[2:] for line in lines if line.startswith("  ") and "|" in line)
+    tokens = [repr(token)[1:-1] for piece in report.example for token in piece.tokens]
+    assert shown.replace("|", "") == "".join(tokens).replace("|", "")
+
+
 async def test_with_a_server_two_turns_are_sampled(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["Hello.", "Hello again."], context_length=900)
     with server.serve() as base_url:
@@ -221,7 +231,8 @@ def test_the_command_exits_with_1_if_something_is_unproven(folder, tmp_path, cap
     ("arguments", "message"),
     [
         (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
-        (["FOLDER", "--family", "gml"], "no model family named 'gml'"),
+        (["FOLDER", "--family", "gml"], "--family: there is no model family named 'gml'"),
+        (["FOLDER", "--server", "http://localhost:1/v1"], "--server 'http://localhost:1/v1' ends in /v1"),
         (["FOLDER", "--chat-template", "/nowhere.jinja"], "--chat-template /nowhere.jinja"),
     ],
 )

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -250,6 +251,40 @@ def test_every_command_and_option_that_is_named_exists():
             assert name in choices, line
             options = {option for action in choices[name]._actions for option in action.option_strings}
             assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, line
+
+
+COMMANDS_PAGE = """\
+# Commands
+
+Results go to standard output, errors and progress to standard error. Colors appear on a terminal only; `NO_COLOR`
+switches them off. Every command of `strands-env` needs the extra `env`, and `strands-sglang serve` the extra `local`.
+
+| Exit code | `strands-sglang` | `strands-env` |
+|---|---|---|
+| 0 | success, or stopped with Ctrl-C | success, every sample is finished |
+| 1 | failure; `check`: something is unproven | samples were dropped, or the command could not continue |
+| 2 | an option, or what it names, is wrong | the same |
+| 3 | this machine cannot run SGLang | |
+| 130 | | stopped with Ctrl-C or SIGTERM; finished samples are kept |
+| 141 | no one reads the output | the same |
+"""
+
+
+def test_the_page_of_commands_is_what_they_print(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = COMMANDS_PAGE
+    for build in (strands_sglang.cli.build_parser, strands_env.cli.build_parser):
+        parser = build()
+        [choices] = [action.choices for action in parser._actions if action.choices]
+        for name, command in choices.items():
+            shown = command.format_help()
+            assert "\nexample:\n  strands-" in shown and max(map(len, shown.splitlines())) <= 80
+            text += f"\n## {parser.prog} {name}\n\n```text\n{shown}```\n"
+    page = DOCS / "reference/commands.md"
+    if os.environ.get("UPDATE_DOCS"):
+        page.write_text(text, encoding="utf-8")
+    updating = "UPDATE_DOCS=1 pytest tests/unit/test_docs.py -k page_of_commands"
+    assert page.read_text(encoding="utf-8") == text, f"run: {updating}"
 
 
 def test_environment_variables_that_are_named_are_read_somewhere():

@@ -221,13 +221,14 @@ class Evaluator:
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
+            ticking = asyncio.ensure_future(progress.tick())
             workers = [asyncio.ensure_future(work()) for _ in range(min(self.max_concurrency, len(todo)))]
             try:
                 await asyncio.gather(*workers)
             finally:  # if one fails or the caller is cancelled, the others end before that is passed on
-                for worker in workers:
+                for worker in (*workers, ticking):
                     worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                await asyncio.gather(*workers, ticking, return_exceptions=True)
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])
@@ -375,6 +376,12 @@ class Progress(tqdm):
         """Count one that ended."""
         self._count(sample)
         self.update()
+
+    async def tick(self) -> None:
+        """Keep the clock of the bar running until canceled: a sample may take minutes."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.refresh()
 
     def _count(self, sample: EvalSample) -> None:
         self._failed += sample.is_errored or not sample.is_finished

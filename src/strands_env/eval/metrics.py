@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -473,27 +474,33 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
         for end in ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed")
     }
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
-    told = ", ".join(f"{name.replace('_', ' ')}: {metrics[name]:.0f}" for name in counts if name in metrics)
-    return [*table_lines(rows), "", told, *others]
+    counted = [f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in counts if name in metrics]
+    return [*table_lines(rows), "", *_wrapped(f"counts: {', '.join(counted)}"), *others]
 
 
 def end_lines(results: Results) -> list[str]:
-    """How the episodes ended, and what the dropped and the errored ones died of."""
+    """How the episodes ended, and the causes of dropped and errored samples; at most 80 columns wide."""
     samples = [sample for row in results.values() for sample in row]
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
-    lines = [f"ends: {', '.join(f'{name} {count}' for name, count in ends.most_common())}"] if ends else []
+    lines = _wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
     for what, those in (
         ("dropped", [sample for sample in samples if not sample.is_finished]),
-        ("counted as wrong", [sample for sample in samples if sample.is_errored]),
+        ("errored", [sample for sample in samples if sample.is_errored]),
     ):
         causes = Counter(
             " ".join((sample.step_result.error or sample.step_result.termination_reason.value).split())[:150]
             for sample in those
         )
-        lines += [f"{what}: {count} x {cause}" for cause, count in causes.most_common(5)]
+        for cause, count in causes.most_common(5):
+            lines += _wrapped(f"{what}: {count} x {cause}")
         if len(causes) > 5:
             lines.append(f"{what}: {len(causes) - 5} other causes")
     return lines
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line in lines of 80 columns; further ones are indented."""
+    return textwrap.wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

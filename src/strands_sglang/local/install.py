@@ -18,6 +18,7 @@ weights, which is what tests need; its sibling with experts does so for what the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -31,7 +32,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .process import LocalServerError, Progress, clean_environment, run_quietly, say
+from .process import HEARTBEAT, Heartbeat, LocalServerError, Progress, clean_environment, run_quietly, say
 
 HOME_VARIABLE = "STRANDS_SGLANG_HOME"
 COMPLETE_MARKER = ".complete"
@@ -93,7 +94,12 @@ def build_once(
         held = lock.acquire(timeout=0)
     except Timeout:
         progress(f"waiting for another process that is building {directory}")
-        held = lock.acquire()
+        heartbeat = Heartbeat(progress)
+        while True:
+            with contextlib.suppress(Timeout):
+                held = lock.acquire(timeout=HEARTBEAT)
+                break
+            heartbeat.beat()
     with held:
         if complete():
             return directory

@@ -1,8 +1,8 @@
 """Child processes that leave nothing behind.
 
-A model server is a tree of processes that hold gigabytes. Two promises: a command run by
-`run_quietly` is over when the call is, and nothing of a `GuardedProcess` outlives `stop` or the
-death, SIGKILL included, of the process that started it.
+A model server is a tree of processes that hold gigabytes. Two promises: a command run by `run_quietly` has ended when
+the call returns, and nothing of a `GuardedProcess` outlives `stop` or the death, by SIGKILL too, of the process that
+started it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 GUARD_SCRIPT = Path(__file__).parent / "scripts" / "guard.py"
 STOP_DEADLINE = 10.0  # seconds that the guard may take to end its group; it needs less than two
-HEARTBEAT = 20.0  # seconds between two signs of life of a long command
+HEARTBEAT = 10.0  # seconds between two progress lines of a long wait
 
 
-Progress = Callable[[str], None]  # takes one line for a person who waits; called from the thread that does the work
+Progress = Callable[[str], None]  # takes one line of progress; called from the thread that does the work
 
 
 def say(line: str) -> None:
@@ -33,13 +33,13 @@ def say(line: str) -> None:
 
 
 class LocalServerError(RuntimeError):
-    """The local SGLang server could not be installed, started or kept running; the message is enough to act on."""
+    """The local SGLang server could not be installed, started or kept running; the message says what to do."""
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """Return this process's environment for another Python's use.
+    """Return this process's environment for another Python.
 
-    Variables that would lead another interpreter to this one's packages are left out.
+    Variables that lead another interpreter to this one's packages are left out.
 
     Args:
         **extra: Variables to set on top.
@@ -57,22 +57,42 @@ def tail(path: Path, lines: int = 30) -> str:
         return ""
 
 
+class Heartbeat:
+    """Reports the seconds of a wait, every `HEARTBEAT` seconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Start the clock.
+
+        Args:
+            progress: Receives the lines.
+        """
+        self._progress = progress
+        self.started = self._last = time.monotonic()
+
+    def beat(self) -> None:
+        """Report if it is time to."""
+        now = time.monotonic()
+        if now - self._last >= HEARTBEAT:
+            self._last = now
+            self._progress(f"  ... {now - self.started:.0f} s")
+
+
 def run_quietly(
     command: Sequence[str | Path], what: str, *, env: Mapping[str, str] | None = None, progress: Progress = say
 ) -> None:
-    """Run a command to its end, showing its output only if it fails.
+    """Run a command to its end and show its output only if it fails.
 
     Args:
         command: Program and arguments.
         what: What the command does, for the progress line and the error ("installing PyTorch").
-        env: The whole environment; this process's cleaned one by default.
-        progress: Takes a line at the start and every `HEARTBEAT` seconds.
+        env: The whole environment; by default this process's, cleaned.
+        progress: Receives a line at the start and every `HEARTBEAT` seconds.
 
     Raises:
         LocalServerError: The command could not be started or failed; the message ends with its last output.
     """
     progress(what)
-    started = time.monotonic()
+    heartbeat = Heartbeat(progress)
     with tempfile.NamedTemporaryFile(prefix="strands-sglang-") as output:
         try:
             process = subprocess.Popen(
@@ -89,7 +109,7 @@ def run_quietly(
                 try:
                     process.wait(timeout=HEARTBEAT)
                 except subprocess.TimeoutExpired:
-                    progress(f"  ... {time.monotonic() - started:.0f} s")
+                    heartbeat.beat()
         finally:
             process.kill()
             process.wait()
@@ -98,11 +118,10 @@ def run_quietly(
 
 
 class GuardedProcess:
-    """A command with all its descendants in one process group of its own, watched by a small guard process.
+    """A command and its descendants in a process group of their own, watched by a small guard process.
 
-    The guard leads the group. It ends the group when the command ends, when it is told to (SIGTERM),
-    and when the process that started it is gone, however that happened. The command's temporary files
-    go to a directory that is removed with it.
+    The guard leads the group. It ends the group when the command ends, on SIGTERM, and when the process that started
+    the guard is gone for any reason. The command's temporary files are in a directory that is removed with it.
     """
 
     def __init__(self, command: Sequence[str | Path], *, env: Mapping[str, str], log_path: Path) -> None:
@@ -111,7 +130,7 @@ class GuardedProcess:
         Args:
             command: Program and arguments.
             env: Its whole environment.
-            log_path: File that takes its output; overwritten.
+            log_path: File for its output; overwritten.
 
         Raises:
             LocalServerError: The guard could not be started.
@@ -119,7 +138,7 @@ class GuardedProcess:
         self.log_path = log_path
         self._stopped = False
         self._scratch = tempfile.mkdtemp(prefix="strands-sglang-")
-        # Isolated and without site-packages: the guard needs nothing and is there within milliseconds.
+        # Isolated and without site-packages: the guard needs neither and starts within milliseconds.
         guard = [sys.executable, "-I", "-S", str(GUARD_SCRIPT), str(os.getpid()), self._scratch]
         try:
             with log_path.open("wb") as log:
@@ -129,8 +148,7 @@ class GuardedProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**env, "TMPDIR": self._scratch},
-                    # A group of its own: a Ctrl-C in the terminal reaches this process alone, which then
-                    # stops the group in order.
+                    # A group of its own: Ctrl-C in the terminal reaches this process only, which stops the group.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -139,34 +157,34 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int:
-        """The guard's process id, which is also the id of the process group."""
+        """The guard's process id, which is also the process group's."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The command's exit code (128 + number if a signal ended it), or None while it runs."""
+        """The command's exit code (128 + the signal's number if one ended it), or None while it runs."""
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the command to end by itself and return its exit code.
+        """Wait until the command ends, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: It still runs after `timeout` seconds.
+            subprocess.TimeoutExpired: The command still runs after `timeout` seconds.
         """
         return self._process.wait(timeout)
 
     def stop(self) -> None:
-        """End every process of the group and return when they are gone. Safe to call more than once."""
+        """End every process of the group; return when they are gone. Safe to call more than once."""
         if self._stopped:
             return
         orderly = False
         try:
-            self._process.terminate()  # the guard alone, which ends the others in order
+            self._process.terminate()  # only the guard, which ends the others in order
             orderly = self._process.wait(STOP_DEADLINE) >= 0
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if not orderly:  # the guard was killed itself, or this wait was interrupted
+            if not orderly:  # the guard was killed, or this wait was interrupted
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
                 self._process.wait()

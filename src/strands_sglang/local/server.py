@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from .install import sglang_environment
-from .process import GuardedProcess, LocalServerError, Progress, say, tail
+from .process import GuardedProcess, Heartbeat, LocalServerError, Progress, say, tail
 
 START_DEADLINE = 300.0  # seconds until a server answers; it takes 15 to 35 on two idle cores, up to 110 on busy ones
 POLL_INTERVAL = 0.25
@@ -87,15 +87,17 @@ class LocalServer(GuardedProcess):
         self._started = time.monotonic()
         super().__init__(command, env=env, log_path=log_path)
 
-    def wait_until_healthy(self, deadline: float = START_DEADLINE) -> None:
+    def wait_until_healthy(self, deadline: float = START_DEADLINE, progress: Progress = lambda line: None) -> None:
         """Return once the server has generated a token; stop it if it does not.
 
         Args:
             deadline: Seconds from the start of the process.
+            progress: Receives a line every few seconds; by default nothing is reported.
 
         Raises:
             LocalServerError: The process ended or the deadline passed; the message ends with the last lines of the log.
         """
+        heartbeat = Heartbeat(progress)
         try:
             # No proxy settings: the way to one's own machine is direct. `/health` answers 503 until it can generate.
             with httpx.Client(base_url=self.base_url, timeout=30.0, trust_env=False) as http:
@@ -106,6 +108,7 @@ class LocalServer(GuardedProcess):
                         raise LocalServerError(
                             f"the SGLang server did not get healthy within {deadline:.0f} s{self._last_words()}"
                         )
+                    heartbeat.beat()
                     time.sleep(POLL_INTERVAL)
         except BaseException:
             self.stop()
@@ -163,7 +166,7 @@ def start_server(
     """
     server = launch_server(python, model_path, host=host, port=port, settings=settings, log_path=log_path)
     progress(f"starting SGLang with {model_path.name} (about half a minute; log: {server.log_path})")
-    server.wait_until_healthy(deadline)
+    server.wait_until_healthy(deadline, progress)
     progress(f"SGLang is healthy after {server.start_seconds:.0f} s at {server.base_url}")
     return server
 

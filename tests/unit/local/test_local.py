@@ -452,6 +452,13 @@ def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
     assert "line 0\n" not in str(caught.value)
 
 
+def test_long_waits_report_their_seconds(monkeypatch):
+    monkeypatch.setattr("strands_sglang.local.process.HEARTBEAT", 0.05)
+    lines = []
+    run_quietly([sys.executable, "-c", "import time; time.sleep(0.5)"], "working", progress=lines.append)
+    assert lines[:2] == ["working", "  ... 0 s"]
+
+
 @on_linux
 def test_a_quiet_command_that_cannot_be_started_is_an_error_that_names_it(tmp_path):
     with pytest.raises(LocalServerError, match="absent"):
@@ -484,14 +491,16 @@ def pids(tmp_path):
 
 
 @on_linux
-def test_a_server_is_handed_out_once_it_is_healthy_and_stopped_with_its_children(python, model, tmp_path):
+def test_a_healthy_server_is_handed_out_and_stopped_with_its_children(python, model, tmp_path, monkeypatch):
     lines = []
+    monkeypatch.setattr("strands_sglang.local.process.HEARTBEAT", 0.0)
     with local.start_server(python, model, progress=lines.append) as server:
         assert httpx.get(f"{server.base_url}/health", trust_env=False).status_code == 200
         assert server.model_path == model
         assert "loading weights" in server.log_path.read_text()
         assert server.exit_code is None
     assert server.base_url in lines[-1]
+    assert "  ... 0 s" in lines
     assert all(has_ended(pid) for pid in pids(tmp_path))
     assert not server.log_path.exists()
 

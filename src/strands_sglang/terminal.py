@@ -1,0 +1,130 @@
+"""What the commands `strands-sglang` and `strands-env` print: results, messages, tables of facts, progress.
+
+Results go to standard output, everything else to standard error. Texts fit into 80 columns. Colors and progress appear
+on a terminal only; `NO_COLOR` switches colors off (no-color.org).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+WIDTH = 80
+FAILED = 1
+NO_READER = 141
+"""What a shell reports for a command that SIGPIPE ended."""
+
+PROGRESS_AFTER = 2.0
+"""Seconds of silence before a wait is shown."""
+
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+
+
+def say(command: str, *lines: str, code: Any = 0) -> Any:
+    """Print lines of a command's result and flush; return the exit code.
+
+    Args:
+        command: Name of the command, for an error.
+        *lines: The lines, without their newlines.
+        code: Exit code if everything could be written.
+    """
+    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
+    if error is None:
+        return code
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    tell(f"{command}: standard output: {error.strerror or error}")
+    return FAILED
+
+
+def tell(line: str) -> None:
+    """Print a line on standard error, if anything reads it."""
+    _print(f"{line}\n", sys.stderr)
+
+
+def paint(text: str, color: str) -> str:
+    """Color a text for standard output.
+
+    Args:
+        text: The text.
+        color: "bold", "red", "green" or "yellow".
+
+    Returns:
+        The text itself where standard output is no terminal, or `NO_COLOR` is set.
+    """
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout):
+        return text
+    return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
+
+
+def fact_lines(facts: Iterable[tuple[str, object]], *, column: int) -> Iterator[str]:
+    """Names and values in two columns; long values continue in the second one.
+
+    Args:
+        facts: The names and their values.
+        column: Width of the first column.
+    """
+    for name, value in facts:
+        lines = textwrap.wrap(
+            str(value),
+            WIDTH,
+            initial_indent=f"{name:<{column}}",
+            subsequent_indent=" " * column,
+            break_long_words=False,  # paths and addresses stay whole
+            break_on_hyphens=False,
+        )
+        yield from lines or [name]
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show on a terminal what is being waited for, with the seconds, if it takes long.
+
+    Args:
+        what: What the program does, such as "loading the tokenizer".
+    """
+    if not _is_terminal(sys.stderr):
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_show, args=(what, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show(what: str, done: threading.Event) -> None:
+    began = time.monotonic()
+    pause = PROGRESS_AFTER
+    while not done.wait(pause):
+        _print(f"\r{what} ... {time.monotonic() - began:.0f} s", sys.stderr)
+        pause = 1.0
+    if pause != PROGRESS_AFTER:
+        _print(f"\r{' ' * (WIDTH - 1)}\r", sys.stderr)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _print(text: str, stream: TextIO | None) -> OSError | None:
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        # What the stream still holds goes nowhere; else the interpreter writes it when it ends.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        return error
+    return None

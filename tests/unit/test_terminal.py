@@ -1,0 +1,67 @@
+"""What commands print: colors and progress on a terminal only, in 80 columns."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from strands_sglang import terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_colors_appear_on_a_terminal_only(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert terminal.paint("proven", "green") == "proven"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert terminal.paint("proven", "green") == "\x1b[32mproven\x1b[0m"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colors_can_be_switched_off(monkeypatch, name, value):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv(name, value)
+    assert terminal.paint("proven", "green") == "proven"
+
+
+def test_long_waits_are_shown_on_a_terminal_and_erased(monkeypatch):
+    monkeypatch.setattr(terminal, "PROGRESS_AFTER", 0.01)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with pytest.raises(KeyError), terminal.waiting("loading the tokenizer"):
+        deadline = time.monotonic() + 20
+        while "loading" not in screen.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        raise KeyError
+    assert screen.getvalue().startswith("\rloading the tokenizer ... 0 s")
+    assert screen.getvalue().endswith(" \r")
+
+
+def test_short_waits_and_logs_stay_quiet(monkeypatch):
+    screen, log = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with terminal.waiting("loading the tokenizer"):
+        pass
+    monkeypatch.setattr(terminal, "PROGRESS_AFTER", 0.001)
+    monkeypatch.setattr(sys, "stderr", log)
+    with terminal.waiting("loading the tokenizer"):
+        time.sleep(0.02)
+    assert (screen.getvalue(), log.getvalue()) == ("", "")
+
+
+def test_facts_fit_into_80_columns_and_paths_stay_whole():
+    path = "/a" * 50
+    lines = list(terminal.fact_lines([("model", path), ("reason", "word " * 40), ("none", "")], column=10))
+    assert lines[0] == f"model     {path}"
+    assert all(len(line) <= 80 and line[10] != " " for line in lines[1:-1])
+    assert lines[1].startswith("reason    word") and lines[-1] == "none"
