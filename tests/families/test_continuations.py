@@ -28,7 +28,7 @@ from support.families import FAMILIES, load_tokenizer
 CASES = (
     "tool result",
     "several tool results",
-    "text beside results",
+    "text after results",
     "user turn",
     "cut turn",
     "cut reasoning",
@@ -51,7 +51,7 @@ USE_IDS = ("call00001", "call00002", "call00003")  # nine letters and digits, wh
 # Families whose template has no place for the tool calls of a message, but writes its text.
 DROPS_CALLS = ("deepseek_v3_original", "smollm3")
 
-TOOL_CASES = ("tool result", "several tool results", "text beside results", "full render")
+TOOL_CASES = ("tool result", "several tool results", "text after results", "full render")
 # What the template itself makes impossible, by family and case. Nothing else may be unproven.
 REFUSED = {
     **{("gemma_3", case): "the template refuses tool results" for case in TOOL_CASES},
@@ -63,16 +63,16 @@ REFUSED = {
             "mistral_nemo": "the template moves system prompt and tools to the last user message",
             "mistral_small_3_2": "the template moves the tools to the last user message",
         }.items()
-        for case in ("text beside results", "user turn")
+        for case in ("text after results", "user turn")
     },
-    ("ministral_3", "text beside results"): "the template refuses a user message after a tool result",
+    ("ministral_3", "text after results"): "the template refuses a user message after a tool result",
     **{
-        (family, "full render"): "the template leaves out text beside a call, and refuses it in a message of its own"
+        (family, "full render"): "the template leaves out text next to a call, and refuses it in a message of its own"
         for family in ("mistral_nemo", "mistral_small_3_2")
     },
 }
 
-# Families whose template puts text beside a call behind its result. A continuation leaves it where it was sampled.
+# Families whose template puts text next to a call after its result. A continuation leaves it where it was sampled.
 MOVES_TEXT = {"gemma_4"}
 
 # Families whose template leaves reasoning out of earlier turns, marks or not, by a rule of its own.
@@ -111,7 +111,7 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
     template = ChatTemplate(tokenizer, arguments=thinking.get(case, {}))
     tools_refused = (family, "tool result") in REFUSED
 
-    def check(count=0, earlier_steps=0, plain=False, earlier_tools=False, beside_calls=None, beside_results=None):
+    def check(count=0, earlier_steps=0, plain=False, earlier_tools=False, with_calls=None, after_results=None):
         """One conversation: a sampled turn with `count` tool calls (a text if 0), and what follows it."""
         before = [text("user", "What is it? Look it up.")]
         for step in range(earlier_steps):
@@ -125,11 +125,11 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
         answer = calls(*use_ids) if count else text("assistant", ANSWER)
         if count and family in DROPS_CALLS:
             answer["content"].insert(0, {"text": ANSWER})
-        if beside_calls:
-            answer["content"].insert(0, {"text": beside_calls})
+        if with_calls:
+            answer["content"].insert(0, {"text": with_calls})
         new = results(*use_ids) if count else text("user", "And what is the next one?")
-        if beside_results:
-            new["content"].append({"text": beside_results})
+        if after_results:
+            new["content"].append({"text": after_results})
         system = [] if plain else [{"role": "system", "content": "Be brief."}]
         tools = None if plain else to_chat_tools(TOOLS)
         known = [
@@ -183,9 +183,9 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
         counts = (1,) if case == "tool result" else (2, 3)
         checks = [{"count": count, "earlier_steps": steps} for count in counts for steps in (0, 1, 2)]
         if family not in MOVES_TEXT and (family, "full render") not in REFUSED:
-            checks.append({"count": counts[-1], "beside_calls": "Let me look."})
-    elif case == "text beside results":
-        checks = [{"count": 1, "earlier_steps": steps, "beside_results": "Be quick."} for steps in (0, 1)]
+            checks.append({"count": counts[-1], "with_calls": "Let me look."})
+    elif case == "text after results":
+        checks = [{"count": 1, "earlier_steps": steps, "after_results": "Be quick."} for steps in (0, 1)]
     elif case == "user turn":
         checks = [{"earlier_steps": steps} for steps in (0, 1, 2)]
         checks += [] if tools_refused else [{"earlier_steps": 2, "earlier_tools": True}]
@@ -308,23 +308,23 @@ def test_the_documented_matrix_is_what_is_proven_here():
         "| Case | What is compared |",
         "|---|---|",
         "| tool result | one result after a tool call |",
-        "| several tool results | two and three results of different tools, also after text beside the calls |",
-        "| text beside results | a user's text in the message with the results |",
+        "| several tool results | two and three results of different tools, also after text next to the calls |",
+        "| text after results | a user's text in the message with the results, after them |",
         "| user turn | a user message after an answer |",
         "| cut turn | a turn ended by `max_new_tokens` or a stop string: its missing end becomes prompt tokens |",
         "| cut reasoning | reasoning that was cut off: it is closed as the family closes it |",
         "| odd stop | a turn ended by a control token that the template does not write there: it is left out |",
         "| thinking on, thinking off | a user turn and a tool result under the template's own switch |",
-        "| full render | every part of every turn (reasoning, text beside a call, call, result) in some form |",
+        "| full render | every part of every turn (reasoning, text next to a call, call, result) in some form |",
         "",
         "Tool results and user turns are compared in conversations of three lengths.",
         "",
         "## Forms of a full render",
         "",
-        "- Some templates leave out text beside a call: Llama 3, Hermes 3, Granite 3, Phi 4 mini, TRL's DeepSeek-V3.",
+        "- Some templates leave out text next to a call: Llama 3, Hermes 3, Granite 3, Phi 4 mini, TRL's DeepSeek-V3.",
         "  The text then becomes a message of its own before the calls.",
         "- Reasoning that a template does not know is written into the text between the family's marks.",
-        f"- The template of {moves_text} puts text beside a call after the call's result. A continuation leaves it",
+        f"- The template of {moves_text} puts text next to a call after the call's result. A continuation leaves it",
         "  where it was sampled.",
         f"- The templates of {leaves_reasoning_out} leave out reasoning of earlier turns.",
         "",
@@ -336,7 +336,7 @@ def test_the_documented_matrix_is_what_is_proven_here():
 
 
 def test_results_have_the_ids_that_a_template_of_kimi_writes_into_the_calls():
-    template = ChatTemplate(load_tokenizer("kimi_k2"))  # numbers the calls of each turn anew
+    template = ChatTemplate(load_tokenizer("kimi_k2"))  # numbers the calls of each turn from 0
     messages = []
     for step in range(2):
         call = {"toolUse": {"toolUseId": f"use{step}", "name": "look_up", "input": {"key": str(step)}}}
