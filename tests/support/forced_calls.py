@@ -1,4 +1,4 @@
-"""Forced calls: tools, what a call of them has to be, and texts that their grammars let through."""
+"""Forced calls: tools, a check of their calls, and texts that their grammars match."""
 
 import json
 import os
@@ -48,20 +48,20 @@ TOOLS = [
 
 
 def wrong_with(turn, names, tools=TOOLS):
-    """What keeps a turn from being one call of one of these tools, with arguments that fit its schema, and no more."""
+    """Return why a turn is not exactly one call of one of these tools that fits its schema; None if it is."""
     found = [(call.attempted_name or call.name, call.error, call.raw) for call in turn.tool_calls]
     if turn.text or found not in [[(name, None, None)] for name in names]:
-        return f"it is read as {found} beside the text {turn.text!r}"
+        return f"it is read as {found} with the text {turn.text!r}"
     (schema,) = (tool["inputSchema"]["json"] or {} for tool in tools if tool["name"] == found[0][0])
-    # Bytes that are no UTF-8, which noise may sample, are no characters to the grammar and so do not count.
+    # Bytes that are not UTF-8, which noise may sample, are not characters to the grammar and do not count.
     arguments = json.loads(json.dumps(turn.tool_calls[0].input, ensure_ascii=False).replace("\ufffd", ""))
     undeclared = arguments.keys() - set(declared_names(schema))
     errors = [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(arguments)]
-    return f"{errors}, nobody declared {undeclared}" if errors or undeclared else None
+    return f"{errors}, undeclared: {undeclared}" if errors or undeclared else None
 
 
 def declared_names(schema):
-    """The names of the properties that any part of a schema declares."""
+    """Return the names of the properties that any part of a schema declares."""
     own = schema.get("properties") if isinstance(schema, dict) else None
     inside = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
     return [*(own if isinstance(own, dict) else ()), *(name for inner in inside for name in declared_names(inner))]
@@ -71,9 +71,9 @@ _PIECES = ("<b>", "</b>", "x < y", "\n", " ", '"', "\\", "{", "}", "é", "123", 
 
 
 def texts_of(element):
-    """Texts that an element of a structural tag lets through; no grammar engine is needed for that.
+    """Return a strategy for texts that an element of a structural tag matches, without a grammar engine.
 
-    Written from the documentation of the elements, for those that forced calls are made of.
+    It follows the documentation of the elements, and covers those that forced calls consist of.
     """
     match element:
         case {"type": "const_string", "value": value}:
@@ -88,7 +88,7 @@ def texts_of(element):
             found = st.lists(texts_of(content), min_size=least, max_size=most if most >= 0 else least + 2)
             return found.map("".join)
         case {"type": "regex", "pattern": pattern}:
-            # Without what decoding puts in place of bytes that are no UTF-8: `assert_one_call` does not count it.
+            # Without the replacement character for bytes that are not UTF-8, which `wrong_with` does not count.
             return st.from_regex(re.compile(pattern), fullmatch=True).filter(lambda text: "\ufffd" not in text)
         case {"type": "any_text", "excludes": excludes}:
             characters = st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd")
@@ -108,7 +108,7 @@ def texts_of(element):
 
 
 def run_grammars(sglang_python, asked):
-    """Jobs by tokenizer, with what the grammar engine of the supported SGLang makes of them: see `grammar_engine`."""
+    """Return jobs with their results from the grammar engine of the supported SGLang; see `grammar_engine`."""
     done = subprocess.run(
         [sglang_python, "-P", Path(__file__).with_name("grammar_engine.py")],
         input=json.dumps(asked),

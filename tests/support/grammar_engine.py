@@ -1,15 +1,15 @@
-"""Runs grammars the way SGLang does: reads what to do from standard input, writes what came out to standard output.
+"""Runs grammars as SGLang does: reads jobs from standard input, writes results to standard output.
 
-A script of its own, for the Python of the SGLang environment, which has xgrammar; start it with `python -P`. The
-grammars of a tokenizer are compiled by one compiler with its cache, as in a server: that cache is part of what is
-tested. Without a tokenizer the vocabulary is the 256 bytes, so that nothing about a tokenizer keeps a text from being
-reached; its stop is 256.
+This script runs with the Python of the SGLang environment, which has xgrammar; start it with `python -P`. One compiler
+with its cache compiles all grammars of a tokenizer, as in a server, so the cache is tested too. Without a tokenizer,
+the vocabulary is the 256 bytes, which can spell every text; its stop token is 256.
 
-Input: a list of `{"tokenizer": folder or None, "stop_ids", "seed", "pieces", "ends", "jobs": [...]}`; pieces are what
-to spell where a grammar lets it, ends once a text is long, as token ids. A job has `structural_tag`, `texts` (token ids
-that the grammar must let through, each with its stop) and `walks` (how many texts to sample).
-Output: for each a list of objects, one a job: `error`, or `compile_s`, `refused` (per text None, or where it is refused
-and why) and `walks` (token ids; one that does not end has no stop).
+Input: a list of `{"tokenizer": folder or None, "stop_ids", "seed", "pieces", "ends", "jobs": [...]}`. `pieces` are
+token ids to spell where the grammar allows it, `ends` those for the end of a long text. A job has `structural_tag`,
+`texts` (token ids that the grammar must accept, each with its stop token) and `walks` (the number of texts to sample).
+
+Output: for each entry a list with one object per job: `error`, or `compile_s`, `refused` (per text None, or the
+position and the reason of its rejection) and `walks` (token ids; without a stop token if the text did not end).
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
-LONG, LIMIT = 250, 2500  # tokens, from which on a walk looks for the end, and at which it is given up
+LONG, LIMIT = 250, 2500  # tokens after which a walk tries to end, and after which it gives up
 
 
 def run(tokenizer, stop_ids, seed, jobs, **liked):
@@ -50,7 +50,7 @@ def run(tokenizer, stop_ids, seed, jobs, **liked):
 
 
 def allowed(matcher, info):
-    """The ids that may come next, by the mask that a server would put over the logits."""
+    """Return the ids that may come next, by the mask that a server applies to the logits."""
     mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
     if not matcher.fill_next_token_bitmask(mask, 0):
         return np.arange(info.vocab_size)
@@ -58,7 +58,7 @@ def allowed(matcher, info):
 
 
 def refused(grammar, info, ids):
-    """The position of the first token that the grammar refuses, and why; None if it takes all and ends."""
+    """Return the position of the first rejected token and the reason; None if the grammar accepts all and ends."""
     matcher = xgrammar.GrammarMatcher(grammar)
     for position, token in enumerate(ids):
         if token not in allowed(matcher, info):
@@ -69,7 +69,7 @@ def refused(grammar, info, ids):
 
 
 def walk(grammar, info, stop_ids, chance, pieces, ends):
-    """Sample a text: pieces that fit, spelled as far as the grammar lets them, or any token."""
+    """Sample a text of pieces that fit, spelled as far as the grammar allows, or of any tokens."""
     matcher = xgrammar.GrammarMatcher(grammar)
     ids = []
     while not matcher.is_terminated() and len(ids) < LIMIT:

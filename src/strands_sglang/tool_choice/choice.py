@@ -1,6 +1,7 @@
-"""From a tool choice to the sampling parameters that force it; whether reasoning comes before depends on the prompt.
+"""Sampling parameters that force a tool choice.
 
-A parser writes the call that it reads (`ToolParser.write_call`), from a `CallWriter` and the elements of `grammar`.
+A parser writes the grammar of the calls that it reads (`ToolParser.write_call`), from a `CallWriter` and the elements
+of `grammar`. The prompt decides whether reasoning may come before the call.
 """
 
 from __future__ import annotations
@@ -29,58 +30,58 @@ from .grammar import (
 from .schemas import Property, Schema, alternatives, argument_schema, object_properties
 
 GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""SGLang's sampling parameters that constrain what is sampled; a request may have one of them."""
+"""SGLang's sampling parameters that set a grammar; a request may have one of them."""
 
 UNCONSTRAINED = dict.fromkeys((*GRAMMAR_PARAMETERS, "stop", "stop_regex", "stop_token_ids", "min_new_tokens"))
-"""What a grammar takes out of configured sampling parameters: another grammar, and what ends an answer elsewhere."""
+"""Sampling parameters that a forced call removes: other grammars and stop conditions."""
 
-_LARGEST = 250_000  # characters of a grammar; every request carries it, and the server compiles it once
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what parsers take for a name
+_LARGEST = 250_000  # characters of a grammar, which every request contains and the server compiles once
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # names that all parsers read
 CALL_FORMATS = frozenset(TOOL_PARSER_REGISTRY.values())
-"""The parsers that write calls; exactly those classes, for a subclass may read something else."""
+"""Parsers that write calls: exactly these classes, since a subclass may read another format."""
 
 
 class CallWriter:
-    """What a parser writes: one call.
+    """A call that a parser writes as a grammar.
 
     Attributes:
-        name: The tool.
-        schema: Of its arguments.
-        start: The mark before calls.
-        end: The mark after calls.
+        name: Name of the tool.
+        schema: Schema of the arguments.
+        start: Mark before calls.
+        end: Mark after calls.
     """
 
     def __init__(self, parser: ToolParser, name: str, schema: Schema) -> None:
-        """Write a call of a tool that the parser reads."""
+        """Take the marks from the parser."""
         self.name, self.schema = name, schema
         self.start, self.end = parser.tool_start_token, parser.tool_end_token
 
     def json(self, notation: Notation = JSON) -> Element:
-        """Return what matches the arguments as JSON, or in another notation.
+        """Return the grammar of the arguments, as JSON or in another notation.
 
         Raises:
-            NotImplementedError: There is no grammar for that.
+            NotImplementedError: No grammar can express the schema.
         """
         if any(option.value.get("type") != "object" for option in alternatives(self.schema)):
-            raise self.schema.unsupported("the arguments of a tool are an object")
+            raise self.schema.unsupported("the arguments of a tool must be an object")
         return notation.value(self.schema)
 
     def object(self) -> Element:
-        """Return what matches a JSON object of the name and the arguments."""
+        """Return the grammar of a JSON object with the name and the arguments."""
         return json_object({"name": constant_text(self.name), "arguments": self.json()})
 
     def properties(self, key: str | None = None) -> list[Property]:
         """Return the parameters of the tool.
 
         Args:
-            key: Pattern of the names that the format can write.
+            key: Pattern of the names that the format can write; None for any name.
 
         Raises:
-            NotImplementedError: The format cannot write one of the names, or the schema is not that of one object.
+            NotImplementedError: The format cannot write one of the names, or the schema does not describe one object.
         """
         options = alternatives(self.schema)
         if len(options) != 1 or options[0].value.get("type") != "object":
-            raise self.schema.unsupported("a grammar of this format needs the schema of a single object")
+            raise self.schema.unsupported("a grammar of this format needs the schema of one object")
         properties = object_properties(options[0])
         for found in properties:
             if key is not None and re.fullmatch(key, found.name) is None:
@@ -99,52 +100,54 @@ def forced_call(
 ) -> dict[str, str] | None:
     """Return the sampling parameters that make a model call exactly one tool, with arguments that fit its schema.
 
-    What comes out has to be parsed by its characters, without token ids: the grammar forces the characters of a mark,
-    not its token. An answer that is cut off (`max_new_tokens`) still ends in an unterminated call.
+    Parse the sampled call by its characters, without token ids: the grammar forces the characters of a mark, not its
+    token. A response that is cut off by `max_new_tokens` still ends in an unterminated call.
 
     Args:
-        parser: Reads the calls of the model; its format is what the model will write.
-        tool_specs: The tools, as Strands specs.
-        choice: A Strands tool choice: `{"any": {}}`, `{"tool": {"name": ...}}`, `{"auto": {}}` or None.
-        sampling_params: The parameters that the request has anyway.
-        reasoning_open: The prompt ended inside reasoning; the model may then finish it before the call.
-        may_reason: The model may open reasoning itself before the call.
+        parser: Parser of the model's calls; the model writes its format.
+        tool_specs: Strands tool specs.
+        choice: Strands tool choice: `{"any": {}}`, `{"tool": {"name": ...}}`, `{"auto": {}}` or None.
+        sampling_params: Other sampling parameters of the request.
+        reasoning_open: Whether the prompt ended inside reasoning, which the model may then finish before the call.
+        may_reason: Whether the model may open reasoning before the call.
 
     Returns:
-        Parameters to add to the request's; None if nothing is forced.
+        Sampling parameters to add to the request; None if the choice forces nothing.
 
     Raises:
-        ValueError: There are no tools, or none of that name; the choice is none; the request has a grammar already; a
-            tool has a name that no call can have.
-        NotImplementedError: There is no grammar for this format, or none for such a schema in it.
+        ValueError: There are no tools or none of that name, the choice is invalid, the request already has a grammar,
+            or the name of a tool cannot be written in a call.
+        NotImplementedError: There is no grammar for this format, or for this schema in it.
     """
     if choice is None or set(choice) == {"auto"}:
         return None
     chosen = f"the tool choice {dict(choice)!r}"
     if set(choice) not in ({"any"}, {"tool"}):
-        raise ValueError(f"a tool choice is one of 'auto', 'any' and 'tool', not {dict(choice)!r}")
+        raise ValueError(f"a tool choice must be one of 'auto', 'any' and 'tool', not {dict(choice)!r}")
     if not tool_specs:
-        raise ValueError(f"{chosen} needs tools, and there are none")
+        raise ValueError(f"{chosen} needs tools, but there are none")
     specs = list(tool_specs)
     if "tool" in choice:
-        wanted = choice["tool"].get("name")
-        specs = [spec for spec in tool_specs if spec["name"] == wanted][:1]
+        name = choice["tool"].get("name")
+        specs = [spec for spec in tool_specs if spec["name"] == name][:1]
         if not specs:
             names = ", ".join(spec["name"] for spec in tool_specs)
-            raise ValueError(f"the tool choice asks for {wanted!r}, and the tools are: {names}")
+            raise ValueError(f"the tool choice asks for {name!r}, but the tools are: {names}")
     given = [name for name in GRAMMAR_PARAMETERS if (sampling_params or {}).get(name) is not None]
     if given:
         raise ValueError(
-            f"{chosen} needs a grammar, and sampling_params has one already, {given[0]!r}; the server takes one at most"
+            f"{chosen} needs a grammar, but sampling_params already has one, {given[0]!r}; a request may have only one"
         )
     for spec in specs:
         if _NAME.fullmatch(spec["name"]) is None:
-            raise ValueError(f"{spec['name']!r} is not a name that a call can have: letters, digits, '_' and '-'")
+            raise ValueError(
+                f"the tool name {spec['name']!r} cannot be written in a call: use letters, digits, '_' and '-'"
+            )
     if type(parser) not in CALL_FORMATS:
         supported = sorted(name for name, known in TOOL_PARSER_REGISTRY.items() if known in CALL_FORMATS)
         raise NotImplementedError(
-            f"{chosen} cannot be forced on the format of {type(parser).__name__}: no grammar "
-            f"of it is known; there is one for {', '.join(supported)}"
+            f"{chosen} cannot be forced: {type(parser).__name__} has no grammar; "
+            f"these tool parsers have one: {', '.join(supported)}"
         )
     try:
         writers = [CallWriter(parser, spec["name"], argument_schema(spec)) for spec in specs]
@@ -154,20 +157,20 @@ def forced_call(
     params = structural_tag(sequence(_reasoning(parser, reasoning_open, may_reason), call))
     if (size := len(params["structural_tag"])) > _LARGEST:
         raise NotImplementedError(
-            f"{chosen} cannot be forced with {type(parser).__name__}: its grammar would have "
-            f"{size} characters, and the server gets {_LARGEST} at most"
+            f"{chosen} cannot be forced with {type(parser).__name__}: the grammar would have "
+            f"{size} characters, and the limit is {_LARGEST}"
         )
     return params
 
 
 def _reasoning(parser: ToolParser, is_open: bool, may_open: bool) -> Element:
-    """Return what may stand before a call."""
+    """Return the grammar of the text before a call."""
     end = parser.think_end_token
     before = matching(parser.BEFORE_CALL)
     if not (is_open or may_open):
         return before
     if not end:
-        raise ValueError(f"{type(parser).__name__} has no mark that ends reasoning, so a call cannot follow it")
+        raise ValueError(f"{type(parser).__name__} has no mark that ends reasoning, so no call can follow it")
     rest = sequence(free_text((end,)), end, parser.AFTER_REASONING)
     opened = sequence(before, f"{parser.think_start_token}{parser.THOUGHT}", rest)
     return sequence(rest if is_open else optional(opened), before)
@@ -178,7 +181,7 @@ def can_force(
     tool_specs: Sequence[Mapping[str, Any]] | None = None,
     choice: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Whether the parser's format has a grammar, and one for a tool choice if there is one."""
+    """Return whether the parser's format has a grammar, also for the tool choice if there is one."""
     if type(parser) not in CALL_FORMATS:
         return False
     try:
@@ -197,18 +200,18 @@ def force_call(
     *,
     sampling_params: Mapping[str, Any],
 ) -> Mapping[str, Any] | None:
-    """The sampling parameters that force a tool choice, with None for what has to go; None if nothing is forced.
+    """Return the sampling parameters that force a tool choice; None if nothing is forced.
 
-    Where the format or a schema has no grammar, a warning says so and nothing is forced, as Strands' other providers
-    have it.
+    A value of None removes a parameter from the request. If the format or a schema has no grammar, a warning is issued
+    and nothing is forced, as with Strands' other providers.
 
     Args:
-        parser: Reads the calls of the model.
-        tool_specs: The tools, as Strands specs.
-        choice: A Strands tool choice.
-        template: Tells whether the model may open reasoning by itself.
-        prompt: Tells whether it ends inside reasoning.
-        sampling_params: The parameters that the request has anyway.
+        parser: Parser of the model's calls.
+        tool_specs: Strands tool specs.
+        choice: Strands tool choice.
+        template: Chat template, which shows whether the model may open reasoning.
+        prompt: Prompt, which shows whether reasoning is open at its end.
+        sampling_params: Other sampling parameters of the request.
 
     Raises:
         ValueError: See `forced_call`.
@@ -224,6 +227,6 @@ def force_call(
             may_reason=bool(start) and not prompt.ends_with(end) and start.strip() in template.template_text,
         )
     except NotImplementedError as error:
-        warnings.warn(f"the tool choice is not forced, the model may ignore it: {error}", stacklevel=2)
+        warnings.warn(f"the tool choice is not forced, and the model may ignore it: {error}", stacklevel=2)
         return None
     return None if forced is None else {**UNCONSTRAINED, **forced}

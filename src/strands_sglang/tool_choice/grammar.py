@@ -1,8 +1,8 @@
-"""The pieces of which the grammar of a forced call is made: SGLang's structural tags, as xgrammar reads them.
+"""Elements of the grammar of a forced call: SGLang's structural tags, as xgrammar reads them.
 
-Everything matches characters, never token ids. The elements that match ids share one cache in xgrammar 0.2, which
-confuses them once a server has compiled two grammars that have some; so a mark may be sampled as its own token or
-spelled with others, and what was sampled under such a grammar has to be parsed by its characters.
+All elements match characters, never token ids. In xgrammar 0.2, elements that match ids share one cache, which mixes
+them up after a server has compiled two grammars with such elements. A mark may thus be sampled as its own token or
+spelled with others, so text that was sampled under a grammar must be parsed by its characters.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any
 from ..tool_parsers.reading.values import InvalidValueError, same_json, type_name, typed_value
 from .schemas import Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
 
-Element = dict[str, Any]  # a part of a structural tag: what SGLang's documentation calls a format
+Element = dict[str, Any]  # a part of a structural tag, which SGLang's documentation calls a format
 
-_CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # EBNF, since a grammar must not hold a real NUL
-_PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings hold as they are
+_CONTROL_CHARACTERS = tuple(f'"\\x{code:02x}"' for code in range(32))  # in EBNF, since a grammar must not contain a NUL
+_PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings contain without escapes
 _SPECIAL_IN_CLASS = re.compile(r"[\\\]\[^-]")
-_MOST_VALUES = 5000  # of one grammar; the server would compile more of them for too long
+_MOST_VALUES = 5000  # per grammar; the server would take too long to compile more
 _SPELLED_OUT: dict[str, tuple[str, ...]] = {"boolean": ("true", "false"), "null": ("null",)}
 _PYTHON_SPELLINGS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 def structural_tag(element: Element) -> dict[str, str]:
-    """Return the sampling parameters that make a model write this and stop."""
+    """Return the sampling parameters that make a model write an element and stop."""
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": element}, ensure_ascii=False)}
 
 
 def literal(text: str) -> Element:
-    """Return what matches exactly this text."""
+    """Return the element that matches exactly this text."""
     return {"type": "const_string", "value": text}
 
 
 def matching(pattern: str) -> Element:
-    """Return what matches a regular expression as a whole."""
-    return {"type": "regex", "pattern": pattern} if pattern else literal("")  # the server takes no empty pattern
+    """Return the element that matches a whole regular expression."""
+    return {"type": "regex", "pattern": pattern} if pattern else literal("")  # the server rejects an empty pattern
 
 
 def sequence(*parts: Element | str) -> Element:
-    """Return what matches its parts in order; a string stands for itself."""
+    """Return the element that matches parts in order; a string matches itself."""
     elements: list[Element] = []
     for found in _flat(parts, "sequence"):
         if elements and found["type"] == elements[-1]["type"] == "const_string":
@@ -53,39 +53,39 @@ def sequence(*parts: Element | str) -> Element:
 
 
 def either(options: Iterable[Element | str]) -> Element:
-    """Return what matches one of the options; the same option twice counts once."""
+    """Return the element that matches one of the options, without duplicates."""
     elements: list[Element] = []
     for found in _flat(options, "or"):
         if found not in elements:
             elements.append(found)
-    if literal("") in elements:  # which the server takes for a mistake
+    if literal("") in elements:  # which the server rejects
         elements.remove(literal(""))
         return optional(either(elements)) if elements else literal("")
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
 def _flat(parts: Iterable[Element | str], kind: str) -> list[Element]:
-    """Return the parts of a sequence or of alternatives, with those of parts that are such themselves."""
+    """Return parts as elements, with nested sequences or alternatives flattened."""
     elements = [literal(part) if isinstance(part, str) else part for part in parts]
     return [found for each in elements for found in (each["elements"] if each["type"] == kind else [each])]
 
 
 def optional(part: Element | str) -> Element:
-    """Return what matches a part or nothing."""
+    """Return the element that matches a part or nothing."""
     return {"type": "optional", "content": literal(part) if isinstance(part, str) else part}
 
 
 def repeated(part: Element, least: int, most: int | None) -> Element:
-    """Return what matches a part `least` to `most` times (None: without limit)."""
+    """Return the element that matches a part `least` to `most` times; None sets no limit."""
     return {"type": "repeat", "min": least, "max": -1 if most is None else most, "content": part}
 
 
 def free_text(excludes: Sequence[str], least: int = 0, most: int | None = None) -> Element:
-    """Return what matches any text of `least` to `most` characters that holds none of `excludes`."""
+    """Return the element that matches `least` to `most` characters without any of `excludes`."""
     rest: Element = {"type": "any_text", "excludes": list(excludes)}
     if most is not None:
         rest["max_chars"] = most - least
-    # The first characters begin none of the excluded texts, so that none of those can begin among them.
+    # None of the first characters begins an excluded text, so no excluded text can begin among them.
     firsts = "".join(sorted({_SPECIAL_IN_CLASS.sub(r"\\\g<0>", text[0]) for text in excludes}))
     first = matching(rf"[^{firsts}\x00]{{{least}}}" if least else "")
     return first if most == least else sequence(first, rest)
@@ -95,11 +95,11 @@ _INTEGER = "-?(?:0|[1-9][0-9]{0,17})"
 
 
 def json_number(bounds: Mapping[str, Any] | None = None, *, whole: bool = False) -> Element:
-    """Return what matches a JSON number that is neither infinite nor too long for any reader.
+    """Return the element that matches a JSON number, neither infinite nor too long for a reader.
 
     Args:
-        bounds: A schema with a bound on either side, which the server knows how to match; None for any number.
-        whole: An integer.
+        bounds: Schema with a bound on both sides, which the server can match; None for any number.
+        whole: Whether to match only integers.
     """
     if bounds is not None:
         return {"type": "json_schema", "json_schema": bounds}
@@ -107,17 +107,16 @@ def json_number(bounds: Mapping[str, Any] | None = None, *, whole: bool = False)
 
 
 def json_characters(least: int, most: int | None, escapes: str) -> Element:
-    """Return what matches `least` to `most` characters of a JSON string.
+    """Return the element that matches `least` to `most` characters of a JSON string.
 
-    xgrammar's own strings may hold half of a surrogate pair, and those of a bounded length have no escapes, may hold
-    control characters, which JSON forbids, and take ten seconds to compile. Where the length is bounded here, an escape
-    may use up two of the characters, and bytes that are no UTF-8 count as none. An escape never stands among the first
-    `least`.
+    xgrammar's own strings may contain a lone surrogate. Those of a bounded length have no escapes, may contain control
+    characters, which JSON forbids, and take ten seconds to compile. Here, an escape may count as two characters of a
+    bounded length, bytes that are not UTF-8 do not count, and the first `least` characters contain no escape.
 
     Args:
         least: Fewest characters.
         most: Most characters; None for no limit.
-        escapes: What may follow a backslash, as a class of characters.
+        escapes: Character class of what may follow a backslash.
     """
     first = matching(f"{_PLAIN}{{{least}}}" if least else "")
     if most == least:
@@ -131,11 +130,11 @@ def json_characters(least: int, most: int | None, escapes: str) -> Element:
 
 
 def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = "") -> Element:
-    """Return what matches parts in order, those that are not required perhaps left out.
+    """Return the element that matches parts in order, of which some are optional.
 
     Args:
-        parts: Every part, and whether it is required.
-        separator: What stands between two of them.
+        parts: Each part, and whether it is required.
+        separator: Separator of two parts.
     """
     if not separator:
         return sequence(*(part if required else optional(part) for part, required in parts))
@@ -143,12 +142,12 @@ def members(parts: Sequence[tuple[Element, bool]], separator: Element | str = ""
     if first is None:
         return optional(_some([part for part, _ in parts], separator)) if parts else literal("")
     before = [(sequence(part, separator), False) for part, _ in parts[:first]]
-    behind = [(sequence(separator, part), required) for part, required in parts[first + 1 :]]
-    return members([*before, parts[first], *behind])
+    after = [(sequence(separator, part), required) for part, required in parts[first + 1 :]]
+    return members([*before, parts[first], *after])
 
 
 def _some(parts: Sequence[Element], separator: Element | str) -> Element:
-    """Return what matches at least one of the parts, in order; in halves, or each would be there once per part."""
+    """Return the element that matches at least one part, in order; in halves, or each would appear once per part."""
     if len(parts) == 1:
         return parts[0]
     half = len(parts) // 2
@@ -157,34 +156,34 @@ def _some(parts: Sequence[Element], separator: Element | str) -> Element:
 
 
 def constant_text(value: Any) -> str:
-    """Return a constant as chat templates write it in JSON."""
+    """Return a constant in the JSON that chat templates write."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_object(values: Mapping[str, Element | str]) -> Element:
-    """Return what matches a JSON object with these keys in this order, spaced as chat templates do."""
+    """Return the element that matches a JSON object with these keys in order, spaced as in chat templates."""
     parts = [(sequence(f"{constant_text(key)}: ", value), True) for key, value in values.items()]
     return sequence("{", members(parts, ", "), "}")
 
 
 @dataclass(frozen=True)
 class Notation:
-    """How a format writes values; without arguments as JSON, spaced as chat templates write it.
+    """The notation of a format's values; by default JSON, spaced as in chat templates.
 
     Attributes:
-        quote: What stands on both sides of a string.
-        escapes: What may follow a backslash in a string, as a class of characters; no `u`, which could write half of a
-            surrogate pair. Empty where strings are not escaped.
-        excludes: Marks that no string may hold where strings are not escaped.
-        keys: Pattern of the keys that can be written, as they are; empty where keys are JSON strings.
-        member: What stands around the value of an object's property, with `{}` for the key.
-        item: What stands around an item of a list.
-        brackets: What stands around a list and around an object.
-        comma: What stands between items and between properties.
-        gap: White space inside of brackets.
-        is_sorted: The properties of an object are in alphabetical order.
-        is_typed: The parser types text by the schema.
-        nested: What lists and objects are written in; None for the same notation.
+        quote: Text before and after a string.
+        escapes: Character class of what may follow a backslash in a string, without `u`, which could write a lone
+            surrogate. Empty if strings are not escaped.
+        excludes: Marks that a string must not contain if strings are not escaped.
+        keys: Pattern of the keys that the format can write; empty if keys are JSON strings.
+        member: Text before and after the value of a property, with `{}` for the key.
+        item: Text before and after an item of a list.
+        brackets: Brackets of a list and of an object.
+        comma: Separator of items and of properties.
+        gap: White space inside brackets.
+        is_sorted: Whether the properties of an object are in alphabetical order.
+        is_typed: Whether the parser types text by the schema.
+        nested: Notation of lists and objects; None for this notation.
     """
 
     quote: str = '"'
@@ -201,21 +200,21 @@ class Notation:
     nested: Notation | None = None
 
     def value(self, schema: Schema) -> Element:
-        """Return what matches a value by its schema.
+        """Return the element that matches a value of a schema.
 
         Raises:
-            NotImplementedError: There is no grammar for that, or the parser would not always read what it lets through.
+            NotImplementedError: No grammar can express the schema, or the parser could read another value.
         """
         options = alternatives(schema)
         if self.is_typed:
-            options = self._told_apart(schema, options)
+            options = self._distinguishable(schema, options)
         return either(map(self.alternative, options))
 
     def alternative(self, schema: Schema) -> Element:
-        """Return what matches one of the `alternatives` of a schema.
+        """Return the element that matches one of the `alternatives` of a schema.
 
         Raises:
-            NotImplementedError: There is no grammar for that.
+            NotImplementedError: No grammar can express the alternative.
         """
         if next(schema.written) > _MOST_VALUES:
             raise schema.unsupported("the schema is too large for a grammar")
@@ -239,19 +238,19 @@ class Notation:
             return (self.nested or self)._object(schema)
         return either(_SPELLED_OUT[kind])
 
-    def _told_apart(self, schema: Schema, options: list[Schema]) -> list[Schema]:
-        """Return the alternatives of a schema that a typed text is one of; any other value is a free text as well."""
+    def _distinguishable(self, schema: Schema, options: list[Schema]) -> list[Schema]:
+        """Return the alternatives of a schema that typed text distinguishes; a free string covers all others."""
         for option in options:
             for value in option.value.get("enum", ()):
                 if not _reads(value, schema):
-                    raise schema.unsupported(f"the format cannot tell the value {value!r} from others")
+                    raise schema.unsupported(f"the format does not distinguish the value {value!r} from others")
         strings = [option for option in options if option.value.get("type") == "string"]
         nested = [option for option in options if option.value.get("type") in ("array", "object")]
         if len(nested) > 1 and self.nested is None:
-            raise schema.unsupported("the format does not tell the alternatives of this schema apart")
+            raise schema.unsupported("the format does not distinguish the alternatives of this schema")
         plain = [option for option in options if option.value.keys() == {"type"} and option not in nested]
         if strings and any(option not in plain and option not in strings for option in options):
-            raise schema.unsupported("the format does not tell strings from the other values of this schema")
+            raise schema.unsupported("the format does not distinguish strings from the other values of this schema")
         free = [option for option in strings if option in plain]
         return free[:1] or options
 
@@ -287,7 +286,7 @@ class Notation:
 
     def _constant(self, value: Any, schema: Schema) -> Element:
         if self.keys and isinstance(value, (list, dict)):
-            raise schema.unsupported("a grammar of this format cannot hold a list or an object as a constant")
+            raise schema.unsupported("a grammar of this format cannot contain a list or an object as a constant")
         if self.escapes or not isinstance(value, str):
             return literal(constant_text(value))
         if "\x00" in value or any(mark in value for mark in self.excludes):
@@ -297,24 +296,25 @@ class Notation:
 
 JSON = Notation()
 INDENTED_JSON = Notation(comma=sequence(",", matching(r"[ \n]{0,32}")), gap=matching(r"[ \n]{0,32}"))
-PYTHON = Notation(escapes='["\\\\bfnrt]')  # no escape for `/`; parsers read `true`, `false` and `null` too
+PYTHON = Notation(escapes='["\\\\bfnrt]')  # Python does not escape `/`; parsers read `true`, `false` and `null`
 
 
 def plain_text(excludes: Sequence[str]) -> Notation:
-    """Return the notation of formats that write a value as plain text between marks, lists and objects as JSON."""
+    """Return the notation of formats that write values as plain text, and lists and objects as JSON."""
     return Notation(quote="", escapes="", excludes=excludes, is_typed=True, nested=JSON)
 
 
 def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bool = False) -> Element:
-    """Return what matches a value as plain text between marks, its type left to the schema; the rest is JSON.
+    """Return the element that matches a value as plain text, typed by the schema; lists and objects are JSON.
 
     Args:
-        schema: The schema.
-        excludes: Marks that no string may hold.
-        python_spellings: `True`, `False` and `None` too, which some chat templates write, where no text can be meant.
+        schema: Schema of the value.
+        excludes: Marks that a string must not contain.
+        python_spellings: Whether `True`, `False` and `None` also match if the value cannot be a string, as some chat
+            templates write them.
 
     Raises:
-        NotImplementedError: There is no grammar for that.
+        NotImplementedError: No grammar can express the schema.
     """
     written = plain_text(excludes).value(schema)
     kinds = [option.value.get("type", "constants") for option in alternatives(schema)]
@@ -324,7 +324,7 @@ def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bo
 
 
 def values_by_type(schema: Schema, excludes: Sequence[str]) -> dict[str, Element]:
-    """Return what matches the values of a schema by their JSON type: strings as plain text between marks, or JSON."""
+    """Return the elements that match the values of a schema, by JSON type; strings are plain text."""
     notation = plain_text(excludes)
     found: dict[str, list[Element]] = {}
     for option in alternatives(schema):
@@ -338,7 +338,7 @@ def values_by_type(schema: Schema, excludes: Sequence[str]) -> dict[str, Element
 
 
 def _reads(value: Any, schema: Schema) -> bool:
-    """Tell whether the parser reads a constant as itself."""
+    """Return whether the parser reads a constant as itself."""
     written = value if isinstance(value, str) else constant_text(value)
     try:
         return same_json(typed_value(written, schema.value, schema.root), value)

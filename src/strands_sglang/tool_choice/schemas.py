@@ -1,7 +1,7 @@
-"""JSON schemas of tools, taken apart into alternatives of one type each, of which a grammar is made.
+"""JSON schemas of tools, split into alternatives of one type each for a grammar.
 
-Nothing of a schema is left to the server, which would ignore some keywords and read others in its own way. A keyword
-that no grammar here enforces is refused, since arguments that do not fit would come out without a word.
+The server interprets no schema itself, except for the bounds of a number: it would ignore some keywords and read others
+differently. Keywords that no grammar enforces are rejected, because arguments could silently violate them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
 }
 _CONSTRAINTS = {key for keys in _OF_TYPE.values() for key in keys} | {"$ref", "anyOf", "oneOf", "allOf"}
-# Keywords with one meaning together: two schemas are joined only where they agree on all of them.
+# Keywords that belong together: two schemas are joined only if they agree on each group.
 _TOGETHER = (
     *(("properties", "additionalProperties"), ("items", "prefixItems")),
     *((keyword,) for keyword in sorted(_CONSTRAINTS | _NOT_ENFORCED | {"type", "enum", "const"})),
 )
-# What stands for a value of any type: objects would have keys that no schema declares.
+# The types of an untyped value; an object would have keys that no schema declares.
 _ANY_TYPE = ("string", "number", "boolean", "null")
-_LEVELS = 64  # references, alternatives and properties in each other before a schema counts as referring to itself
-_LONGEST = 256  # characters or items that a schema may require, or a pattern repeat: each is a state of the grammar
+_LEVELS = 64  # nested references, alternatives and properties; a deeper schema counts as recursive
+_LONGEST = 256  # most characters or items that a schema may require or a pattern may repeat: each is a state
 _MOST_ALTERNATIVES = 256
-# Characters that mean nothing in regular expressions, in JSON strings and in any format; the same in a class.
+# Characters without a meaning in regular expressions, JSON strings and any format; also within a class.
 _ATOM = re.compile(
     r"[A-Za-z0-9 _@:,/=#%&~!;'-]|\\[dw.+*?()/$^|-]|"
     r"\[(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9 _@:,/.+*?=#%]|\\[dw.-])+-?\]"
@@ -56,14 +56,14 @@ _REPEATED = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 
 
 class Schema(NamedTuple):
-    """A JSON schema, and what it takes to read it.
+    """A JSON schema and its context.
 
     Attributes:
-        value: The schema, an object; one that allows nothing lists no values.
-        root: The schema that its references point into.
-        path: Where it stands, for errors.
-        written: Counts the values of its grammar.
-        level: How many references, lists and objects it stands in.
+        value: Schema as an object; one that allows nothing has an empty `enum`.
+        root: Schema that references point into.
+        path: Path of the schema, for error messages.
+        written: Counter of the values in the grammar.
+        level: Number of references, lists and objects around the schema.
     """
 
     value: Mapping[str, Any]
@@ -73,35 +73,35 @@ class Schema(NamedTuple):
     level: int = 0
 
     def at(self, value: Any, *keys: str) -> Schema:
-        """Return a schema that stands in this one.
+        """Return a schema inside this one.
 
         Raises:
-            NotImplementedError: It is none, or stands too deep, as in a schema that refers to itself.
+            NotImplementedError: The value is not a schema, or is nested too deeply, as in a recursive schema.
         """
         if self.level == _LEVELS:
-            raise self.unsupported("a grammar cannot follow a schema that refers to itself")
+            raise self.unsupported("a grammar cannot express a recursive schema")
         inner = self._replace(value=value, path="/".join((self.path, *keys)), level=self.level + 1)
         if isinstance(value, bool):
             return inner._replace(value={} if value else {"enum": []})
         if not isinstance(value, Mapping):
-            raise inner.unsupported(f"{value!r} is no schema")
+            raise inner.unsupported(f"{value!r} is not a schema")
         return inner
 
     def unsupported(self, what: str) -> NotImplementedError:
-        """Return the error that says why a grammar for this schema cannot be made."""
+        """Return the error that explains why this schema has no grammar."""
         path = self.path if len(self.path) <= 200 else f"{self.path[:200]}..."
         return NotImplementedError(f"{path}: {what}")
 
     def sizes(self, least: str, most: str) -> tuple[int, int | None]:
-        """Return the fewest and the most characters, items or properties; None for no limit.
+        """Return the fewest and the most characters, items or properties; None means no limit.
 
         Raises:
-            NotImplementedError: No value is that large and that small, or a grammar cannot count that far.
+            NotImplementedError: The limits contradict each other, or a grammar cannot count that far.
         """
         given = {keyword: self.value[keyword] for keyword in (least, most) if self.value.get(keyword) is not None}
         for keyword, value in given.items():
             if type_name(value) != "integer" or value < 0:
-                raise self.unsupported(f"{value!r} is no {keyword!r}")
+                raise self.unsupported(f"{value!r} is not a valid {keyword!r}")
         low, high = int(given.get(least, 0)), int(given[most]) if most in given else None
         if low > (_LONGEST if high is None else min(high, _LONGEST)):
             raise self.unsupported(f"a grammar cannot count {least!r} of {low} and {most!r} of {high}")
@@ -120,20 +120,20 @@ def argument_schema(spec: Mapping[str, Any]) -> Schema:
     """Return the schema of a tool's arguments.
 
     Args:
-        spec: A Strands tool spec; its `inputSchema` is the schema, or holds it under `json`.
+        spec: Strands tool spec; its `inputSchema` is the schema, or contains it under `json`.
     """
     given = tool_schemas([spec])[spec["name"]]
     value = {"type": "object", **(given if isinstance(given, Mapping) else {})}
     if not any(value.get(key) for key in ("$ref", "allOf", "anyOf", "oneOf", "additionalProperties")):
-        value.setdefault("properties", {})  # a tool that declares nothing takes nothing
+        value.setdefault("properties", {})  # a tool without declared parameters takes none
     return Schema(value, value, f"the schema of the tool {spec['name']!r}", count())
 
 
 def alternatives(schema: Schema) -> list[Schema]:
-    """Return the schemas of one type, or of constants (an `enum` alone), that a schema consists of.
+    """Return the alternatives of a schema: each has one type, or constants (only an `enum`).
 
     Raises:
-        NotImplementedError: It allows no value, or cannot be taken apart.
+        NotImplementedError: The schema allows no value, or cannot be split.
     """
     found = _alternatives(schema)
     if not found:
@@ -143,13 +143,13 @@ def alternatives(schema: Schema) -> list[Schema]:
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
-    """Return the same; an empty one allows anything."""
+    """Return the alternatives of a schema; an empty schema allows anything."""
     value = schema.value
     for keyword in sorted(_NOT_ENFORCED.intersection(value)):
         if value[keyword] is not False or keyword not in ("not", "uniqueItems"):
             raise schema.unsupported(f"a grammar cannot express the keyword {keyword!r}")
     if "$id" in value and schema.level:
-        raise schema.unsupported("a grammar cannot follow a schema with an '$id' of its own")
+        raise schema.unsupported("a grammar cannot express an inner schema with an '$id'")
     if "$ref" in value:
         target = resolve_reference(str(value["$ref"]), schema.root)
         if target is None:
@@ -168,7 +168,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
         if not kinds:
             return [schema.at({})]
         if len(kinds) > 1:
-            raise schema.unsupported("a grammar needs a 'type' beside keywords of several types")
+            raise schema.unsupported("a grammar needs a 'type' for keywords of several types")
     else:
         kinds = _kinds(schema)
     return [
@@ -178,16 +178,16 @@ def _alternatives(schema: Schema) -> list[Schema]:
 
 
 def _kinds(schema: Schema) -> list[str]:
-    """Return the types that a schema names itself; all of them where it names none."""
+    """Return the types that a schema names; all types if it names none."""
     declared = schema.value.get("type", [*JSON_TYPES])
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, (list, tuple)) or not all(name in JSON_TYPES for name in names):
-        raise schema.unsupported(f"{declared!r} is no 'type'")
+        raise schema.unsupported(f"{declared!r} is not a valid 'type'")
     return [name for name in dict.fromkeys(names) if name != "integer" or "number" not in names]
 
 
 def _joined(schema: Schema, keyword: str, parts: list[Any], *keys: str) -> Schema:
-    """Return a schema that asks for what some parts ask for, in place of a keyword; annotations do not matter."""
+    """Return a schema with a keyword replaced by the requirements of its parts; annotations are ignored."""
     whole = {key: inner for key, inner in schema.value.items() if key not in (keyword, "$id")}
     for part in (schema.at(part, *keys).value for part in parts):
         for together in _TOGETHER:
@@ -199,20 +199,20 @@ def _joined(schema: Schema, keyword: str, parts: list[Any], *keys: str) -> Schem
 
 
 def _choices(schema: Schema, keyword: str) -> list[Schema]:
-    """Return the alternatives of all that `anyOf` or `oneOf` lists."""
+    """Return the alternatives of the schemas in `anyOf` or `oneOf`."""
     parts: list[list[Schema]] = []
     for index, choice in enumerate(_listed(schema, keyword)):
         parts.append(_alternatives(_joined(schema, keyword, [choice], keyword, str(index))))
         if sum(map(len, parts)) > _MOST_ALTERNATIVES:
-            raise schema.unsupported(f"a grammar has at most {_MOST_ALTERNATIVES} alternatives at one place")
+            raise schema.unsupported(f"a grammar may have at most {_MOST_ALTERNATIVES} alternatives in one place")
     pairs = ((first, second) for one, other in combinations(parts, 2) for first in one for second in other)
     if keyword == "oneOf" and not all(_exclusive(*pair) for pair in pairs):
-        raise schema.unsupported("the alternatives of 'oneOf' do not exclude each other plainly")
+        raise schema.unsupported("the alternatives of 'oneOf' do not obviously exclude each other")
     return [found for part in parts for found in part]
 
 
 def _constants(schema: Schema) -> list[Schema]:
-    """Return a schema that lists the constants of a schema which are of its type."""
+    """Return a schema with the constants that have the schema's type; none if there are none."""
     value, kinds = schema.value, _kinds(schema)
     listed = [value["const"]] if "const" in value else _listed(schema, "enum")
     others = sorted(_CONSTRAINTS.intersection(value))
@@ -223,12 +223,12 @@ def _constants(schema: Schema) -> list[Schema]:
     named = {*kinds, "integer"} if "number" in kinds else {*kinds}
     kept = [constant for constant in listed if type_name(constant) in named]
     if not all(map(_is_json, kept)):
-        raise schema.unsupported("a constant is no JSON")
+        raise schema.unsupported("a constant is not valid JSON")
     return [schema.at({"enum": kept})] if kept else []
 
 
 def _exclusive(one: Schema, other: Schema) -> bool:
-    """Tell whether no value fits both of two alternatives, as far as that is plain to see."""
+    """Return whether two alternatives obviously exclude each other."""
     if not allowed_types(one.value) & allowed_types(other.value):
         return True
     if "enum" in one.value and "enum" in other.value:
@@ -248,10 +248,11 @@ def _exclusive(one: Schema, other: Schema) -> bool:
 
 
 def object_properties(schema: Schema) -> list[Property]:
-    """Return the properties of an object that a grammar lets through: those that are declared.
+    """Return the declared properties of an object, which are those that a grammar matches.
 
     Raises:
-        NotImplementedError: It allows others and declares none, requires one that is not declared, or counts them.
+        NotImplementedError: The schema declares no properties but allows some, requires an undeclared property, or
+            limits the number of properties.
     """
     properties = schema.value.get("properties") or {}
     others = schema.value.get("additionalProperties", "properties" not in schema.value)
@@ -277,10 +278,10 @@ def object_properties(schema: Schema) -> list[Property]:
 
 
 def array_items(schema: Schema) -> tuple[list[Schema], Schema | None, int, int | None]:
-    """Return the first items of a list, the schema of those behind, and the fewest and the most of those behind.
+    """Return the first items of a list, the schema of all later items, and the fewest and the most later items.
 
     Raises:
-        NotImplementedError: No list fits, or a grammar cannot express it.
+        NotImplementedError: No list fits the schema, or a grammar cannot express it.
     """
     least, most = schema.sizes("minItems", "maxItems")
     items = schema.value.get("items", True)
@@ -289,49 +290,49 @@ def array_items(schema: Schema) -> tuple[list[Schema], Schema | None, int, int |
     if not first and items is not False:
         return [], others, least, most if most is None else min(most, max(least, _LONGEST))
     if least > len(first) or (most is not None and most < len(first)):
-        what = "a grammar cannot express this number of items beside 'prefixItems'"
+        what = "a grammar cannot express this number of items with 'prefixItems'"
         raise schema.unsupported(what if first else "the schema allows no value")
-    return first, None, 0, 0  # all of them, and nothing behind
+    return first, None, 0, 0  # exactly these
 
 
 def string_pattern(schema: Schema) -> str | None:
-    """Return the regular expression that a string has to match as a whole; None if any will do.
+    """Return the regular expression that a whole string must match; None if there is none.
 
     Raises:
-        NotImplementedError: The pattern is not one that a grammar matches exactly as JSON Schema does, in every format:
-            `^`, characters that no format has a meaning for, classes of them, repetitions, `$`.
+        NotImplementedError: A grammar cannot match the pattern exactly as JSON Schema does in every format. Supported
+            are `^`, characters without a meaning in any format, classes of them, repetitions, and `$`.
     """
     pattern = schema.value.get("pattern")
     if pattern is None:
         return None
     if "minLength" in schema.value or "maxLength" in schema.value:
-        raise schema.unsupported("a grammar cannot hold a string to a pattern and to a length")
+        raise schema.unsupported("a grammar cannot limit a string by a pattern and a length")
     try:
         is_plain = _PATTERN.fullmatch(pattern) is not None and re.compile(pattern) is not None
-    except (TypeError, re.error):  # no text, or a range or a repetition from more to less
+    except (TypeError, re.error):  # not a string, or a reversed range or repetition
         is_plain = False
     if not is_plain or sum(int(most or least) for least, most in _REPEATED.findall(pattern)) > _LONGEST:
-        raise schema.unsupported(f"a grammar cannot hold a string to the pattern {pattern!r}")
+        raise schema.unsupported(f"a grammar cannot express the pattern {pattern!r}")
     return _ATOM.sub(_spelled_out, pattern[1:-1])
 
 
 def _spelled_out(atom: re.Match[str]) -> str:
-    r"""Return a part of a pattern with `\d` and `\w` as JSON Schema's dialect has them."""
+    r"""Return a part of a pattern with `\d` and `\w` spelled out as in JSON Schema's dialect."""
     found = atom.group().replace(r"\d", "0-9").replace(r"\w", "A-Za-z0-9_")
     return f"[{found}]" if found != atom.group() and not found.startswith("[") else found
 
 
 def number_bounds(schema: Schema) -> dict[str, Any] | None:
-    """Return a schema of the bounds of a number, on both sides; None if it has none.
+    """Return a schema with a bound on both sides of a number; None if it has no bounds.
 
     Raises:
-        NotImplementedError: No number fits, or a bound is not one that the server reads exactly.
+        NotImplementedError: No number fits, or the server cannot represent a bound exactly.
     """
     kind = schema.value["type"]
     given = {keyword: schema.value[keyword] for keyword in _OF_NUMBERS if schema.value.get(keyword) is not None}
     for keyword, value in given.items():
         if type_name(value) not in ("integer", "number") or not -(10**30) < value < 10**30 or round(value, 6) != value:
-            raise schema.unsupported(f"a grammar cannot hold a number to {keyword!r} of {value!r}")
+            raise schema.unsupported(f"a grammar cannot express {keyword!r} of {value!r}")
     if not given:
         return None
     widest = 10**18 if kind == "integer" else 10**15
@@ -350,7 +351,7 @@ def number_bounds(schema: Schema) -> dict[str, Any] | None:
         }
     least, most = bounds.values()
     if least > most or (least == most and not bounds.keys() <= {"minimum", "maximum"}):
-        raise schema.unsupported("a grammar knows no number within these bounds")
+        raise schema.unsupported("a grammar can write no number within these bounds")
     return {"type": kind, **bounds}
 
 

@@ -886,7 +886,7 @@ async def test_a_forced_call_is_constrained_and_never_trained_and_the_conversati
 
 async def test_a_tool_that_is_not_there_cannot_be_forced(rollout):
     server, model = rollout([])
-    with pytest.raises(ValueError, match="asks for 'search', and the tools are: calculator"):
+    with pytest.raises(ValueError, match="asks for 'search', but the tools are: calculator"):
         question = [{"role": "user", "content": [{"text": "q"}]}]
         await ask(model, question, tool_choice={"tool": {"name": "search"}})
     assert len(model.trajectory) == 0
@@ -898,7 +898,7 @@ async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(rollou
             return []
 
     server, model = rollout(["no call"], tool_parser=Lines())
-    with pytest.warns(UserWarning, match="the tool choice is not forced, the model may ignore it"):
+    with pytest.warns(UserWarning, match="the tool choice is not forced, and the model may ignore it"):
         await ask(model, [{"role": "user", "content": [{"text": "q"}]}], tool_choice={"any": {}})
     assert "structural_tag" not in server.requests[0].sampling_params
     assert sum(model.token_manager.loss_mask) > 0

@@ -13,7 +13,7 @@ ANY = {"any": {}}
 
 
 def element(parser, tools, choice=ANY, **flags):
-    """The grammar of a forced call."""
+    """Return the grammar of a forced call."""
     params = forced_call(get_tool_parser(parser) if isinstance(parser, str) else parser, tools, choice, **flags)
     assert params is not None and list(params) == ["structural_tag"]
     return json.loads(params["structural_tag"])["format"]
@@ -24,12 +24,12 @@ def tool(schema, name="f"):
 
 
 def parameter(schema, required=True, **others):
-    """A tool with one parameter."""
+    """Return a tool with one parameter."""
     return tool({"type": "object", "properties": {"a": schema}, "required": ["a"] if required else [], **others})
 
 
 def drawn_call(data, format_name, tools, choice=ANY):
-    """The one call of a text that the grammar lets through."""
+    """Return the one call of a text that the grammar matches."""
     text = data.draw(texts_of(element(format_name, tools, choice)))
     turn = get_tool_parser(format_name).parse_turn(text, tools=tools)
     assert not wrong_with(turn, tuple(found["name"] for found in tools), tools)
@@ -39,14 +39,14 @@ def drawn_call(data, format_name, tools, choice=ANY):
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_the_grammar_lets_through_is_one_call_that_fits_the_schema(format_name, data):
+def test_the_grammar_matches_one_call_that_fits_the_schema(format_name, data):
     drawn_call(data, format_name, TOOLS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_named_tool_is_the_only_one_that_can_be_called(format_name, data):
+def test_only_the_named_tool_can_be_called(format_name, data):
     parser = get_tool_parser(format_name)
     grammar = element(parser, TOOLS, {"tool": {"name": "now"}})
     assert "look_up" not in json.dumps(grammar)
@@ -66,7 +66,7 @@ def test_reasoning_that_the_prompt_opened_ends_before_the_call(format_name, data
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, data):
+def test_a_model_may_reason_before_the_call(format_name, data):
     parser = get_tool_parser(format_name)
     text = data.draw(texts_of(element(parser, TOOLS, may_reason=True)))
     assert not wrong_with(parser.parse_turn(text, tools=TOOLS), ("look_up", "now"))
@@ -91,7 +91,7 @@ def test_a_model_that_may_reason_calls_a_tool_with_and_without_it(format_name, d
 )
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schema, data):
+def test_every_kind_of_parameter_fits_its_schema(format_name, schema, data):
     call = drawn_call(data, format_name, [parameter(schema)])
     jsonschema.validate(call.input["a"], schema)
 
@@ -99,7 +99,7 @@ def test_every_kind_of_parameter_comes_out_as_its_schema_says(format_name, schem
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_parameters_that_are_not_required_may_be_left_out(format_name, data):
+def test_optional_parameters_may_be_missing(format_name, data):
     names = ("a", "b", "c")
     properties = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in names}
     for required in ([], ["b"], ["a", "c"]):
@@ -107,7 +107,7 @@ def test_parameters_that_are_not_required_may_be_left_out(format_name, data):
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_nothing_of_a_schema_is_left_to_the_server_but_the_bounds_of_numbers(format_name):
+def test_the_server_only_reads_the_bounds_of_numbers(format_name):
     def handed_over(found):
         if isinstance(found, dict):
             yield from [found["json_schema"]] if found.get("type") == "json_schema" else []
@@ -159,8 +159,8 @@ def words(pattern, **others):
     ],
     ids=str,
 )
-def test_what_no_grammar_can_hold_exactly_is_given_up_before_the_request(format_name, schema):
-    """D1, D2, D3: patterns were dropped, read in part or matched what needs an escape, or the server refused them."""
+def test_a_schema_without_an_exact_grammar_is_rejected(format_name, schema):
+    """Patterns were dropped, applied in part, matched text that needs an escape, or failed on the server."""
     tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}}}
     with pytest.raises(NotImplementedError, match="cannot be forced with .* the schema of the tool 'f'/properties/a"):
         forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
@@ -170,7 +170,7 @@ def test_what_no_grammar_can_hold_exactly_is_given_up_before_the_request(format_
 @pytest.mark.parametrize("pattern", [r"^\d{4}-\d{2}$", "^[a-f0-9_]{2,3}$", r"^\w+@[a-z.-]+\.de$", "^a?b*$"])
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_plain_pattern_is_kept_exactly(format_name, pattern, data):
+def test_a_plain_pattern_is_matched_exactly(format_name, pattern, data):
     schema = words(pattern)
     jsonschema.validate(drawn_call(data, format_name, [parameter(schema)]).input["a"], schema)
 
@@ -186,28 +186,28 @@ def test_a_plain_pattern_is_kept_exactly(format_name, pattern, data):
     ],
     ids=str,
 )
-def test_values_that_plain_text_does_not_tell_apart_are_given_up(format_name, schema):
-    """D5: a forced constant came out with another type."""
-    with pytest.raises(NotImplementedError, match="the format (cannot|does not) tell|cannot hold a list"):
+def test_values_that_text_cannot_distinguish_are_rejected(format_name, schema):
+    """A forced constant changed its type."""
+    with pytest.raises(NotImplementedError, match="the format does not distinguish|cannot contain a list"):
         forced_call(get_tool_parser(format_name), [parameter(schema)], ANY)
     assert forced_call(HermesToolParser(), [parameter(schema)], ANY)
 
 
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"type": ["object", "null"]}], ids=str)
-def test_arguments_that_are_no_object_are_given_up(schema):
-    with pytest.raises(NotImplementedError, match="the arguments of a tool are an object"):
+def test_arguments_must_be_an_object(schema):
+    with pytest.raises(NotImplementedError, match="the arguments of a tool must be an object"):
         forced_call(HermesToolParser(), [tool(schema)], ANY)
 
 
-def test_a_grammar_that_is_too_large_for_a_request_is_given_up():
+def test_a_grammar_too_large_for_a_request_is_rejected():
     inner = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(40)}}
     schema = {"type": "object", "properties": {f"q{number}": inner for number in range(20)}}
-    with pytest.raises(NotImplementedError, match="too large for a grammar|characters, and the server gets"):
+    with pytest.raises(NotImplementedError, match="too large for a grammar|characters, and the limit is"):
         forced_call(HermesToolParser(), [tool(schema)], ANY)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_the_same_choice_gives_the_same_grammar_so_that_the_server_compiles_it_once(format_name):
+def test_the_same_choice_has_the_same_grammar(format_name):
     parser = get_tool_parser(format_name)
     assert forced_call(parser, TOOLS, ANY) == forced_call(get_tool_parser(format_name), TOOLS, ANY)
 
@@ -218,89 +218,89 @@ def test_without_a_choice_nothing_is_forced(choice):
     assert forced_call(HermesToolParser(), None, choice, sampling_params={"regex": "a"}) is None
 
 
-def test_marks_that_a_parser_was_given_are_those_of_the_call():
+def test_the_grammar_uses_the_marks_of_the_parser():
     grammar = json.dumps(element(HermesToolParser("<call>", "</call>"), TOOLS))
     assert "<call>" in grammar and "</call>" in grammar and "tool_call" not in grammar
 
 
-def test_a_tool_that_is_not_there_is_an_error_that_lists_the_tools():
-    with pytest.raises(ValueError, match="asks for 'rm', and the tools are: look_up, now"):
+def test_an_unknown_tool_is_an_error_that_lists_the_tools():
+    with pytest.raises(ValueError, match="asks for 'rm', but the tools are: look_up, now"):
         forced_call(HermesToolParser(), TOOLS, {"tool": {"name": "rm"}})
 
 
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", [ANY, {"tool": {"name": "now"}}])
 def test_a_choice_without_tools_is_an_error(tools, choice):
-    with pytest.raises(ValueError, match="needs tools, and there are none"):
+    with pytest.raises(ValueError, match="needs tools, but there are none"):
         forced_call(HermesToolParser(), tools, choice)
 
 
-def test_what_is_no_choice_is_an_error():
+def test_an_invalid_choice_is_an_error():
     with pytest.raises(ValueError, match="one of 'auto', 'any' and 'tool', not {'none': {}}"):
         forced_call(HermesToolParser(), TOOLS, {"none": {}})
 
 
 @pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag"])
-def test_a_grammar_of_the_users_own_is_an_error_beside_a_choice(name):
-    with pytest.raises(ValueError, match=f"has one already, '{name}'"):
+def test_a_second_grammar_is_an_error(name):
+    with pytest.raises(ValueError, match=f"already has one, '{name}'"):
         forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: "x", "temperature": 1.0})
     assert forced_call(HermesToolParser(), TOOLS, ANY, sampling_params={name: None, "temperature": 1.0})
 
 
-def test_a_format_without_a_known_grammar_is_an_error_and_never_guessed():
+def test_a_format_without_a_grammar_is_an_error():
     class Custom(HermesToolParser):
         pass
 
-    with pytest.raises(NotImplementedError, match="the format of Custom: no grammar of it is known; .* hermes"):
+    with pytest.raises(NotImplementedError, match="Custom has no grammar; .* hermes"):
         forced_call(Custom(), TOOLS, ANY)
     assert Custom not in CALL_FORMATS
 
 
-def test_a_name_that_no_call_can_have_is_an_error():
-    with pytest.raises(ValueError, match=r"'f\.g' is not a name that a call can have"):
+def test_an_impossible_tool_name_is_an_error():
+    with pytest.raises(ValueError, match=r"the tool name 'f\.g' cannot be written in a call"):
         forced_call(HermesToolParser(), [tool({"type": "object"}, "f.g")], ANY)
 
 
-def test_a_parser_without_a_mark_that_ends_reasoning_cannot_have_it_open():
+def test_open_reasoning_needs_a_mark_that_ends_it():
     with pytest.raises(ValueError, match="no mark that ends reasoning"):
         forced_call(HermesToolParser(think_end_token=""), TOOLS, ANY, reasoning_open=True)
 
 
 @pytest.mark.parametrize("keyword", ["uniqueItems", "multipleOf", "not", "if", "contains", "dependentRequired"])
-def test_what_the_server_would_ignore_of_a_schema_is_an_error_that_says_where(keyword):
+def test_an_unsupported_keyword_is_an_error_with_its_path(keyword):
     schema = {"type": "array", "items": {keyword: True}}
     with pytest.raises(NotImplementedError, match=f"'f'/properties/a/items: .* keyword '{keyword}'"):
         forced_call(HermesToolParser(), [parameter(schema)], ANY)
 
 
 @pytest.mark.parametrize(
-    ("format_name", "schema", "said"),
+    ("format_name", "schema", "message"),
     [
-        ("gemma4", {"$ref": "#/$defs/T"}, "refers to itself"),
-        ("minimax_m3", {"$ref": "#/$defs/T"}, "refers to itself"),
+        ("gemma4", {"$ref": "#/$defs/T"}, "a recursive schema"),
+        ("minimax_m3", {"$ref": "#/$defs/T"}, "a recursive schema"),
         ("gemma4", {"type": "object", "additionalProperties": True}, "needs the properties of an object"),
         ("qwen_xml", {"enum": ["</parameter>"]}, "cannot write the value '</parameter>'"),
         ("glm", {"$ref": "#/properties/b"}, "leads nowhere"),
-        ("llama4_pythonic", {"type": "string", "pattern": "a+"}, "to the pattern 'a\\+'"),
-        ("hermes", {"type": "string", "pattern": "^a+$", "maxLength": 3}, "to a pattern and to a length"),
+        ("llama4_pythonic", {"type": "string", "pattern": "a+"}, "express the pattern 'a\\+'"),
+        ("hermes", {"type": "string", "pattern": "^a+$", "maxLength": 3}, "by a pattern and a length"),
     ],
 )
-def test_a_schema_that_a_format_has_no_grammar_for_is_an_error_that_names_both(format_name, schema, said):
+def test_an_unsupported_schema_is_an_error_with_the_parser(format_name, schema, message):
     tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}, "s": {"type": "string"}}}}
-    with pytest.raises(NotImplementedError, match=f"{type(get_tool_parser(format_name)).__name__}.*{said}"):
+    with pytest.raises(NotImplementedError, match=f"{type(get_tool_parser(format_name)).__name__}.*{message}"):
         forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
 
 
 @pytest.mark.parametrize("format_name", ["qwen_xml", "seed_oss", "minimax_m3", "gemma4"])
-def test_a_parameter_whose_name_the_format_cannot_write_is_an_error(format_name):
+def test_an_impossible_parameter_name_is_an_error(format_name):
     with pytest.raises(NotImplementedError, match="cannot write the"):
         forced_call(get_tool_parser(format_name), [tool({"type": "object", "properties": {"a>b": {}}})], ANY)
 
 
-def test_a_line_break_in_the_name_of_a_parameter_is_written_as_it_is():
+def test_a_line_break_in_a_parameter_name_is_kept():
     grammar = json.dumps(element("kimi_k3", [tool({"type": "object", "properties": {"a\nb": {"type": "null"}}})]))
     assert json.dumps('key="a\nb"')[1:-1] in grammar
 
 
-def test_arguments_as_templates_write_them_fit_the_schemas_that_these_tests_use():
+def test_the_arguments_of_these_tests_fit_their_schemas():
     jsonschema.validate(ARGUMENTS, TOOLS[0]["inputSchema"]["json"])
