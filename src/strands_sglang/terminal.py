@@ -106,10 +106,10 @@ def _show(what: str, done: threading.Event) -> None:
     began = time.monotonic()
     pause = PROGRESS_AFTER
     while not done.wait(pause):
-        _print(f"\r{what} ... {time.monotonic() - began:.0f} s", sys.stderr)
+        _print(f"\r{what[: WIDTH - 20]} ... {time.monotonic() - began:.0f} s", sys.stderr)
         pause = 1.0
     if pause != PROGRESS_AFTER:
-        _print(f"\r{' ' * (WIDTH - 1)}\r", sys.stderr)
+        _print(f"\r{' ' * (WIDTH - 1)}\r" if os.environ.get("TERM") == "dumb" else "\r\x1b[K", sys.stderr)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

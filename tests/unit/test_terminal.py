@@ -44,7 +44,7 @@ def test_long_waits_are_shown_on_a_terminal_and_erased(monkeypatch):
             time.sleep(0.001)
         raise KeyError
     assert screen.getvalue().startswith("\rloading the tokenizer ... 0 s")
-    assert screen.getvalue().endswith(" \r")
+    assert screen.getvalue().endswith("\r\x1b[K")
 
 
 def test_short_waits_and_logs_stay_quiet(monkeypatch):
