@@ -211,14 +211,10 @@ class SGLangModel(Model):
             routing_key: Key that sends all calls to the same one of several servers. By default each root conversation
                 of an episode has its own key, so that its next call finds its prefix in that server's cache.
             request_fields: Further top-level fields of SGLang's `/generate`. They are sent with every request,
-                including those of helpers, and recorded as `turn.request_fields`. Allowed are `lora_path`, `priority`,
-                `custom_logit_processor`, `max_thinking_tokens`, `require_reasoning`, `return_entropy`,
-                `return_sampling_mask`, `sampling_logprobs_mode`, `extra_key`, `cache_salt`, `session_id`,
-                `conversation_id`, `custom_labels`, `routed_dp_rank`, `data_parallel_rank`, `log_metrics`, `no_logs`,
-                `external_trace_header` and `kv_hints`. Names and types are checked, because SGLang ignores fields that
-                it does not know. Fields that exact recording depends on, such as `input_ids`, `stream` or `rid`, are
-                errors. With `custom_logit_processor` or `max_thinking_tokens` the server may force tokens: those are
-                not sampled by the policy, and the server does not report which they are.
+                including those of helpers, and recorded as `turn.request_fields`. The
+                [guide](../guides/request-fields.md) lists them. Names and types are checked, because SGLang ignores
+                fields that it does not know. Fields that exact recording depends on, such as `input_ids`, `stream` or
+                `rid`, are errors.
             unchecked_request_fields: The same without the check, for fields that only a newer server knows.
         """
 
