@@ -1,1 +1,1 @@
-"""Adapters to RL trainers, one per trainer; each imports its trainer only when used."""
+"""Adapters for RL trainers, one per trainer. Each imports its trainer only when used."""

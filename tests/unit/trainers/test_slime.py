@@ -1,4 +1,4 @@
-"""`generate` for slime: budgets, aborts, evaluation, samples that are handed in again, and all that episodes raise."""
+"""`generate` for slime: budgets, aborts, evaluation, samples that are passed in again, and every error of an episode."""
 
 import asyncio
 import base64
@@ -70,7 +70,7 @@ from support.slime import (
 # --- where slime finds it ---
 
 
-async def test_the_documented_path_is_a_function_as_slime_calls_it(chatml_tokenizer, monkeypatch):
+async def test_documented_path_is_a_function_that_slime_calls(chatml_tokenizer, monkeypatch):
     module, _, name = "strands_sglang.trainers.slime.generate".rpartition(".")
     assert getattr(importlib.import_module(module), name) is generate
     assert list(inspect.signature(generate).parameters) == ["args", "sample", "sampling_params", "evaluation"]
@@ -96,7 +96,7 @@ async def test_an_agent_runs_its_tools_and_the_sample_is_completed(chatml_tokeni
     check_against_server(sample, rollouts.server, all_trained=True)
 
 
-async def test_the_first_episode_opened_is_the_samples_whoever_asks_first(chatml_tokenizer):
+async def test_first_opened_episode_belongs_to_the_sample(chatml_tokenizer):
     async def episode(model, sample):
         with model.episode():
             with model.episode():
@@ -116,7 +116,7 @@ async def test_the_first_episode_opened_is_the_samples_whoever_asks_first(chatml
     assert (sample.tokens, sample.loss_mask) == ([*asked, *sampled], [1] * 12)
 
 
-async def test_an_episode_whose_first_request_is_refused_has_its_prompt(chatml_tokenizer):
+async def test_episode_with_a_rejected_first_request_has_its_prompt(chatml_tokenizer):
     async def episode(model, sample):
         with model.episode():
             await Agent(model=model, callback_handler=None).invoke_async(sample.prompt)
@@ -132,7 +132,7 @@ async def test_an_episode_whose_first_request_is_refused_has_its_prompt(chatml_t
     assert QUESTION in chatml_tokenizer.decode(sample.tokens)
 
 
-async def test_prompts_are_texts_or_chat_messages_with_a_system_prompt_behind_the_agents(chatml_tokenizer):
+async def test_prompts_are_texts_or_chat_messages(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, lambda request: ANSWER)
     messages = [
         {"role": "system", "content": "Use digits."},
@@ -149,19 +149,19 @@ async def test_prompts_are_texts_or_chat_messages_with_a_system_prompt_behind_th
 @pytest.mark.parametrize(
     ("prompt", "args", "message"),
     [
-        ("<|im_start|>user", {"apply_chat_template": True}, "leave --apply-chat-template out"),
+        ("<|im_start|>user", {"apply_chat_template": True}, "remove --apply-chat-template"),
         (7, {}, "a text or a list of chat messages"),
-        ([{"role": "assistant", "content": "x"}], {}, "must be a user's"),
-        ([{"role": "tool", "content": "x"}], {}, "not of 'tool'"),
+        ([{"role": "assistant", "content": "x"}], {}, "must have the role user"),
+        ([{"role": "tool", "content": "x"}], {}, "not 'tool'"),
         ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], {}, "prompt="),
     ],
 )
-async def test_prompts_that_no_agent_can_be_given_are_errors(prompt, args, message, chatml_tokenizer):
+async def test_prompts_that_do_not_suit_an_agent_are_errors(prompt, args, message, chatml_tokenizer):
     with pytest.raises(SlimeExportError, match=message):
         await Rollouts(chatml_tokenizer, [ANSWER])(Sample(prompt=prompt), **args)
 
 
-async def test_an_agent_can_come_from_a_factory_and_be_scored_while_it_is_there(chatml_tokenizer):
+async def test_factory_makes_an_agent_that_the_reward_sees(chatml_tokenizer):
     async def agent_factory(model, sample):
         return Agent(
             model=model,
@@ -190,7 +190,7 @@ async def test_a_reward_that_fails_removes_the_sample(score, chatml_tokenizer):
     assert (sample.reward, sample.remove_sample) == (0.0, True)
 
 
-async def test_nobody_scores_an_episode_that_failed(chatml_tokenizer):
+async def test_failed_episode_is_not_scored(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [CALL], reward=lambda agent, sample: pytest.fail("asked for a reward"))
     assert checked(await rollouts(), rollouts).status.name == "FAILED"
 
@@ -198,7 +198,7 @@ async def test_nobody_scores_an_episode_that_failed(chatml_tokenizer):
 # --- budgets ---
 
 
-async def test_the_budget_is_for_the_whole_response_and_sampling_parameters_are_left_alone(chatml_tokenizer):
+async def test_budget_is_for_the_whole_response(chatml_tokenizer):
     params = slime_sampling_params(max_new_tokens=150)
     before = copy.deepcopy(params)
     rollouts = Rollouts(chatml_tokenizer, [CALL, LONG_TEXT])
@@ -211,7 +211,7 @@ async def test_the_budget_is_for_the_whole_response_and_sampling_parameters_are_
     assert sample.metadata["strands_sglang"]["outcome"] == "max_tokens_reached"
 
 
-async def test_no_request_is_made_once_tool_results_have_used_up_the_budget(chatml_tokenizer):
+async def test_no_request_once_tool_results_used_up_the_budget(chatml_tokenizer):
     @tool
     def lookup(key: str) -> str:
         """Look up a key."""
@@ -224,8 +224,8 @@ async def test_no_request_is_made_once_tool_results_have_used_up_the_budget(chat
     assert sample.response_length <= 60 and not rollouts.server.refusals
 
 
-async def test_a_budget_without_room_for_min_new_tokens_is_used_up(chatml_tokenizer):
-    """A7: what is left of a budget is no reason for the server to refuse a request."""
+async def test_budget_below_min_new_tokens_is_used_up(chatml_tokenizer):
+    """The rest of a budget never makes the server reject a request."""
     rollouts = Rollouts(chatml_tokenizer, [CALL])
     params = slime_sampling_params(max_new_tokens=60, min_new_tokens=50)
     sample = checked(await rollouts(params=params), rollouts)
@@ -250,7 +250,7 @@ async def test_a_sample_fits_what_slime_trains_on(args, evaluation, limit, chatm
     assert sample.metadata["strands_sglang"]["outcome"] == "context_window_overflow"
 
 
-async def test_a_prompt_that_training_cannot_take_is_a_removed_sample(chatml_tokenizer):
+async def test_prompt_too_long_for_training_is_a_removed_sample(chatml_tokenizer):
     args = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
     rollouts = Rollouts(chatml_tokenizer, [])
     sample = checked(await rollouts(**args), rollouts, **args)
@@ -258,7 +258,7 @@ async def test_a_prompt_that_training_cannot_take_is_a_removed_sample(chatml_tok
     assert rollouts.server.requests == []
 
 
-async def test_a_history_that_is_shortened_starts_a_sequence_within_the_same_budget(chatml_tokenizer):
+async def test_shortened_history_stays_within_the_budget(chatml_tokenizer):
     def agent_factory(model, sample):
         manager = SlidingWindowConversationManager(window_size=2)
         return Agent(model=model, tools=make_tools()[0], callback_handler=None, conversation_manager=manager)
@@ -286,7 +286,7 @@ async def test_limits_truncate(limits, outcome, calls, chatml_tokenizer):
     assert len(rollouts.server.requests) == calls
 
 
-async def test_an_episode_that_takes_too_long_is_cut_off(chatml_tokenizer):
+async def test_episode_that_takes_too_long_is_truncated(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [CALL, ScriptedAnswer(ANSWER, latency_s=60)], timeout=1.0)
     sample = checked(await rollouts(), rollouts)
     assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
@@ -322,7 +322,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("error", ERRORS)
-async def test_whatever_an_episode_raises_ends_in_a_removed_sample(error, fan_out, chatml_tokenizer):
+async def test_error_in_an_episode_gives_a_removed_sample(error, fan_out, chatml_tokenizer):
     answers, settings, outcome = ERRORS[error]
     rollouts = Rollouts(chatml_tokenizer, answers, fan_out=fan_out, **settings)
     result = checked(await rollouts(), rollouts)
@@ -332,12 +332,12 @@ async def test_whatever_an_episode_raises_ends_in_a_removed_sample(error, fan_ou
         assert sample.metadata["strands_sglang"]["outcome"] == outcome
 
 
-async def test_a_tool_that_raises_is_the_models_to_handle(chatml_tokenizer):
+async def test_error_in_a_tool_goes_to_the_model(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [call("broken", reason="x"), ANSWER])
     assert checked(await rollouts(), rollouts).status.name == "COMPLETED"
 
 
-async def test_a_cancellation_goes_on_to_the_caller(chatml_tokenizer):
+async def test_cancellation_propagates_to_the_caller(chatml_tokenizer):
     asked = asyncio.Event()
 
     async def never(request):
@@ -355,7 +355,7 @@ async def test_a_cancellation_goes_on_to_the_caller(chatml_tokenizer):
 
 
 @pytest.mark.parametrize("status", ["COMPLETED", "TRUNCATED"])
-async def test_a_finished_sample_comes_back_as_it_is(status, chatml_tokenizer):
+async def test_finished_sample_is_returned_unchanged(status, chatml_tokenizer):
     sample = Sample(status=Sample.Status[status], tokens=[1, 2], reward=1.0)
     before = copy.deepcopy(sample)
     assert await Rollouts(chatml_tokenizer, [])(sample) == before
@@ -363,7 +363,7 @@ async def test_a_finished_sample_comes_back_as_it_is(status, chatml_tokenizer):
 
 
 @pytest.mark.parametrize("fan_out", [False, True])
-async def test_a_failed_sample_is_generated_anew_without_a_trace(fan_out, chatml_tokenizer):
+async def test_failed_sample_is_generated_again_without_a_trace(fan_out, chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [CALL, ScriptedFault("drop"), CALL, ANSWER], fan_out=fan_out)
     given = Sample(index=3, group_index=1, prompt=QUESTION, session_id="s")
     await rollouts(given)
@@ -377,7 +377,7 @@ async def test_a_failed_sample_is_generated_anew_without_a_trace(fan_out, chatml
         assert one == other
 
 
-async def test_evaluations_share_parameters_have_no_session_and_one_sample_each(chatml_tokenizer, monkeypatch):
+async def test_evaluation_gives_one_sample_without_a_session(chatml_tokenizer, monkeypatch):
     params = slime_sampling_params(top_p=0.7)
     before = copy.deepcopy(params)
     rollouts = Rollouts(chatml_tokenizer, lambda request: ANSWER, fan_out=True)
@@ -390,7 +390,7 @@ async def test_evaluations_share_parameters_have_no_session_and_one_sample_each(
     assert len({sample.session_id for sample in samples}) == 3 and all(sample.session_id for sample in samples)
 
 
-async def test_a_session_that_slime_gave_is_kept(chatml_tokenizer):
+async def test_session_from_slime_is_kept(chatml_tokenizer):
     sample = await Rollouts(chatml_tokenizer, [ANSWER])(Sample(prompt=QUESTION, session_id="given"))
     assert sample.session_id == "given"
 
@@ -404,28 +404,28 @@ async def test_a_session_that_slime_gave_is_kept(chatml_tokenizer):
         ({"log_passrate": True}, "log_passrate"),
     ],
 )
-async def test_fan_out_where_slime_cannot_have_it_is_an_error(args, message, chatml_tokenizer):
+async def test_fan_out_that_slime_does_not_support_is_an_error(args, message, chatml_tokenizer):
     with pytest.raises(SlimeExportError, match=message):
         await Rollouts(chatml_tokenizer, [], fan_out=True)(**args)
 
 
 @pytest.mark.parametrize("args", [{"advantage_estimator": "ppo"}, {"rewards_normalization": False}])
-async def test_fan_out_needs_no_post_process_where_slime_normalises_no_groups(args, chatml_tokenizer):
-    """C4: PPO and unnormalised rewards were refused."""
+async def test_fan_out_needs_no_post_process_without_normalization(args, chatml_tokenizer):
+    """PPO and unnormalized rewards were rejected."""
     rollouts = Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)
     assert len(await rollouts(custom_reward_post_process_path=None, **args)) == 1
 
 
-async def test_fanned_out_samples_are_read_like_a_sample(chatml_tokenizer):
-    """C3: slime's fully asynchronous rollout raised TypeError, for it sorts groups by their members' index."""
+async def test_fanned_out_samples_can_be_read_like_a_sample(chatml_tokenizer):
+    """slime's fully asynchronous rollout raised TypeError, because it sorts groups by their members' index."""
     samples = await Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)()
     assert isinstance(samples, list) and samples.index == samples[0].index == 3
     samples[0].reward = {"score": 0.5}
     assert samples.get_reward_value(slime_args(reward_key="score")) == 0.5
 
 
-async def test_a_failed_episode_says_why_in_its_metadata_and_once_in_the_log(chatml_tokenizer, caplog):
-    """C7."""
+async def test_failed_episode_has_its_cause_in_metadata_and_log(chatml_tokenizer, caplog):
+    """The cause of a failed episode was only in the log, once per sample."""
 
     def agent_factory(model, sample):
         raise LookupError("there is no such agent")
@@ -440,13 +440,13 @@ async def test_a_failed_episode_says_why_in_its_metadata_and_once_in_the_log(cha
 
 
 @pytest.mark.parametrize("reward", ["good", [1.0], object()])
-async def test_a_reward_that_is_no_number_removes_its_sample(reward, chatml_tokenizer):
+async def test_reward_that_is_not_a_number_removes_its_sample(reward, chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward=lambda agent, sample: reward)
     sample = checked(await rollouts(), rollouts)
     assert (sample.reward, sample.remove_sample) == (0.0, True)
 
 
-async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):
+async def test_data_for_replay_is_requested(chatml_tokenizer, monkeypatch):
     tell_top_p(monkeypatch)
     params = slime_sampling_params(top_p=0.9, custom_params={"return_top_p_token_ids": True})
     args = {"rollout_top_p": 0.9, **moe_args()}
@@ -470,12 +470,12 @@ async def test_what_is_replayed_is_asked_for(chatml_tokenizer, monkeypatch):
         ({"max_tool_iters": -1}, "max_tool_iters"),
     ],
 )
-def test_settings_that_cannot_work_are_errors_at_once(settings, message):
+def test_invalid_settings_are_errors_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
         make_generate(**settings)
 
 
-async def test_what_is_known_of_a_server_outlives_the_rollout_that_asked(chatml_tokenizer):
+async def test_facts_about_a_server_outlive_a_rollout(chatml_tokenizer):
     rollouts, asked = Rollouts(chatml_tokenizer, lambda request: ANSWER), []
     answer = rollouts.server.transport().handle_async_request
 
@@ -493,7 +493,7 @@ async def test_what_is_known_of_a_server_outlives_the_rollout_that_asked(chatml_
     assert (asked.count("/generate"), asked.count("/tokenize")) == (3, 1)
 
 
-async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
+async def test_no_request_is_sent_once_slime_aborts(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     rollouts.state.aborted = True
     sample = await rollouts()
@@ -508,7 +508,7 @@ async def test_an_episode_stops_at_once_when_slime_aborts(answer, chatml_tokeniz
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 2)
 
 
-async def test_fully_asynchronous_rollouts_get_aborted_samples_and_run_them_again(chatml_tokenizer):
+async def test_fully_async_rollouts_rerun_aborted_samples(chatml_tokenizer):
     args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
     rollouts = Rollouts(chatml_tokenizer, [CALL, CUT, CALL, ANSWER])
     sample = checked(await rollouts(**args), rollouts)
@@ -536,7 +536,7 @@ async def test_an_agent_that_cancels_itself_is_not_run_again(chatml_tokenizer):
     assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
 
 
-async def test_lists_are_never_aborted_unless_slime_aborts_everything(chatml_tokenizer):
+async def test_lists_are_aborted_only_if_slime_aborts_everything(chatml_tokenizer):
     args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
     rollouts = Rollouts(chatml_tokenizer, [CALL, CUT], fan_out=True)
     [sample] = checked(await rollouts(**args), rollouts)
@@ -556,7 +556,7 @@ def in_storage(sample):
 
 
 async def two_parts(rollouts, answers, **args):
-    """The sample that the first part left, and the one that the second made of it."""
+    """Return the sample after the first part, and after the second."""
     rollouts.answers.extend(answers)
     first = await rollouts(**PARTIAL, **args)
     left = copy.deepcopy(first)
@@ -566,9 +566,7 @@ async def two_parts(rollouts, answers, **args):
 
 @pytest.mark.parametrize("mask_off_policy", [False, True])
 @pytest.mark.parametrize("replayed", [False, True])
-async def test_a_partial_rollout_goes_on_from_the_tokens_that_it_had(
-    replayed, mask_off_policy, chatml_tokenizer, monkeypatch
-):
+async def test_partial_rollout_continues_from_its_tokens(replayed, mask_off_policy, chatml_tokenizer, monkeypatch):
     args = {"mask_offpolicy_in_partial_rollout": mask_off_policy}
     params = slime_sampling_params()
     if replayed:
@@ -615,7 +613,7 @@ async def test_limits_and_the_budget_count_over_all_parts(chatml_tokenizer):
     assert len(rollouts.server.requests) == 4  # three turns, one of them in two requests
 
 
-async def test_an_abort_between_two_turns_goes_on_with_the_next_turn(chatml_tokenizer):
+async def test_abort_between_turns_continues_with_the_next_turn(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     left, done = await two_parts(rollouts, [CALL, rollouts.aborts_with(CALL), ANSWER])
     checked(done, rollouts)
@@ -624,7 +622,7 @@ async def test_an_abort_between_two_turns_goes_on_with_the_next_turn(chatml_toke
     check_against_server(done, rollouts.server, all_trained=True)
 
 
-async def test_an_abort_before_anything_was_sampled_is_aborted_and_asks_again(chatml_tokenizer):
+async def test_abort_before_any_token_requests_again(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     queued = ScriptedAnswer("", finish_reason="abort")
     left, done = await two_parts(rollouts, [rollouts.aborts_with(queued), CALL, ANSWER])
@@ -652,7 +650,7 @@ async def test_a_rollout_can_be_aborted_again_and_again(chatml_tokenizer):
     check_against_server(done, rollouts.server, all_trained=True)
 
 
-async def test_a_cut_answer_that_fills_the_budget_is_truncated_without_another_request(chatml_tokenizer):
+async def test_cut_answer_that_fills_the_budget_is_truncated(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     count = len(chatml_tokenizer.encode("25 * 17 is", add_special_tokens=False))
     rollouts.answers.extend([rollouts.aborts_with(CUT)])
@@ -663,7 +661,7 @@ async def test_a_cut_answer_that_fills_the_budget_is_truncated_without_another_r
     assert (done.status.name, done.tokens, len(rollouts.server.requests)) == ("TRUNCATED", left.tokens, 1)
 
 
-async def test_a_part_that_fails_is_a_removed_sample_that_starts_again(chatml_tokenizer):
+async def test_failed_part_is_removed_and_starts_again(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [])
     _, failed = await two_parts(rollouts, [CALL, rollouts.aborts_with(CUT), ScriptedFault("drop"), CALL, ANSWER])
     assert (failed.status.name, failed.remove_sample) == ("FAILED", True)
@@ -672,11 +670,11 @@ async def test_a_part_that_fails_is_a_removed_sample_that_starts_again(chatml_to
     assert (done.status.name, done.remove_sample, done.reward) == ("COMPLETED", False, None)
 
 
-async def test_an_agent_that_is_a_tool_and_was_aborted_starts_the_sample_again(chatml_tokenizer):
+async def test_abort_in_an_agent_tool_starts_the_sample_again(chatml_tokenizer):
     def agent_factory(model, sample):
         @tool
         async def delegate(task: str) -> str:
-            """Have somebody else do it."""
+            """Have someone else do it."""
             return str(await Agent(model=model, callback_handler=None).invoke_async(task))
 
         return Agent(
@@ -690,7 +688,7 @@ async def test_an_agent_that_is_a_tool_and_was_aborted_starts_the_sample_again(c
     assert "425" in rollouts.server.requests[-1].text and "abort" not in done.response
 
 
-async def test_the_agents_state_goes_on_too(chatml_tokenizer):
+async def test_partial_rollout_keeps_the_agents_state(chatml_tokenizer):
     seen = []
 
     def agent_factory(model, sample):
@@ -709,7 +707,7 @@ async def test_the_agents_state_goes_on_too(chatml_tokenizer):
     assert seen == [1, 2, 3]
 
 
-async def test_what_was_kept_and_cannot_be_read_is_started_again(chatml_tokenizer, caplog):
+async def test_unreadable_partial_rollout_starts_again(chatml_tokenizer, caplog):
     rollouts = Rollouts(chatml_tokenizer, [])
     rollouts.answers.extend([CALL, rollouts.aborts_with(CUT), CALL, ANSWER])
     sample = await rollouts(**PARTIAL)
@@ -772,7 +770,7 @@ ABORTS = st.booleans()
     window=st.sampled_from([None, 2, 3]),
     budget=st.sampled_from([40, 150, 2000]),
 )
-def test_episodes_that_go_wrong_in_every_way_become_samples(
+def test_every_failed_episode_becomes_a_sample(
     script, fan_out, partial, masked, replayed, window, budget, chatml_tokenizer
 ):
     def agent_factory(model, sample):
@@ -846,7 +844,7 @@ EPISODES = [
 ]
 
 
-async def test_the_table_of_ends_is_what_samples_hold(chatml_tokenizer):
+async def test_samples_match_the_documented_table(chatml_tokenizer):
     documented = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows(TEXT, "the episode")]
     for (_, status, tokens, reward, removed), (answers, outcome, others) in zip(documented, EPISODES, strict=True):
         episode = await play(chatml_tokenizer, answers)
@@ -859,7 +857,7 @@ async def test_the_table_of_ends_is_what_samples_hold(chatml_tokenizer):
         assert sample.reward == (-1.0 if reward == "`failure_reward`" else None)
 
 
-def test_all_public_names_are_there():
+def test_all_public_names_exist():
     named = re.findall(r"^\| `(\w+)", "\n".join(rows(TEXT, "name")), re.MULTILINE)
     assert sorted(named) == sorted(slime.__all__)
 
@@ -869,7 +867,7 @@ def test_all_public_names_are_there():
 
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-async def test_every_end_is_a_sample_that_slime_can_use(end, fan_out, chatml_tokenizer):
+async def test_every_outcome_gives_a_usable_sample(end, fan_out, chatml_tokenizer):
     answers, settings, status, removed, reward = ENDS[end]
     episode = await play(chatml_tokenizer, answers, **settings)
     samples = export(episode, chatml_tokenizer, fan_out=fan_out)
@@ -907,7 +905,7 @@ async def test_every_reason_has_a_status_and_a_reward(reason, abort_requested, s
     assert (as_outcome.status, as_outcome.remove_sample) == (sample.status, sample.remove_sample)
 
 
-async def test_all_that_was_sampled_is_trained_and_ends_the_sample(chatml_tokenizer):
+async def test_every_sampled_token_is_trained(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     sample = export(episode, chatml_tokenizer)
     check_against_server(sample, episode.server, all_trained=True)
@@ -921,13 +919,13 @@ async def test_all_that_was_sampled_is_trained_and_ends_the_sample(chatml_tokeni
     assert sample.non_generation_time == 0.0
 
 
-async def test_tool_results_that_the_model_never_saw_are_not_in_the_sample(chatml_tokenizer):
+async def test_unseen_tool_results_are_not_in_the_sample(chatml_tokenizer):
     sample = export(await play(chatml_tokenizer, [CALL] * 3), chatml_tokenizer)
     assert sample.loss_mask[-1] == 1
     assert sample.response.count("<tool_response>") == 2
 
 
-async def test_a_partial_answer_is_not_trained_unless_slime_continues_it(chatml_tokenizer):
+async def test_partial_answer_is_trained_only_if_continued(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, CUT])
     kept = export(episode, chatml_tokenizer, abort_requested=True)
     assert kept.status.name == "ABORTED" and kept.reward is None and kept.loss_mask[-1] == 1
@@ -937,13 +935,13 @@ async def test_a_partial_answer_is_not_trained_unless_slime_continues_it(chatml_
     assert any(masked.loss_mask) and masked.loss_mask[-1] == 0
 
 
-async def test_what_did_not_finish_is_never_completed(chatml_tokenizer):
+async def test_unfinished_episode_is_never_completed(chatml_tokenizer):
     for answers in ([CALL, LONG], [CALL, CUT]):
         episode = await play(chatml_tokenizer, answers)
         assert export(episode, chatml_tokenizer, "task_complete").status.name == "TRUNCATED"
 
 
-async def test_a_call_that_is_on_its_way_is_left_out_and_the_sample_unfinished(chatml_tokenizer):
+async def test_call_in_flight_leaves_the_sample_unfinished(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     last = episode.trajectory.turns[-1]
     unfinished = replace(last, parent=last, generation=None, index=2, status=type(last.status).ASKED)
@@ -953,7 +951,7 @@ async def test_a_call_that_is_on_its_way_is_left_out_and_the_sample_unfinished(c
     assert sample.tokens == last.token_ids()
 
 
-async def test_time_that_ran_out_has_a_reward_only_behind_an_answer(chatml_tokenizer):
+async def test_timeout_has_a_reward_only_after_an_answer(chatml_tokenizer):
     answered = export(await play(chatml_tokenizer, [CALL, ANSWER]), chatml_tokenizer, "timeout", reward=1.0)
     assert (answered.status.name, answered.reward, answered.remove_sample) == ("TRUNCATED", 1.0, False)
     without = export(await play(chatml_tokenizer, [CALL]), chatml_tokenizer, "timeout", reward=1.0)
@@ -964,20 +962,20 @@ async def test_time_that_ran_out_has_a_reward_only_behind_an_answer(chatml_token
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(None, None), (1, 1.0), (0.5, 0.5), (torch.tensor(0.25), 0.25)])
-async def test_a_reward_is_kept_and_none_is_left_to_slime(reward, kept, chatml_tokenizer):
+async def test_reward_is_kept_and_none_is_left_to_slime(reward, kept, chatml_tokenizer):
     episode = await play(chatml_tokenizer, [ANSWER])
     samples = export(episode, chatml_tokenizer, reward=reward, fan_out=True)
     assert [sample.reward for sample in samples] == [kept]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-async def test_a_reward_that_is_no_finite_number_removes_the_sample(reward, chatml_tokenizer, caplog):
+async def test_nonfinite_reward_removes_the_sample(reward, chatml_tokenizer, caplog):
     sample = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, reward=reward)
     assert (sample.status.name, sample.reward, sample.remove_sample) == ("COMPLETED", 0.0, True)
-    assert "no finite number" in caplog.text
+    assert "not a finite number" in caplog.text
 
 
-async def test_a_dictionary_of_rewards_needs_a_number_at_slimes_key(chatml_tokenizer):
+async def test_reward_dictionary_needs_a_number_at_slimes_key(chatml_tokenizer):
     args = slime_args(reward_key="score")
     episode = await play(chatml_tokenizer, [ANSWER])
     good = {"score": 1.0, "pred": None}
@@ -1000,7 +998,7 @@ async def test_without_fan_out_the_latest_sequence_is_the_sample(chatml_tokenize
     assert sample.metadata["strands_sglang"]["other_sequences"] == 1
 
 
-async def test_fan_out_trains_every_token_once_and_keeps_the_sample_object(chatml_tokenizer):
+async def test_fan_out_trains_every_token_once(chatml_tokenizer):
     episode = await forked(chatml_tokenizer)
     given = stale_sample(metadata={"own": []})
     samples = to_slime_samples(
@@ -1021,7 +1019,7 @@ async def test_fan_out_without_an_index_still_has_a_rollout_id(chatml_tokenizer)
     check_rollouts([samples], slime_args(), chatml_tokenizer)
 
 
-async def test_a_cut_answer_that_was_asked_for_again_is_no_sample_of_its_own(chatml_tokenizer):
+async def test_retried_cut_answer_is_not_a_separate_sample(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, CUT, ANSWER])
     await episode.agent.invoke_async([])
     [sample] = export(episode, chatml_tokenizer, "task_complete", fan_out=True)
@@ -1052,20 +1050,20 @@ def test_an_empty_trajectory_is_a_masked_sample(chatml_tokenizer):
         assert (sample.status.name, sample.loss_mask, len(sample.tokens)) == ("FAILED", [0], 2)
 
 
-async def test_a_prompt_that_nothing_was_sampled_for_is_cut_to_what_training_takes(chatml_tokenizer):
+async def test_prompt_without_an_answer_is_cut_to_the_limit(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [])
     args = slime_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
     assert len(export(episode, chatml_tokenizer, args=args).tokens) == 50
 
 
-async def test_a_trajectory_without_logprobs_is_an_error_that_says_what_to_set(chatml_tokenizer):
+async def test_missing_logprobs_are_an_error_with_a_remedy(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER], return_logprob=False)
     with pytest.raises(SlimeExportError, match="return_logprob"):
         export(episode, chatml_tokenizer)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
-async def test_a_token_whose_logprob_is_not_finite_is_not_trained(logprob, chatml_tokenizer):
+async def test_token_with_a_nonfinite_logprob_is_not_trained(logprob, chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     turn = episode.trajectory.turns[-1]
     logprobs = array("d", turn.generation.logprobs)
@@ -1084,12 +1082,12 @@ async def test_a_token_whose_logprob_is_not_finite_is_not_trained(logprob, chatm
         ((Trajectory(), Sample(), "finished"), "is not a valid TerminationReason"),
     ],
 )
-def test_arguments_of_another_kind_are_errors(arguments, message, chatml_tokenizer):
+def test_arguments_of_a_wrong_type_are_errors(arguments, message, chatml_tokenizer):
     with pytest.raises((TypeError, ValueError), match=message):
         to_slime_samples(*arguments, tokenizer=chatml_tokenizer)
 
 
-def test_a_reward_of_another_kind_is_an_error(chatml_tokenizer):
+def test_reward_of_a_wrong_type_is_an_error(chatml_tokenizer):
     with pytest.raises(TypeError, match="reward must be"):
         to_slime_samples(Trajectory(), Sample(), "task_complete", tokenizer=chatml_tokenizer, reward="1")
 
@@ -1102,7 +1100,7 @@ def test_a_reward_of_another_kind_is_an_error(chatml_tokenizer):
 MOE = {"server": {"experts": EXPERTS}, "return_routed_experts": True}
 
 
-async def test_routed_experts_have_the_row_of_every_token_but_the_last(chatml_tokenizer):
+async def test_routed_experts_have_a_row_per_token_but_the_last(chatml_tokenizer):
     args = slime_args(**moe_args())
     episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], **MOE)
     sample = export(episode, chatml_tokenizer, args=args)
@@ -1118,7 +1116,7 @@ async def test_sequences_that_fork_have_their_own_rows(chatml_tokenizer):
     assert len(samples) == 2
 
 
-async def test_a_sequence_that_forks_one_token_before_an_odd_stop_has_its_own_rows(chatml_tokenizer):
+async def test_sequence_forked_before_an_odd_stop_has_its_own_rows(chatml_tokenizer):
     stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
     odd = ScriptedAnswer(CALL, stop_token_id=stops[1])
     episode = await play(
@@ -1132,7 +1130,7 @@ async def test_a_sequence_that_forks_one_token_before_an_odd_stop_has_its_own_ro
     check_against_server(samples, episode.server, experts=EXPERTS, all_trained=True)
 
 
-async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(chatml_tokenizer):
+async def test_sampled_tokens_have_the_rows_of_their_own_call(chatml_tokenizer):
     def encoded(rows):
         return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
@@ -1151,7 +1149,7 @@ async def test_rows_of_sampled_tokens_are_those_of_the_call_that_sampled_them(ch
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-async def test_rows_that_one_call_left_out_are_in_the_next_or_the_sample_is_removed(missing, chatml_tokenizer):
+async def test_missing_rows_come_from_the_next_call_or_fail(missing, chatml_tokenizer):
     args = slime_args(**moe_args())
     episode = await play(chatml_tokenizer, [CALL, CUT], **MOE)
     turn = episode.trajectory.turns[missing]
@@ -1169,7 +1167,7 @@ async def test_experts_of_another_model_are_an_error(chatml_tokenizer):
         export(episode, chatml_tokenizer, args=slime_args(**moe_args(num_layers=2)))
 
 
-async def test_experts_that_were_not_asked_for_are_an_error(chatml_tokenizer):
+async def test_experts_that_were_not_requested_are_an_error(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [ANSWER])
     with pytest.raises(SlimeExportError, match="return_routed_experts"):
         export(episode, chatml_tokenizer, args=slime_args(**moe_args()))
@@ -1201,7 +1199,7 @@ STOCK = {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"
 
 @pytest.mark.parametrize("answers", [[CALL, CALL, ANSWER], [CALL, CUT, ANSWER]], ids=["whole", "resumed"])
 async def test_sampling_masks_of_the_stock_server_are_replayed(answers, chatml_tokenizer):
-    """Item 6: slime's top-p replay without slime's SGLang."""
+    """slime's top-p replay works without slime's SGLang."""
     episode = await play(chatml_tokenizer, answers, on_abort="resume", **STOCK)
     sample = export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
     offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
@@ -1213,7 +1211,7 @@ async def test_sampling_masks_of_the_stock_server_are_replayed(answers, chatml_t
     assert not any(row for row, mask in zip(rows, sample.loss_mask, strict=True) if not mask)
 
 
-async def test_tokens_of_an_aborted_part_without_top_p_ids_are_masked_and_the_others_trained(chatml_tokenizer):
+async def test_tokens_without_top_p_ids_are_masked(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CUT, ANSWER], on_abort="resume", **STOCK)
     (turn,) = episode.trajectory.turns
     cut = len(episode.server.responses[0].body["output_ids"])
@@ -1225,14 +1223,14 @@ async def test_tokens_of_an_aborted_part_without_top_p_ids_are_masked_and_the_ot
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_every_end_has_top_p_ids_in_slimes_shapes(end, chatml_tokenizer, monkeypatch):
+async def test_every_outcome_has_top_p_ids_in_slimes_shapes(end, chatml_tokenizer, monkeypatch):
     tell_top_p(monkeypatch)
     answers, settings, *_ = ENDS[end]
     episode = await play(chatml_tokenizer, answers, sampling_params=TOP_P, **settings)
     export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
 
 
-async def test_top_p_ids_that_nobody_asked_for_are_an_error_and_those_of_an_abort_are_masked(chatml_tokenizer):
+async def test_top_p_ids_that_were_not_requested_are_an_error(chatml_tokenizer):
     args = slime_args(rollout_top_p=0.9)
     with pytest.raises(SlimeExportError, match="top_p_token_ids"):
         export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args)
@@ -1241,7 +1239,7 @@ async def test_top_p_ids_that_nobody_asked_for_are_an_error_and_those_of_an_abor
     assert export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=True)
 
 
-async def test_top_p_ids_that_do_not_belong_to_the_tokens_take_them_out_of_the_mask(chatml_tokenizer):
+async def test_inconsistent_top_p_ids_mask_their_tokens(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     for turn in episode.trajectory.turns:
         meta = {**turn.generation.meta_info, "top_p_token_ids": [1], "top_p_token_offsets": [0, 1]}
@@ -1251,8 +1249,8 @@ async def test_top_p_ids_that_do_not_belong_to_the_tokens_take_them_out_of_the_m
 
 
 @pytest.mark.parametrize("missing", ["top_p", "experts", "logprobs"])
-async def test_a_resumed_answer_whose_aborted_part_lacks_something_is_no_error(missing, chatml_tokenizer):
-    """C1: one abort in the server's waiting queue failed the whole rollout."""
+async def test_resumed_answer_with_missing_data_is_not_an_error(missing, chatml_tokenizer):
+    """One abort in the server's waiting queue failed the whole rollout."""
     answers = [ScriptedAnswer("One half", finish_reason="abort"), ScriptedAnswer(" and the other.")]
     episode = await play(chatml_tokenizer, answers, on_abort="resume")
     (turn,) = episode.trajectory.turns
@@ -1275,7 +1273,7 @@ def sample(group=0, rollout=0, reward=None, **fields):
     return Sample(group_index=group, index=rollout, rollout_id=rollout, reward=reward, **fields)
 
 
-async def test_a_reward_function_is_asked_once_per_rollout_for_the_main_conversation():
+async def test_reward_is_computed_once_per_rollout():
     asked = []
 
     async def score(args, one, **kwargs):
@@ -1291,12 +1289,12 @@ async def test_a_reward_function_is_asked_once_per_rollout_for_the_main_conversa
     assert await reward(ARGS, side) == 5.0
 
 
-async def test_a_function_that_is_not_async_will_do():
+async def test_sync_reward_function_works():
     assert await make_reward(lambda args, one: 2)(ARGS, sample()) == 2
 
 
 @pytest.mark.parametrize("result", [None, math.nan, math.inf, "good", {"other": 1.0}, ValueError("no")])
-async def test_a_reward_that_is_none_removes_the_rollout(result, caplog):
+async def test_reward_of_none_removes_the_rollout(result, caplog):
     def score(args, one):
         if isinstance(result, Exception):
             raise result
@@ -1317,7 +1315,7 @@ async def test_removed_samples_keep_their_reward_and_are_not_scored():
     assert await make_reward(score)(ARGS, [sample(remove_sample=True)]) == [0.0]
 
 
-def test_groups_are_those_of_the_prompts_and_a_rollout_counts_once():
+def test_each_rollout_counts_once_in_its_prompts_group():
     samples = [
         sample(0, 1, 1.0),
         sample(0, 1, 1.0),
@@ -1339,7 +1337,7 @@ def test_removed_samples_do_not_move_the_baseline():
     assert (raw, trained) == ([1.0, 0.5, 0.0], [0.25, -0.25, 0.0])
 
 
-def test_a_rollout_whose_main_sample_was_removed_counts_by_its_others():
+def test_rollout_without_its_main_sample_still_counts():
     main = {"strands_sglang": {"is_main": True}}
     samples = [sample(0, 1, 9.0, metadata=main, remove_sample=True), sample(0, 1, 1.0), sample(0, 2, 0.0)]
     args = slime_args(advantage_estimator="grpo", grpo_std_normalization=False)
@@ -1347,14 +1345,14 @@ def test_a_rollout_whose_main_sample_was_removed_counts_by_its_others():
 
 
 @pytest.mark.parametrize("reward", [None, math.nan])
-def test_a_sample_that_comes_without_a_reward_is_removed(reward):
+def test_sample_without_a_reward_is_removed(reward):
     samples = [sample(0, 1, 1.0), sample(0, 2, reward), sample(0, 3, 0.0)]
     raw, trained = grpo_rewards_by_group(ARGS, samples)
     assert samples[1].remove_sample and raw[1] == trained[1] == 0.0
     assert trained[0] == -trained[2] > 0
 
 
-def test_rewards_are_left_alone_where_slime_does_not_normalise_them():
+def test_rewards_are_unchanged_without_normalization():
     samples = [sample(0, 1, 1.0), sample(0, 2, 0.5), sample(0, 3, 2.0, remove_sample=True)]
     for args in (
         slime_args(advantage_estimator="ppo"),
@@ -1379,7 +1377,7 @@ def test_a_sample_without_a_group_is_an_error():
 @given(
     st.lists(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 4)), min_size=2, max_size=6), min_size=1, max_size=4)
 )
-def test_how_often_a_rollout_fans_out_changes_nobodys_advantage(groups):
+def test_fan_out_changes_no_advantage(groups):
     def batch(fan_out):
         return [
             sample(number, 10 * number + place, reward)
@@ -1400,8 +1398,8 @@ def test_how_often_a_rollout_fans_out_changes_nobodys_advantage(groups):
         assert own == pytest.approx(scaled.tolist(), abs=1e-6)
 
 
-async def test_rewards_that_hang_take_no_thread_from_others():
-    """B8: a sync reward ran in the loop's few threads, which everything in the process shares."""
+async def test_hanging_rewards_occupy_no_shared_thread():
+    """A sync reward ran in the loop's few threads, which the whole process shares."""
     release = threading.Event()
     hanging = [asyncio.ensure_future(make_reward(lambda args, one: release.wait())(ARGS, sample())) for _ in range(64)]
     try:
@@ -1412,7 +1410,7 @@ async def test_rewards_that_hang_take_no_thread_from_others():
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
-async def test_whatever_a_reward_raises_removes_its_sample(error):
+async def test_error_in_a_reward_removes_its_sample(error):
     def score(args, one):
         raise error
 
@@ -1428,7 +1426,7 @@ KEYS = {"reward_key": "score", "eval_reward_key": "acc", "log_reward_category": 
 @pytest.mark.parametrize("names", [set(), {"reward_key"}, {"reward_key", "eval_reward_key"}, set(KEYS)])
 @pytest.mark.parametrize("evaluation", [False, True])
 async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation, chatml_tokenizer):
-    """C2: one failed episode raised KeyError or TypeError in slime."""
+    """One failed episode raised KeyError or TypeError in slime."""
 
     def check_reward_is_readable(args, reward, *, evaluation):
         """Read a reward as slime does, in training, in evaluations and in its metrics."""
@@ -1448,8 +1446,8 @@ async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation,
         check_reward_is_readable(args, reward, evaluation=evaluation)
 
 
-async def test_an_evaluation_may_have_a_reward_key_of_its_own(chatml_tokenizer):
-    """C2."""
+async def test_evaluation_may_have_its_own_reward_key(chatml_tokenizer):
+    """slime raised KeyError where evaluations have their own reward key."""
     args = slime_args(eval_reward_key="acc")
     episode = await play(chatml_tokenizer, [ANSWER])
     failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, evaluation=True)
@@ -1462,8 +1460,8 @@ async def test_an_evaluation_may_have_a_reward_key_of_its_own(chatml_tokenizer):
 # --- the filter ---
 
 
-def test_the_filter_leaves_removed_samples_out():
-    """C6: seven right answers and one failure passed slime's own filter, and no advantage was left."""
+def test_filter_ignores_removed_samples():
+    """Seven right answers and one failure passed slime's own filter, although every advantage is 0."""
     right = [sample(rollout=n, reward=1.0) for n in range(7)]
     failed = sample(rollout=7, reward=0.0, remove_sample=True)
     assert not check_reward_nonzero_std(ARGS, [*right, failed])
@@ -1472,8 +1470,8 @@ def test_the_filter_leaves_removed_samples_out():
     assert not check_reward_nonzero_std(ARGS, [failed]) and not check_reward_nonzero_std(ARGS, right[:1])
 
 
-def test_the_filter_takes_lists_and_counts_a_rollout_once():
-    """C3: slime's filter raised AttributeError with `fan_out`."""
+def test_filter_accepts_lists_and_counts_a_rollout_once():
+    """slime's filter raised AttributeError with `fan_out`."""
     one = [sample(rollout=1, reward=1.0), sample(rollout=1, reward=1.0)]
     keyed = slime_args(reward_key="score")
     assert not check_reward_nonzero_std(ARGS, [one])

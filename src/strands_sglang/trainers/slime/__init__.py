@@ -1,9 +1,9 @@
-"""slime (github.com/THUDM/slime): a ready `generate`, samples from trajectories, and what rewards need.
+"""slime (github.com/THUDM/slime): `generate` functions, samples from trajectories, and reward functions.
 
     --custom-generate-function-path strands_sglang.trainers.slime.generate
 
-takes an agent without tools; `make_generate` makes such a function for an agent of one's own. slime itself is imported
-when a function runs, never here: everything works on any object with slime's fields.
+uses an agent without tools; `make_generate` makes such a function for your own agent. slime itself is imported only
+when a function runs. Every object with slime's fields works.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """A `generate` function for slime's `--custom-generate-function-path`: one Strands agent per sample.
 
-Promises: whatever an episode raises ends in a sample (a cancellation goes on); slime's sampling parameters are left as
-they are; nothing is asked of the server once slime aborts; a sample that is handed in again is generated anew or, as a
-partial rollout, continued; one that is finished is handed back.
+Every exception of an episode ends in a sample, except a cancellation, which propagates. slime's sampling parameters are
+not modified. No request is sent once slime aborts. A sample that is passed in again is generated again or, as a partial
+rollout, continued; a finished one is returned.
 
-slime gives an episode one budget of response tokens, and stops rollouts by a flag. Both concern every request of an
-episode, whoever makes it (the agent, one that is a tool, a summary), so `Episode.on_request` sees them all.
+slime gives an episode one budget of response tokens, and stops rollouts with a flag. Both apply to every request of an
+episode, from the agent, an agent used as a tool, or a summary, so `Episode.on_request` sees all of them.
 
-- No request goes out once slime aborts: `SGLangAbortedError`.
-- `max_new_tokens` is what the budget has left, with everything after the opening prompt counted, tool results too.
+- Once slime aborts, a request raises `SGLangAbortedError` instead.
+- `max_new_tokens` is the rest of the budget, from which everything after the opening prompt is deducted, including tool
+  results.
 
-A partial rollout leaves on its sample what the next part continues from: the trajectory, the agent's messages and
-state, and the counts of its limits, as plain data in one attribute, which slime's `Sample.to_dict` and `from_dict`
-carry along. The next part asks the same call again, which extends the tokens that it had sampled
-(`Trajectory.resume`); they are never sampled or tokenised anew. Episodes with images are not kept, nor those in which
-the abort hit another agent than the sample's own, as one that is a tool, since its error is in the messages by then:
-such a sample starts from its prompt again.
+A partial rollout saves on its sample what the next part needs: the trajectory, the agent's messages and state, and the
+counts of its limits. They are plain data in one attribute, which slime's `Sample.to_dict` and `from_dict` preserve. The
+next part makes the same call again, which extends the tokens sampled before (`Trajectory.resume`); they are never
+sampled or tokenized again. Two kinds of episodes start again from their prompt: those with images, and those whose
+abort hit an agent other than the sample's own, such as a tool, since its error is already in the messages.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ class Settings:
     failure_reward: float
 
     def __post_init__(self) -> None:
-        """Refuse arguments that contradict each other or cannot work."""
+        """Check the arguments and their combination."""
         if self.agent_factory is not None and (self.tools or self.system_prompt is not None):
-            raise ValueError("agent_factory makes the whole agent: give it the tools and the system prompt")
-        if self.episode is not None and any(getattr(self, name) not in (None, "", ()) for name in _OF_AN_AGENT):
+            raise ValueError("agent_factory makes the whole agent: set the tools and the system prompt there")
+        if self.episode is not None and any(getattr(self, name) not in (None, "", ()) for name in _AGENT_OPTIONS):
             raise ValueError(
-                "episode runs everything by itself: give it the agent, its limits, its prompt and its reward"
+                "episode runs everything by itself: set the agent, its limits, its prompt and its reward there"
             )
         config = self.model_config or {}
         check_keys(config, SGLangModel.SGLangConfig.__annotations__)
         checked_fields(config.get("request_fields"), config.get("unchecked_request_fields"))
         if config.get("return_logprob") is False:
-            raise ValueError("slime trains on logprobs: leave return_logprob at True")
+            raise ValueError("slime trains on logprobs: return_logprob must be True")
         for name in ("sampling_params", "params"):
             if name in config:
-                raise ValueError(f"{name} come from slime: set --rollout-temperature and the like")
+                raise ValueError(f"{name} come from slime: set --rollout-temperature and its other options")
         if self.max_turns is not None and self.max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
         if self.timeout is not None and self.timeout <= 0:
@@ -108,16 +108,16 @@ class Settings:
         self.limiter()
 
     def limiter(self) -> ToolLimiter:
-        """The limits of a new episode.
+        """Return a limiter for a new episode.
 
         Raises:
-            ValueError: One cannot work.
+            ValueError: A limit is invalid.
         """
         return ToolLimiter(**{name: getattr(self, name) for name in _LIMITS}, on_limit="stop")
 
 
 _LIMITS = ("max_tool_iters", "max_tool_calls", "max_parallel_tool_calls", "max_messages")
-_OF_AN_AGENT = (
+_AGENT_OPTIONS = (
     *("agent_factory", "tools", "system_prompt", "prompt", "max_turns", "timeout", "reward"),
     *_LIMITS,
 )
@@ -145,43 +145,55 @@ def make_generate(
     generate_state: Callable[[Any], Any] | None = None,
     failure_reward: float = 0.0,
 ) -> Callable[..., Awaitable[Any]]:
-    """Make a `generate(args, sample, sampling_params, evaluation=False)` for slime.
+    """Make a `generate(args, sample, sampling_params, evaluation=False)` for `--custom-generate-function-path`.
 
-    Example:
-        >>> generate = make_generate(tools=[execute_python], system_prompt="Use Python.", max_tool_iters=8)
+    Name the result on slime's command line, for example `--custom-generate-function-path my_agent.generate`. Every
+    episode becomes a sample that slime can use, whatever its end; the
+    [slime guide](../guides/slime.md#what-an-episode-becomes) has the table. slime's `max_new_tokens` is the budget of
+    the whole response, tool results included. slime's aborts stop an episode at once, and with `--partial-rollout` it
+    continues later from its tokens.
 
     Args:
-        agent_factory: `agent_factory(model, sample)`, sync or async, returns the agent of an episode; give it
-            `NullConversationManager()`, or its history may be shortened. Instead of `tools` and `system_prompt`.
-        episode: `episode(model, sample)`, sync or async, runs the whole episode by itself on that model and returns an
-            `EpisodeEnd`. Instead of an agent, its limits, `prompt`, `reward` and `timeout`. Partial rollouts are begun
-            anew.
-        tools: The agent's tools.
-        system_prompt: Its system prompt. One in the sample's prompt is put behind it.
-        prompt: `prompt(sample)` returns what the agent is asked: a text, content blocks or messages. By default
+        agent_factory: Function `agent_factory(model, sample)`, sync or async, that returns the agent of an episode.
+            Give the agent `NullConversationManager()`, or its history may be shortened. Replaces `tools` and
+            `system_prompt`.
+        episode: Function `episode(model, sample)`, sync or async, that runs the whole episode on the model and returns
+            an `EpisodeEnd`. Replaces the agent, its limits, `prompt`, `reward` and `timeout`. Its partial rollouts
+            start again from the prompt.
+        tools: Tools of the agent.
+        system_prompt: System prompt of the agent. A system message in the sample's prompt is appended.
+        prompt: Function `prompt(sample)` that returns the agent's input: a text, content blocks or messages. None uses
             `sample.prompt`, a text or chat messages.
-        max_tool_iters: See `ToolLimiter`, as for the three after it.
-        max_tool_calls: Tool calls allowed.
-        max_parallel_tool_calls: Tool calls run per turn.
-        max_messages: Messages allowed.
-        max_turns: Model calls of the agent allowed.
-        timeout: Seconds for an episode.
-        reward: `reward(agent, sample)`, sync or async, returns the reward while the agent is still there, or None to
-            leave it to slime's reward function. Not asked for episodes that have none.
-        fan_out: Whether to return all sequences of an episode, always as a list. Where slime normalises rewards by
-            group it needs `grpo_rewards_by_group` as `--custom-reward-post-process-path`; not with `--partial-rollout`,
-            `--group-rm` or `--log-passrate`.
-        requeue_aborted: Whether samples that the server aborted are run again although slime did not ask for it. By
-            default so with slime's fully asynchronous rollout, which does that for single samples, not for lists.
-        tool_parser: See `SGLangModel`.
-        model_config: Further configuration of `SGLangModel`, e.g. `{"enable_thinking": False}`.
-        client_settings: Arguments of `SGLangClient` that win over slime's.
-        generate_state: What makes the state of `args` with `tokenizer` and `aborted`; by default slime's
-            `GenerateState`.
-        failure_reward: The reward of samples that are removed.
+        max_tool_iters: Maximum number of tool iterations; see [`ToolLimiter`][strands_sglang.ToolLimiter]. None for no
+            limit, as for the other limits.
+        max_tool_calls: Maximum number of single tool calls.
+        max_parallel_tool_calls: Maximum number of tool calls that run per turn.
+        max_messages: Maximum number of messages.
+        max_turns: Maximum number of the agent's model calls.
+        timeout: Seconds for an episode, including the earlier parts of a partial rollout; None for no limit.
+        reward: Function `reward(agent, sample)`, sync or async, that returns the reward while the agent still exists,
+            or None to leave it to slime's reward function. It is not called for outcomes without a reward.
+        fan_out: Whether to return all sequences of an episode, always as a list. Where slime normalizes rewards by
+            group, this needs `grpo_rewards_by_group` as `--custom-reward-post-process-path`. It does not work with
+            `--partial-rollout`, `--group-rm` or `--log-passrate`.
+        requeue_aborted: Whether samples that the server aborted run again although slime did not request the abort.
+            None enables this for slime's fully asynchronous rollout, which reruns single samples but not lists.
+        tool_parser: Tool parser, as for [`SGLangModel`][strands_sglang.SGLangModel].
+        model_config: Further configuration of `SGLangModel`, such as `{"enable_thinking": False}`. Sampling parameters
+            come from slime.
+        client_settings: Arguments of [`SGLangClient`][strands_sglang.SGLangClient] that take precedence over slime's.
+        generate_state: Function that returns the state for `args`, an object with `tokenizer` and `aborted`. None uses
+            slime's `GenerateState`.
+        failure_reward: Reward of removed samples.
+
+    Returns:
+        An async function for slime. It raises `SlimeExportError` for settings with which no sample can be trained.
 
     Raises:
-        ValueError: Arguments that contradict each other or cannot work.
+        ValueError: Arguments are invalid, or contradict each other.
+
+    Examples:
+        >>> generate = make_generate(tools=[execute_python], system_prompt="Use Python.", max_tool_iters=8)
     """
     settings = Settings(**locals())
 
@@ -191,13 +203,13 @@ def make_generate(
         if sample.status.name in ("COMPLETED", "TRUNCATED"):
             return RolloutSamples([sample]) if fan_out else sample
         if fan_out:
-            lists, episodes = "knows no lists of samples", "counts samples for episodes"
+            lists, episodes = "does not accept lists of samples", "counts samples as episodes"
             for name, reason in (("partial_rollout", lists), ("group_rm", lists), ("log_passrate", episodes)):
                 if getattr(args, name, False):
-                    raise SlimeExportError(f"slime's {name} {reason}: leave it out, or fan_out=True")
+                    raise SlimeExportError(f"slime's {name} {reason}: disable it, or fan_out")
             if getattr(args, "custom_reward_post_process_path", "") is None and normalizes_by_group(args):
                 raise SlimeExportError(
-                    "with fan_out=True, slime's own normalisation of rewards takes the whole batch for one group: set "
+                    "with fan_out=True, slime's own normalization of rewards treats the whole batch as one group: set "
                     "--custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group"
                 )
         if settings.generate_state is not None:
@@ -207,18 +219,16 @@ def make_generate(
 
             state = GenerateState(args)
         if state.aborted:
-            # Nothing has happened, so what is on the sample stays: an earlier part, or nothing.
+            # Nothing ran, so the sample keeps what it has: an earlier part, or nothing.
             sample.status = type(sample).Status.ABORTED
             sample.reward = None
             return RolloutSamples([sample]) if fan_out else sample
         if not getattr(sample, "session_id", None):
             sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
         is_partial = bool(getattr(args, "partial_rollout", False)) and not (settings.episode or fan_out or evaluation)
-        # What the agent is asked is left to `prompt` and, but for texts, to `episode`.
-        made_elsewhere = settings.prompt is not None or (
-            settings.episode is not None and not isinstance(sample.prompt, str)
-        )
-        system, asked = (None, None) if made_elsewhere else messages_of(args, sample)
+        # `prompt` makes the agent's input; `episode` does, unless the sample's prompt is a text.
+        is_custom = settings.prompt is not None or (settings.episode is not None and not isinstance(sample.prompt, str))
+        system, asked = (None, None) if is_custom else messages_of(args, sample)
         episode = Episode(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
         try:
             reason, reward, facts = await episode.run(system, asked)
@@ -230,21 +240,21 @@ def make_generate(
 
 
 def messages_of(args: Any, sample: Any) -> tuple[str | None, Messages]:
-    """The system prompt that a sample's prompt has, None without one, and its messages, a user's last.
+    """Return the system prompt in a sample's prompt, if any, and its messages, which end with a user message.
 
     Args:
-        args: slime's parsed arguments.
-        sample: slime's sample; its `prompt` is a text, or chat messages with texts.
+        args: Parsed arguments of slime.
+        sample: slime's sample, whose `prompt` is a text, or chat messages with texts.
 
     Raises:
-        SlimeExportError: The prompt cannot be given to an agent; says what to do instead.
+        SlimeExportError: The prompt does not suit an agent. The message says what to do.
     """
     prompt = sample.prompt
     if isinstance(prompt, str):
         if getattr(args, "apply_chat_template", False):
             raise SlimeExportError(
-                "slime has put the chat template around the prompt, and the agent does that itself: leave "
-                "--apply-chat-template out"
+                "slime applied the chat template to the prompt, but the agent does that itself: remove "
+                "--apply-chat-template"
             )
         return None, [{"role": "user", "content": [{"text": prompt}]}]
     if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
@@ -258,9 +268,9 @@ def messages_of(args: Any, sample: Any) -> tuple[str | None, Messages]:
         elif role in ("user", "assistant"):
             messages.append({"role": role, "content": [{"text": text}]})
         else:
-            raise SlimeExportError(f"a prompt's messages are of system, user and assistant, not of {role!r}")
+            raise SlimeExportError(f"a prompt has the roles system, user and assistant, not {role!r}")
     if not messages or messages[-1]["role"] != "user":
-        raise SlimeExportError("the last message of a prompt must be a user's")
+        raise SlimeExportError("the last message of a prompt must have the role user")
     return "\n\n".join(system) or None, messages
 
 
@@ -270,29 +280,29 @@ def _text(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
-    raise SlimeExportError(f"a prompt holds what is no text: {content!r:.80}; pass make_generate a function as prompt=")
+    raise SlimeExportError(f"a prompt has content that is not text: {content!r:.80}; pass make_generate(prompt=...)")
 
 
-# --- an episode ---
+# --- Episodes ---
 
 _MAX_ERROR_CHARS = 1000
 
 
 class ResponseBudgetReachedError(LoopLimitReachedError):
-    """The response is as long as it may be."""
+    """The response has used up its budget of tokens."""
 
     outcome = "token_budget_reached"
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """How an episode ended that somebody else ran; what the `episode=` of `make_generate` returns.
+    """The end of an episode that your own function ran, for `make_generate(episode=...)`.
 
     Attributes:
-        reason: Why it ended.
-        reward: Its reward, a number or a dictionary for `reward_key`; None leaves it to slime's reward function. One
-            that is no finite number removes the sample.
-        metadata: What `sample.metadata["strands_sglang"]` is to hold.
+        reason: Reason why the episode ended.
+        reward: Reward, a number or a dictionary with `reward_key`; None leaves it to slime's reward function. A number
+            that is not finite removes the sample.
+        metadata: Entries to add to `sample.metadata["strands_sglang"]`.
     """
 
     reason: TerminationReason
@@ -300,14 +310,14 @@ class EpisodeEnd:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EpisodesModel(SGLangModel):
-    """The model of one episode: the first `episode()` on it is the one that is running, later ones are others'."""
+class EpisodeModel(SGLangModel):
+    """Model of one episode: the first `episode()` on it is the running one, later ones are separate."""
 
     _is_open = False
 
     @override
     def episode(self) -> AbstractContextManager[Trajectory]:
-        """The running episode, and then those of others, such as a judge's."""
+        """Return the running episode first, and then new ones, such as a judge's."""
         if self._is_open:
             return super().episode()
         self._is_open = True
@@ -316,22 +326,23 @@ class EpisodesModel(SGLangModel):
 
 @dataclass(eq=False)
 class Episode:
-    """One run of an episode, which is all of it unless slime aborts it in between.
+    """One run of an episode, which is the whole episode unless slime aborts it.
 
     Attributes:
-        settings: Of `make_generate`.
-        args: slime's parsed arguments.
+        settings: Arguments of `make_generate`.
+        args: Parsed arguments of slime.
         state: slime's `GenerateState`.
         sample: slime's sample.
-        sampling_params: slime's; their `max_new_tokens` is the budget of the whole response.
-        evaluation: Whether the sample is none to train on.
-        is_partial: Whether it continues what an aborted run left on the sample, and leaves it there if it is aborted.
-        began: When it began, on the monotonic clock.
-        asked: The turns for which requests were made.
-        agent: Its agent, once that is made.
-        end: What the agent returned or raised.
-        kept: What the run before it left.
-        trajectory: Its calls.
+        sampling_params: slime's sampling parameters; their `max_new_tokens` is the budget of the whole response.
+        evaluation: Whether the sample is for evaluation only.
+        is_partial: Whether the run continues what an aborted one saved on the sample, and saves itself if aborted.
+        began: Start time, on the monotonic clock.
+        asked: Turns with requests.
+        agent: Agent, once it exists.
+        end: Result or exception of the agent.
+        limiter: Limiter of the agent.
+        previous: What the previous run saved; None if there is none.
+        trajectory: Trajectory of the episode.
     """
 
     settings: Settings
@@ -347,35 +358,35 @@ class Episode:
     end: Any = None
 
     def __post_init__(self) -> None:
-        """Take up what the run before has left."""
+        """Load what the previous run saved."""
         self.limiter = self.settings.limiter()
-        self.kept = kept_on(self.sample) if self.is_partial else None
-        self.trajectory = Trajectory() if self.kept is None else self.kept.trajectory
+        self.previous = load_partial(self.sample) if self.is_partial else None
+        self.trajectory = Trajectory() if self.previous is None else self.previous.trajectory
         self._answered_before = self._answered()
 
     def _answered(self) -> int:
         return sum(turn.is_answered for turn in self.trajectory.turns)
 
     def elapsed_s(self) -> float:
-        """Seconds that the episode has taken."""
-        return time.monotonic() - self.began + (self.kept.elapsed_s if self.kept is not None else 0.0)
+        """Return the seconds that the episode has taken, over all runs."""
+        return time.monotonic() - self.began + (self.previous.elapsed_s if self.previous is not None else 0.0)
 
     def non_generation_s(self) -> float:
-        """Seconds of those that went to other things than generating; parallel requests count once each."""
+        """Return the seconds not spent on generation, over all runs; each parallel request counts."""
         own = time.monotonic() - self.began - sum(turn.requests_s for turn in self.asked)
-        return max(own, 0.0) + (self.kept.non_generation_s if self.kept is not None else 0.0)
+        return max(own, 0.0) + (self.previous.non_generation_s if self.previous is not None else 0.0)
 
     # --- requests ---
 
     def on_request(self, turn: Turn, plan: RequestPlan) -> RequestPlan:
-        """Ask for no more tokens than the budget has left.
+        """Limit a request to the rest of the budget.
 
         Raises:
-            SGLangAbortedError: slime stops rollouts.
-            ResponseBudgetReachedError: The response is as long as it may be.
+            SGLangAbortedError: slime is stopping rollouts.
+            ResponseBudgetReachedError: The budget is used up.
         """
         if self.state.aborted:
-            raise SGLangAbortedError("slime aborts its rollouts, so no request was made")
+            raise SGLangAbortedError("slime is aborting its rollouts, so no request was sent")
         self.asked.add(turn)
         budget = self.sampling_params.get("max_new_tokens")
         if budget is None or turn.trajectory is not self.trajectory:
@@ -384,9 +395,9 @@ class Episode:
         room = budget - max(length, sum(len(other.output_ids) for other in self.trajectory.turns))
         least = max(plan.sampling_params.get("min_new_tokens") or 0, 1)
         if room < least and not plan.sampled:
-            what = f", and an answer has at least {least} (min_new_tokens)" if least > 1 else ""
+            what = f", and an answer needs at least {least} (min_new_tokens)" if least > 1 else ""
             raise ResponseBudgetReachedError(f"the response has {budget - max(room, 0)} of its {budget} tokens{what}")
-        room = max(room, plan.sampled)  # the rest of a cut answer may have none
+        room = max(room, plan.sampled)  # a resumed answer may have no tokens left
         asked = plan.sampling_params.get("max_new_tokens")
         if asked is not None and asked <= room:
             return plan
@@ -395,14 +406,14 @@ class Episode:
     def _model(self) -> SGLangModel:
         settings, args, state, sample = self.settings, self.args, self.state, self.sample
         given = settings.model_config or {}
-        # slime's session is the routing key, which keeps an episode on one worker.
+        # slime's session id is the routing key, which keeps an episode on one worker.
         config: dict[str, Any] = {"sampling_params": dict(self.sampling_params), "routing_key": sample.session_id}
         limits = (context_limit(args, evaluation=self.evaluation), given.get("max_context_tokens"))
         longest = min((limit for limit in limits if limit is not None), default=None)
         if getattr(args, "use_rollout_routing_replay", False) and not self.evaluation:
             config["return_routed_experts"] = True
         processor = getattr(state, "processor", None) if getattr(sample, "multimodal_inputs", None) else None
-        model = EpisodesModel(
+        model = EpisodeModel(
             tokenizer=state.tokenizer if processor is None else processor.tokenizer,
             client=get_client_from_slime_args(args, **(settings.client_settings or {})),
             tool_parser=settings.tool_parser,
@@ -413,17 +424,17 @@ class Episode:
         model.on_request = self.on_request
         return model
 
-    # --- running ---
+    # --- run ---
 
     async def run(self, system: str | None, asked: Any) -> tuple[TerminationReason, Any, Mapping[str, Any]]:
-        """Run the episode; whatever it raises is its end.
+        """Run the episode; an exception is its end.
 
         Args:
-            system: The system prompt of the sample's prompt, if it has one.
-            asked: What that prompt asks; left aside where `settings.prompt` makes another one.
+            system: System prompt in the sample's prompt; None for none.
+            asked: Messages of the sample's prompt; unused with `settings.prompt`.
 
         Returns:
-            Why it ended, its reward, and what else is told of it.
+            The reason why it ended, its reward, and further metadata.
         """
         model = self._model()
         try:
@@ -458,16 +469,16 @@ class Episode:
             )
         self.agent = agent
         agent.hooks.add_hook(self.limiter)
-        agent.hooks.add_hook(model.hooks)  # the record knows what becomes of each answer
+        agent.hooks.add_hook(model.hooks)  # the trajectory records what happens to each answer
         if system is not None:
             own = agent.system_prompt
             agent.system_prompt = f"{own}\n\n{system}" if own else system
-        if self.kept is not None and self.kept.messages:
-            asked = None  # the agent is put where the aborted one was
-            agent.messages[:] = copy.deepcopy(self.kept.messages)
-            for key, value in self.kept.state.items():
+        if self.previous is not None and self.previous.messages:
+            asked = None  # the agent continues where the aborted one stopped
+            agent.messages[:] = copy.deepcopy(self.previous.messages)
+            for key, value in self.previous.state.items():
                 agent.state.set(key, value)
-            for name, count in self.kept.counts.items():
+            for name, count in self.previous.counts.items():
                 setattr(self.limiter, name, count)
         elif settings.prompt is not None:
             asked = settings.prompt(self.sample)
@@ -483,7 +494,7 @@ class Episode:
         return await invoked
 
     async def _own_reward(self, reason: TerminationReason) -> Any:
-        """The episode's own reward; one that raises is no number, so the sample is removed."""
+        """Return the reward from `settings.reward`; NaN if it raises, so that the sample is removed."""
         function = self.settings.reward
         if function is None or self.agent is None or OUTCOMES[reason].reward is RewardRule.NONE:
             return None
@@ -496,13 +507,13 @@ class Episode:
             return float("nan")
 
     def _reason(self) -> TerminationReason:
-        """Why the episode ended."""
+        """Return the reason why the episode ended."""
         end = self.end
         reason = termination_reason(end, trajectory=self.trajectory, limiter=self.limiter)
         if reason is TerminationReason.AGENT_ERROR:
             logger.log(
                 logging.DEBUG if _is_logged(end) else logging.WARNING,
-                "error=<%s> | an agent's own code failed; an error from the same line is logged once",
+                "error=<%s> | the agent's own code failed; an error from the same line is logged once",
                 _error_text(end),
                 exc_info=end if isinstance(end, Exception) else None,
             )
@@ -513,26 +524,26 @@ class Episode:
     # --- samples ---
 
     def export(self, reason: TerminationReason, reward: Any, facts: Mapping[str, Any]) -> Any:
-        """Slime's samples.
+        """Return slime's sample, or a list of samples with `fan_out`.
 
         Args:
-            reason: Why the episode ended.
-            reward: Its reward; None leaves it to slime's function.
-            facts: What else is told of it.
+            reason: Reason why the episode ended.
+            reward: Reward; None leaves it to slime's function.
+            facts: Further metadata.
         """
         settings, sample = self.settings, self.sample
         fan_out = settings.fan_out and not self.evaluation
         requeued = settings.requeue_aborted
-        if requeued is None:  # slime's fully asynchronous rollout runs aborted samples again although nothing aborts
+        if requeued is None:  # slime's fully asynchronous rollout reruns aborted samples without an abort of its own
             runs_again = "fully_async" in str(getattr(self.args, "rollout_function_path", None))
             requeued = runs_again and not fan_out and not self.evaluation
         if reason is TerminationReason.ABORTED:
             requested = requeued or bool(self.state.aborted)
-        else:  # an agent that cancels itself would do so for ever
+        else:  # an agent that cancels itself would do so forever
             requested = reason is TerminationReason.CANCELLED and bool(self.state.aborted)
         waits = any(turn.waits_to_go_on for turn in self.trajectory.turns)
         if requested and self.is_partial and waits and self._answered() <= self._answered_before:
-            # Aborted before anything was asked: the sample is what the run before has left.
+            # Aborted before any request: the sample is what the previous run saved.
             sample.status, sample.reward = type(sample).Status.ABORTED, None
             return sample
         failed = OUTCOMES[reason].slime_status == "FAILED" and self.end
@@ -557,67 +568,67 @@ class Episode:
                 **facts,
             },
         )
-        if getattr(sample, KEPT, None) is not None:
-            setattr(sample, KEPT, None)
+        if getattr(sample, PARTIAL_KEY, None) is not None:
+            setattr(sample, PARTIAL_KEY, None)
         if requested and self.is_partial and self.agent is not None:
-            keep(self)
+            save_partial(self)
         return exported
 
     def _off_policy_tokens(self) -> dict[int, int]:
-        """What earlier runs sampled, if that is not to be trained on."""
-        if self.kept is None or not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
+        """Return the number of tokens per turn from earlier runs, if slime masks them."""
+        if self.previous is None or not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
             return {}
         resumed = {turn.index: turn.resumes for turn in self.trajectory.turns if turn.resumes is not None}
-        return {**self.kept.old_tokens, **{index: cut.completion_tokens for index, cut in resumed.items()}}
+        return {**self.previous.old_tokens, **{index: cut.completion_tokens for index, cut in resumed.items()}}
 
     def clean_up(self) -> None:
-        """Let the agent give back what it holds."""
+        """Release the agent's resources."""
         try:
             if self.agent is not None:
                 self.agent.cleanup()
         except Exception:
-            logger.warning("an agent could not be cleaned up", exc_info=True)
+            logger.warning("the cleanup of an agent failed", exc_info=True)
 
 
-_logged: set[tuple[str, str, int]] = set()
-"""Where errors of agents came from that were logged: one mistake in the code fails every sample of a run."""
+_logged_origins: set[tuple[str, str, int]] = set()
+"""Origins of logged agent errors: one mistake in the code fails every sample of a run."""
 
 
 def _is_logged(error: Any) -> bool:
-    """Whether an error from the same line was logged before; it is from now on."""
+    """Return whether an error from the same line was logged before, and mark it as logged."""
     frames = traceback.extract_tb(getattr(error, "__traceback__", None), limit=-1)
     origin = (type(error).__name__, frames[0].filename if frames else "", (frames[0].lineno or 0) if frames else 0)
-    known = origin in _logged
-    _logged.add(origin)
+    known = origin in _logged_origins
+    _logged_origins.add(origin)
     return known
 
 
 def _error_text(end: Any) -> str:
-    """What failed an episode, as text."""
+    """Return the text of the error that failed an episode."""
     return f"{type(end).__name__}: {end}"[:_MAX_ERROR_CHARS] if isinstance(end, Exception) else ""
 
 
-# --- partial rollouts ---
+# --- Partial rollouts ---
 
-KEPT = "strands_sglang_kept"
-"""The sample's attribute."""
+PARTIAL_KEY = "strands_sglang_kept"
+"""Attribute of the sample that holds a partial rollout."""
 
 _VERSION = 1
 _COUNTS = ("tool_iter_count", "tool_call_count", "message_count", "cancelled_tool_call_count")
 
 
 @dataclass(eq=False)
-class Kept:
-    """An episode to go on with.
+class PartialRollout:
+    """An aborted episode to continue.
 
     Attributes:
-        trajectory: Its calls.
-        messages: The agent's messages.
-        state: The agent's state.
-        counts: The limiter's counts.
-        elapsed_s: Seconds that its earlier parts took.
-        non_generation_s: Seconds of those that went to other things than generating.
-        old_tokens: By `Turn.index`, how many tokens the earlier parts sampled.
+        trajectory: Trajectory so far.
+        messages: Messages of the agent.
+        state: State of the agent.
+        counts: Counts of the limiter.
+        elapsed_s: Seconds that the earlier parts took.
+        non_generation_s: Seconds of those that were not spent on generation.
+        old_tokens: Number of tokens that the earlier parts sampled, by `Turn.index`.
     """
 
     trajectory: Trajectory
@@ -629,8 +640,8 @@ class Kept:
     old_tokens: dict[int, int]
 
 
-def keep(episode: Episode) -> None:
-    """Put an aborted episode on its sample, unless it cannot be continued."""
+def save_partial(episode: Episode) -> None:
+    """Save an aborted episode on its sample, unless it cannot be continued."""
     sample, trajectory, agent = episode.sample, episode.trajectory, episode.agent
     leaf = trajectory.main_leaf()
     if leaf is None or any(turn.images is not None for turn in trajectory.turns):
@@ -643,9 +654,11 @@ def keep(episode: Episode) -> None:
         json.dumps([messages, state])
         content = trajectory.to_bytes()
     except (TypeError, ValueError) as error:
-        logger.warning("sample=<%s> | starts again, for it is no plain data: %s", getattr(sample, "index", None), error)
+        logger.warning(
+            "sample=<%s> | will start again: it is not plain data: %s", getattr(sample, "index", None), error
+        )
         return
-    kept = {
+    saved = {
         "version": _VERSION,
         "trajectory": base64.b64encode(content).decode("ascii"),
         "messages": copy.deepcopy(messages),
@@ -654,34 +667,34 @@ def keep(episode: Episode) -> None:
         "elapsed_s": episode.elapsed_s(),
         "non_generation_s": episode.non_generation_s(),
     }
-    setattr(sample, KEPT, kept)
+    setattr(sample, PARTIAL_KEY, saved)
 
 
-def kept_on(sample: Any) -> Kept | None:
-    """What an aborted episode left on a sample, its cut call ready to continue; None where there is nothing."""
-    kept = getattr(sample, KEPT, None)
-    if not isinstance(kept, Mapping) or kept.get("version") != _VERSION:
+def load_partial(sample: Any) -> PartialRollout | None:
+    """Load an aborted episode from its sample, with its cut call ready to resume; None if there is none."""
+    saved = getattr(sample, PARTIAL_KEY, None)
+    if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
         return None
     try:
-        trajectory = Trajectory.from_bytes(base64.b64decode(kept["trajectory"]), name="a partial rollout")
+        trajectory = Trajectory.from_bytes(base64.b64decode(saved["trajectory"]), name="a partial rollout")
         old_tokens = {turn.index: len(turn.output_ids) for turn in trajectory.turns}
         for turn in trajectory.turns:
             if turn.status is TurnStatus.CUT and not turn.constrained:
                 trajectory.resume(turn)
                 del old_tokens[turn.index]
-        return Kept(
+        return PartialRollout(
             trajectory=trajectory,
-            messages=list(kept["messages"]),
-            state=dict(kept["state"]),
-            counts={name: int(kept["counts"][name]) for name in _COUNTS},
-            elapsed_s=float(kept["elapsed_s"]),
-            non_generation_s=float(kept["non_generation_s"]),
+            messages=list(saved["messages"]),
+            state=dict(saved["state"]),
+            counts={name: int(saved["counts"][name]) for name in _COUNTS},
+            elapsed_s=float(saved["elapsed_s"]),
+            non_generation_s=float(saved["non_generation_s"]),
             old_tokens=old_tokens,
         )
     except (KeyError, TypeError, ValueError) as error:
-        logger.warning("sample=<%s> | starts again: what it kept cannot be read: %r", sample.index, error)
+        logger.warning("sample=<%s> | starts again: its partial rollout cannot be read: %r", sample.index, error)
         return None
 
 
 generate = make_generate()
-"""A `generate` function whose agent has no tools and no system prompt."""
+"""A ready `generate` function for slime, whose agent has no tools and no system prompt."""

@@ -1,17 +1,17 @@
-"""From a trajectory to slime's `Sample`s, whatever became of the episode, and their rewards.
+"""slime's `Sample`s from a trajectory, for every outcome, and their rewards.
 
-The table in docs/guides/slime.md says what each end of an episode becomes. "All" tokens there are those of the sequence
-up to the last sampled one: no call has shown later tool results to the model. Removed samples bring their reward along,
-since slime would ask its reward function to score them otherwise.
+docs/guides/slime.md has the table of outcomes. "All" tokens there are those of the sequence up to the last sampled one,
+since no call has shown later tool results to the model. Removed samples have a reward, because slime would otherwise
+have its reward function score them.
 
-Promises: prompt and response have at least one token each; mask, logprobs and what is replayed belong to the response's
-tokens; logprobs are finite, and 0.0 where the mask is 0; no field of an earlier run stays; samples share nothing with
-the trajectory or with each other. It raises only what the caller can do away with.
+Prompt and response have at least one token each. Mask, logprobs and replayed data are aligned with the response's
+tokens; logprobs are finite, and 0.0 where the mask is 0. No field of an earlier run remains. Samples share no objects
+with the trajectory or with each other. An export raises only errors that the caller can fix.
 
-Rewards: a function for `--custom-rm-path`, one for `--custom-reward-post-process-path`, one for
-`--dynamic-sampling-filter-path`. Promises: samples of one rollout have one reward, which is asked for once and counts
-once in its group; removed samples neither get a reward from the function nor move their group's baseline; a reward that
-is missing or no finite number removes its rollout, and never gets into the baseline or the loss.
+The reward functions are for `--custom-rm-path`, `--custom-reward-post-process-path` and
+`--dynamic-sampling-filter-path`. The samples of one rollout have one reward, which is requested once and counts once in
+its group. Removed samples get no reward from the function and do not affect their group's baseline. A reward that is
+missing or not finite removes its rollout, and never reaches the baseline or the loss.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 
 class SlimeExportError(ValueError):
-    """A sample cannot be made for a reason that the caller can do away with; the message says how."""
+    """A sample cannot be made for a reason that the caller can fix; the message says how."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What training replays of a rollout beside its tokens.
+    """Data that training replays in addition to the tokens.
 
     Attributes:
-        top_p: Whether the ids that top-p kept are replayed (`rollout_top_p` is not 1).
-        experts: Layers and experts per token, if routing is replayed (`use_rollout_routing_replay`), else None.
+        top_p: Whether the ids kept by top-p are replayed (`rollout_top_p` is not 1).
+        experts: Layers and experts per token, if routing is replayed (`use_rollout_routing_replay`); None otherwise.
     """
 
     top_p: bool = False
@@ -61,17 +61,17 @@ class Replay:
 
 
 def replay_of(args: Any) -> Replay:
-    """What these arguments have replayed.
+    """Return what training replays with these arguments.
 
     Raises:
-        SlimeExportError: Routing is replayed, and the arguments do not tell the model's layers and experts per token.
+        SlimeExportError: Routing is replayed, but the arguments lack the model's layers or experts per token.
     """
     experts = None
     if getattr(args, "use_rollout_routing_replay", False):
         layers, top_k = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
         if not layers or not top_k:
             raise SlimeExportError(
-                f"use_rollout_routing_replay needs num_layers and moe_router_topk of the model; they are {layers!r} "
+                f"use_rollout_routing_replay needs the model's num_layers and moe_router_topk, but they are {layers!r} "
                 f"and {top_k!r}"
             )
         experts = (int(layers), int(top_k))
@@ -80,13 +80,13 @@ def replay_of(args: Any) -> Replay:
 
 
 def context_limit(args: Any, *, evaluation: bool = False) -> int | None:
-    """The longest sample in tokens that the arguments allow: what was set, or else what fits one micro-batch.
+    """Return the maximum length of a sample in tokens: the configured one, or what fits one micro-batch.
 
-    A sample longer than `max_tokens_per_gpu * context_parallel_size` does not fit any with `use_dynamic_batch_size`.
+    With `use_dynamic_batch_size`, a sample longer than `max_tokens_per_gpu * context_parallel_size` fits none.
 
     Args:
-        args: slime's parsed arguments.
-        evaluation: Whether the sample is none to train on.
+        args: Parsed arguments of slime.
+        evaluation: Whether the sample is for evaluation only.
     """
     own = getattr(args, "eval_max_context_len", None) if evaluation else None
     limits = [own or getattr(args, "rollout_max_context_len", None)]
@@ -96,26 +96,26 @@ def context_limit(args: Any, *, evaluation: bool = False) -> int | None:
 
 
 def normalizes_by_group(args: Any) -> bool:
-    """Whether slime takes the mean reward of a prompt's samples off: it depends on the advantage estimator."""
+    """Return whether slime subtracts the mean reward of a prompt's samples, by the advantage estimator."""
     estimator = getattr(args, "advantage_estimator", "grpo")
     relative = estimator in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     return relative and bool(getattr(args, "rewards_normalization", True))
 
 
 def reward_key(args: Any, *, evaluation: bool = False) -> str | None:
-    """The key under which slime reads a sample's reward; None where the reward is a number."""
+    """Return the key under which slime reads a sample's reward; None if the reward is a number."""
     own = getattr(args, "eval_reward_key", None) if evaluation else None
     return own or getattr(args, "reward_key", None)
 
 
 def as_reward(args: Any, value: float, *, evaluation: bool = False, category: str = "failed") -> Any:
-    """A reward in the form that slime reads: a number, or a dictionary that has every key that slime looks up.
+    """Return a reward in slime's form: a number, or a dictionary with every key that slime reads.
 
     Args:
-        args: slime's parsed arguments: `reward_key`, `eval_reward_key`, `log_reward_category`.
-        value: The reward.
-        evaluation: Whether the sample is none to train on.
-        category: What `log_reward_category` counts the sample as.
+        args: Parsed arguments of slime: `reward_key`, `eval_reward_key`, `log_reward_category`.
+        value: Reward.
+        evaluation: Whether the sample is for evaluation only.
+        category: Category of the sample in `log_reward_category`.
     """
     if not reward_key(args, evaluation=evaluation):
         return value
@@ -127,40 +127,40 @@ def as_reward(args: Any, value: float, *, evaluation: bool = False, category: st
 logger = logging.getLogger(__name__)
 
 METADATA_KEY = "strands_sglang"
-"""Where in `sample.metadata` this library says what became of the episode."""
+"""Key in `sample.metadata` of this library's facts about the episode."""
 
-_MADE_LATER = ("teacher_log_probs", "mopd_teacher_log_probs", "rollout_top_p_log_probs")
-"""Fields that slime fills from a finished sample; those of an earlier run are another response's."""
+_FILLED_LATER = ("teacher_log_probs", "mopd_teacher_log_probs", "rollout_top_p_log_probs")
+"""Fields that slime fills from a finished sample; values of an earlier run belong to another response."""
 
 
 _EVALUATION = "evaluation"
-"""Under `METADATA_KEY`: whether the sample is none to train on, which slime does not tell reward functions."""
+"""Key under `METADATA_KEY` that marks evaluation samples, which slime does not reveal to reward functions."""
 
 
 def is_evaluation(sample: Any) -> bool:
-    """Whether a sample of ours was made for an evaluation."""
+    """Return whether a sample was made for an evaluation."""
     return bool((sample.metadata or {}).get(METADATA_KEY, {}).get(_EVALUATION))
 
 
 def main_sample(samples: Sequence[Any]) -> Any:
-    """The sample of a rollout that holds its main conversation."""
-    told = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
-    return next(told, samples[-1])
+    """Return the sample with the main conversation of a rollout."""
+    marked = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
+    return next(marked, samples[-1])
 
 
 class RolloutSamples(list[Any]):
-    """The samples of one rollout, for slime's code that takes every member of a group for a sample.
+    """The samples of one rollout, for slime's code that treats every member of a group as a sample.
 
-    Its fully asynchronous rollout sorts groups by the `index` of a member, and its filters read the members' rewards.
+    slime's fully asynchronous rollout sorts groups by a member's `index`, and its filters read the members' rewards.
     """
 
     @property
     def index(self) -> Any:
-        """The rollout's index, in place of the method of lists."""
+        """Index of the rollout, instead of the list method."""
         return main_sample(self).index
 
     def get_reward_value(self, args: Any) -> Any:
-        """The rollout's reward, which all its samples have."""
+        """Return the reward of the rollout, which all its samples share."""
         return main_sample(self).get_reward_value(args)
 
 
@@ -175,7 +175,7 @@ class _Branch:
 
 
 class _Verdict(NamedTuple):
-    """What slime is told of an episode."""
+    """What slime learns about an episode."""
 
     status: str
     reward: Any
@@ -198,34 +198,39 @@ def to_slime_samples(
     non_generation_time: float = 0.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Fill slime's sample from a trajectory, as [the slime guide](../guides/slime.md#what-an-episode-becomes) says.
+    """Fill slime's sample from a trajectory, for a `generate` function of your own.
+
+    The [slime guide](../guides/slime.md#what-an-episode-becomes) has the status, tokens and reward for each outcome.
+    The outcome and further facts go into `sample.metadata["strands_sglang"]`.
 
     Args:
-        trajectory: The episode's calls.
-        sample: slime's `Sample`; it is changed in place.
-        outcome: Why the episode ended (see `termination_reason`), or what follows from that.
-        tokenizer: The tokenizer of the served model.
-        args: slime's parsed arguments: they tell what is replayed (`rollout_top_p`, `use_rollout_routing_replay`),
-            `reward_key`, and how long a sample may be. Without them nothing is replayed.
-        reward: The episode's reward: a number, or a dictionary for `reward_key`; None leaves it to slime's function.
-        fan_out: Whether every sequence that has tokens to train becomes a sample. Otherwise the latest sequence of the
-            main conversation becomes the sample, and a warning says that there are others.
+        trajectory: Trajectory of the episode.
+        sample: slime's `Sample`; it is modified in place.
+        outcome: Reason why the episode ended, as from [`termination_reason`][strands_sglang.termination_reason], or an
+            [`Outcome`][strands_sglang.Outcome].
+        tokenizer: Tokenizer of the served model.
+        args: Parsed arguments of slime. They determine what is replayed (`rollout_top_p`,
+            `use_rollout_routing_replay`), the `reward_key`, and the maximum length of a sample. With None nothing is
+            replayed.
+        reward: Reward of the episode: a number, or a dictionary with `reward_key`; None leaves it to slime's function.
+        fan_out: Whether every sequence with tokens to train becomes a sample. Otherwise the latest sequence of the main
+            conversation does, and a warning mentions the others.
         abort_requested: Whether slime itself stopped the episode and will run the sample again.
-        evaluation: Whether the sample is none to train on; nothing is replayed then.
-        failure_reward: The reward of samples that are removed.
-        off_policy_tokens: By `Turn.index`, how many of its first tokens an earlier part of a partial rollout sampled,
-            where those are to have loss mask 0.
-        non_generation_time: Seconds that the episode spent on other things than generating.
-        metadata: What `sample.metadata["strands_sglang"]` is to hold beside the outcome.
+        evaluation: Whether the sample is for evaluation only; nothing is replayed then.
+        failure_reward: Reward of removed samples.
+        off_policy_tokens: Number of leading tokens per `Turn.index` that an earlier part of a partial rollout sampled
+            and that get loss mask 0; None for none.
+        non_generation_time: Seconds that the episode did not spend on generation.
+        metadata: Further entries of `sample.metadata["strands_sglang"]`.
 
     Returns:
-        The sample; with `fan_out` always a list of samples with one `rollout_id`, the given one among them, which holds
-        the main conversation.
+        The sample. With `fan_out` always a list of samples with one `rollout_id`; the given sample is among them and
+        has the main conversation.
 
     Raises:
-        TypeError: An argument is of another kind.
-        SlimeExportError: What training needs was never asked for (logprobs, top-p ids, routed experts), or the routed
-            experts are another model's: every sample would be like this one.
+        TypeError: An argument has the wrong type.
+        SlimeExportError: Data that training needs was never requested (logprobs, top-p ids, routed experts), or the
+            routed experts belong to another model. Every sample would fail in the same way.
     """
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"the first argument must be a Trajectory, such as model.trajectory, not {trajectory!r:.80}")
@@ -241,7 +246,7 @@ def to_slime_samples(
     leaf = trajectory.main_leaf()
     branches = [_Branch(end, tokens) for end, tokens in trajectory.branches()]
     main = next((branch for branch in branches if branch.leaf is leaf), None)
-    if main is None and leaf is not None:  # it has no answer, or was thrown away
+    if main is None and leaf is not None:  # it has no answer, or was discarded
         kept = [branch for branch in branches if branch.leaf.root.key == leaf.root.key]
         main = max(kept, key=lambda branch: branch.leaf.index, default=_Branch(leaf, trajectory.latest_main_sequence()))
     others = [branch for branch in branches if branch is not main and any(branch.tokens.loss_mask)]
@@ -256,28 +261,28 @@ def to_slime_samples(
     chosen = [*others, main] if fan_out and not verdict.remove and verdict.status != "ABORTED" else [main]
     if others and not fan_out and not _warned:
         logger.warning(
-            "sequences=<%d> | an episode has more sequences to train than the one that becomes the sample: pass "
-            "fan_out=True, or see metadata['strands_sglang']['other_sequences']; said once",
+            "sequences=<%d> | an episode has further sequences to train, and only one becomes the sample: pass "
+            "fan_out=True, or see metadata['strands_sglang']['other_sequences']; logged once",
             len(others),
         )
         _warned.append(True)
     samples = []
     for branch in chosen:
-        rows, told = None, verdict
+        rows, own_verdict = None, verdict
         if branch is not None and branch.sampled:
             rows = rows_of(
                 branch.leaf,
-                branch.tokens if fan_out else sequence_of(branch.leaf),  # which has its own full mask
+                branch.tokens if fan_out else sequence_of(branch.leaf),  # with its own full mask
                 replay=replay,
                 keep_cut=verdict.status == "ABORTED",
                 off_policy_tokens=off_policy_tokens or {},
             )
             if branch is not main and not any(rows.loss_mask):
-                continue  # a retry took the place of what was cut
+                continue  # a retry replaced what was cut
             if replay.experts is not None and rows.experts is None:
-                told = export.failed("FAILED")
+                own_verdict = export.failed("FAILED")
         target = sample if branch is main else copy.deepcopy(sample)
-        export.fill(target, branch, rows, told)
+        export.fill(target, branch, rows, own_verdict)
         target.non_generation_time = float(non_generation_time)
         problems = rows.problems if rows is not None else []
         for problem in problems:
@@ -287,21 +292,21 @@ def to_slime_samples(
         samples.append(target)
     if not fan_out:
         return samples[0]
-    rollout_id = int(_rollout_of(sample))  # slime refuses lists without it
+    rollout_id = int(_rollout_of(sample))  # slime rejects lists without it
     for one in samples:
         one.rollout_id = rollout_id
     return RolloutSamples(samples)
 
 
 _warned: list[bool] = []
-"""Not empty once a warning has said that an episode has other sequences."""
+"""Not empty once the warning about further sequences was logged."""
 
 
 def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, str)
 
 
-# --- what slime is told, and what fills its samples ---
+# --- Verdicts, and the fields of samples ---
 
 
 @dataclass(frozen=True)
@@ -321,32 +326,32 @@ class _Export:
     ) -> _Verdict:
         trajectory = self.trajectory
         if isinstance(outcome, Outcome):
-            told = wanted = outcome
+            resolved = wanted = outcome
         else:
             sampled = sum(len(turn.output_ids) for turn in trajectory.turns)
-            told = outcome_of(outcome, sampled_tokens=sampled, abort_requested=abort_requested)
+            resolved = outcome_of(outcome, sampled_tokens=sampled, abort_requested=abort_requested)
             wanted = OUTCOMES[outcome]
         if wanted.slime_status == "ABORTED" and abort_requested:
-            return _Verdict("ABORTED", None, False)  # slime runs it again, also if nothing was sampled
-        if main is None or not main.sampled or told.slime_status == "FAILED":
+            return _Verdict("ABORTED", None, False)  # slime runs it again, even if nothing was sampled
+        if main is None or not main.sampled or resolved.slime_status == "FAILED":
             return self.failed("FAILED")
         leaf = main.leaf
         uncut = leaf.status is not TurnStatus.CUT
         answered = uncut and not leaf.is_cut_short and not leaf.tool_calls and leaf.is_answered
         if (
-            told.remove_sample
+            resolved.remove_sample
             or wanted.slime_status == "ABORTED"
-            or (told.reward is RewardRule.COMPUTED_IF_ANSWERED and not answered)
+            or (resolved.reward is RewardRule.COMPUTED_IF_ANSWERED and not answered)
         ):
             return self.failed("TRUNCATED")
-        status = told.slime_status
-        # Whether the sequence ends with a whole answer, and no call is on its way that continues from it.
+        status = resolved.slime_status
+        # Whether the sequence ends with a whole answer, and no call in flight continues from it.
         whole = uncut and leaf.generation is not None and leaf.generation.finish_type == "stop"
         continues = any(turn.parent is leaf and turn.status is TurnStatus.ASKED for turn in trajectory.turns)
         if status == "COMPLETED" and (continues or not whole):
             status = "TRUNCATED"
         if reward is not None and not self._is_finite(reward):
-            logger.warning("reward=<%r> | a reward is no finite number; its sample is removed", reward)
+            logger.warning("reward=<%r> | a reward is not a finite number; its sample is removed", reward)
             return self.failed(status)
         own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
         return _Verdict(status, own, False)
@@ -360,13 +365,13 @@ class _Export:
 
     def fill(self, sample: Any, branch: _Branch | None, rows: Rows | None, verdict: _Verdict) -> None:
         images = branch.tokens.multimodal_train_inputs if branch is not None and branch.leaf.image_inputs() else None
-        if rows is None:  # the prompt, as far as it fits, and one token that nobody is trained on
+        if rows is None:  # the prompt, as far as it fits, and one token with loss mask 0
             prompt = branch.tokens.token_ids if branch is not None else []
             known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
             padding = next((token_id for token_id in known if isinstance(token_id, int)), 0)
             limit = context_limit(self.args, evaluation=self.evaluation)
             if limit is not None and len(prompt) >= limit:
-                # What did not fit the server's context does not fit training either.
+                # A prompt that did not fit the server's context does not fit training either.
                 prompt, images = prompt[: max(limit - 1, 1)], None
             rows = Rows([*(prompt or [padding]), padding], [0], [0.0], None, None, [])
         length, replay = len(rows.loss_mask), self.replay
@@ -388,13 +393,13 @@ class _Export:
         if replay.experts is not None and rows.experts is None:
             sample.rollout_routed_experts = placeholder_experts(len(rows.token_ids), *replay.experts)
         sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = top_p or (None, None)
-        for name in _MADE_LATER:
+        for name in _FILLED_LATER:
             if hasattr(sample, name):
                 setattr(sample, name, None)
         path = branch.leaf.path() if branch is not None else []
         generations = [turn.generation for turn in path if turn.generation is not None]
         sample.weight_versions = [version for generation in generations for version in _weight_versions(generation)]
-        # What slime counts of the prefix cache and of speculative decoding, over the calls of the sequence.
+        # slime's counts of the prefix cache and of speculative decoding, over the calls of the sequence.
         speculates = getattr(self.args, "sglang_speculative_algorithm", None)
         for name, counts in (("prefix_cache_info", True), ("spec_info", speculates)):
             if getattr(sample, name, None) is not None:
@@ -406,28 +411,28 @@ class _Export:
 
 
 def _weight_versions(generation: Generation) -> list[str]:
-    """The version that answered a call; all of them in order, where the weights changed in between."""
+    """Return the version of the weights that answered a call, or all in order if they changed during it."""
     if generation.weight_version is None:
         return []
     changed = [version for version, _ in groupby(span.version for span in generation.weight_versions)]
     return changed or [generation.weight_version]
 
 
-# --- one sequence, token by token ---
+# --- One sequence, token by token ---
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One sequence, prompt and response apart. R is the response's length, T that of both.
+    """One sequence, split into prompt and response. R is the length of the response, T the length of both.
 
     Attributes:
-        token_ids: Prompt and response, shape (T,).
-        loss_mask: 0 or 1 for each token of the response, shape (R,).
-        logprobs: 0.0 where the mask is 0, shape (R,).
-        top_p: Ids that top-p kept, one span after the other, and where they start, shape (R + 1,); both int32. None if
-            they are not replayed.
-        experts: int32, shape (T - 1, layers, experts per token); None if they are not replayed, or not all there.
-        problems: What is wrong with tokens that therefore have loss mask 0, for people.
+        token_ids: Prompt and response, shape `(T,)`.
+        loss_mask: 0 or 1 for each token of the response, shape `(R,)`.
+        logprobs: Logprobs of the response, 0.0 where the mask is 0, shape `(R,)`.
+        top_p: Ids kept by top-p, concatenated, and the starts of their spans, shape `(R + 1,)`; both int32. None if not
+            replayed.
+        experts: Routed experts, int32, shape `(T - 1, layers, top_k)`; None if not replayed, or incomplete.
+        problems: Messages about tokens that were masked because their data is incomplete.
     """
 
     token_ids: list[int]
@@ -439,7 +444,7 @@ class Rows:
 
 
 class Span(NamedTuple):
-    """Where the sampled tokens of a turn are in a sequence: from `start` up to `stop`."""
+    """Position of a turn's sampled tokens in a sequence, from `start` to `stop`."""
 
     turn: Turn
     start: int
@@ -457,14 +462,14 @@ def rows_of(
     """Lay out a sequence that has at least one sampled token.
 
     Args:
-        leaf: The turn that it ends with.
-        sequence: Its tokens, with the mask that they have in this sequence.
+        leaf: Last turn of the sequence.
+        sequence: Tokens of the sequence, with its mask.
         replay: What training replays.
-        keep_cut: Whether turns that were cut keep their mask: the sample is to be continued, not trained.
-        off_policy_tokens: By `Turn.index`, how many of its first tokens older weights sampled; they have mask 0.
+        keep_cut: Whether cut turns keep their mask, because the sample is continued rather than trained.
+        off_policy_tokens: Number of leading tokens per `Turn.index` that older weights sampled; they get mask 0.
 
     Raises:
-        SlimeExportError: Logprobs, top-p ids or experts were never asked for, or are another model's.
+        SlimeExportError: Logprobs, top-p ids or experts were never requested, or belong to another model.
     """
     spans: list[Span] = []
     for turn, kept in leaf.steps():
@@ -479,11 +484,11 @@ def rows_of(
         old = span.start + off_policy_tokens.get(span.turn.index, 0)
         _clear(mask, span.start, min(span.stop, old))
         generation = span.turn.generation
-        never_asked = generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn)
-        if never_asked and any(mask[span.start : span.stop]):
+        not_requested = generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn)
+        if not_requested and any(mask[span.start : span.stop]):
             raise SlimeExportError(
-                f"call {span.turn.index} has no logprobs, and slime trains on nothing without: leave return_logprob of "
-                "SGLangModel at its default, True"
+                f"call {span.turn.index} has no logprobs, but slime trains on them: leave return_logprob of "
+                "SGLangModel at True, its default"
             )
         known = enumerate(recorded[span.start : span.stop], span.start)
         unknown = [place for place, logprob in known if mask[place] and (logprob is None or not math.isfinite(logprob))]
@@ -501,11 +506,11 @@ def rows_of(
         if experts is None:
             if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
                 raise SlimeExportError(
-                    f"call {leaf.index} came without routed experts, which use_rollout_routing_replay needs: set "
+                    f"call {leaf.index} has no routed experts, but use_rollout_routing_replay needs them: set "
                     "return_routed_experts=True of SGLangModel, and start the server with "
                     "--enable-return-routed-experts"
                 )
-            problems.append("its routed experts are not complete")
+            problems.append("its routed experts are incomplete")
     logprobs = [logprob if kept and logprob is not None else 0.0 for kept, logprob in zip(mask, recorded, strict=True)]
     return Rows(sequence.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
 
@@ -515,19 +520,19 @@ def _clear(mask: list[int], start: int, stop: int) -> None:
 
 
 def _is_uninterrupted(turn: Turn) -> bool:
-    """Whether one request gave the whole answer, so that all that was asked for is there.
+    """Return whether one request returned the whole answer, so that all requested data is present.
 
-    An answer that was resumed lacks what its aborted part lacks, whatever its last part has.
+    A resumed answer lacks what its aborted part lacks, even if its last part has it.
     """
     generation = turn.generation
     return generation is not None and generation.finish_type != "abort" and not generation.resumed_ids
 
 
-# --- top-p ---
+# --- Top-p ---
 
 
 def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids that top-p kept, an empty span for every token with mask 0; tokens that have none get mask 0."""
+    """Return the ids kept by top-p, an empty span for tokens with mask 0; tokens without ids get mask 0."""
     import torch
 
     ids: list[torch.Tensor] = []
@@ -544,43 +549,43 @@ def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) 
         if kept is None:
             if _is_uninterrupted(span.turn):
                 raise SlimeExportError(
-                    f"call {span.turn.index} came without top_p_token_ids, which rollout_top_p != 1 needs: use slime's "
-                    "SGLang, and pass slime's sampling_params (custom_params) on; or have any SGLang tell sampling "
-                    "masks, by request_fields={'return_sampling_mask': True} of SGLangModel and a finite top_k"
+                    f"call {span.turn.index} has no top_p_token_ids, but rollout_top_p != 1 needs them: use slime's "
+                    "SGLang and pass on slime's sampling_params (custom_params), or request sampling masks from any "
+                    "SGLang: request_fields={'return_sampling_mask': True} of SGLangModel, and a finite top_k"
                 )
-            problems.append(f"call {span.turn.index} was aborted, and a part of it has no top-p ids")
+            problems.append(f"call {span.turn.index} was aborted, and part of it has no top-p ids")
             _clear(mask, span.start, span.stop)
             continue
-        told = kept.part(0, span.stop - span.start)
-        widths = torch.tensor(told.lengths, dtype=torch.int32)
+        rows = kept.part(0, span.stop - span.start)
+        widths = torch.tensor(rows.lengths, dtype=torch.int32)
         trained = torch.tensor(mask[span.start : span.stop], dtype=torch.bool)
         if unknown := int((trained & (widths == 0)).sum()):  # of a part that the server aborted
             problems.append(f"{unknown} tokens of call {span.turn.index} have no top-p ids")
             trained &= widths > 0
             mask[span.start : span.stop] = trained.int().tolist()
-        ids.append(torch.tensor(told.token_ids, dtype=torch.int32)[trained.repeat_interleave(widths)])
+        ids.append(torch.tensor(rows.token_ids, dtype=torch.int32)[trained.repeat_interleave(widths)])
         offsets[span.start - start + 1 : span.stop - start + 1] = widths * trained
     return torch.cat([torch.zeros(0, dtype=torch.int32), *ids]), offsets.cumsum(0, dtype=torch.int32)
 
 
-# --- routed experts ---
+# --- Routed experts ---
 
 
 def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
-    """The experts of every token of a sequence but the last, each as the call told them that first ran the token.
+    """Return the experts of every token of a sequence except the last, from the call that first ran each token.
 
-    So the rows of sampled tokens are those that were in force when they were sampled.
+    Sampled tokens thus have the rows with which they were sampled.
 
     Args:
-        leaf: The turn that the sequence ends with.
-        layers: Layers of the model, those without experts too.
-        top_k: Experts per token.
+        leaf: Last turn of the sequence.
+        layers: Number of layers of the model, including those without experts.
+        top_k: Number of experts per token.
 
     Returns:
-        int32, shape (T - 1, layers, top_k); None if rows are missing.
+        Array of int32, shape `(T - 1, layers, top_k)`; None if rows are missing.
 
     Raises:
-        SlimeExportError: The server's model has other numbers of layers and experts.
+        SlimeExportError: The server's model has another number of layers or experts.
     """
     import torch
 
@@ -593,7 +598,7 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
         if generation is not None and generation.routed_experts is not None and generation.routed_rows == rows > have:
             if generation.routed_width != layers * top_k:
                 raise SlimeExportError(
-                    f"call {turn.index} has {generation.routed_width} routed experts per token, and num_layers * "
+                    f"call {turn.index} has {generation.routed_width} routed experts per token, but num_layers * "
                     f"moe_router_topk is {layers} * {top_k}: the arguments are another model's"
                 )
             parts.append(torch.tensor(generation.expert_ids(have)).reshape(-1, layers, top_k))
@@ -608,26 +613,32 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
 
 
 def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tensor:
-    """Rows for a sample that is not trained: different experts for each token, since slime refuses layers of zeros."""
+    """Return rows for a sample that is not trained: distinct experts per token, since slime rejects layers of zeros."""
     import torch
 
     return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)
 
 
-# --- rewards ---
+# --- Rewards ---
 
 
 def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) -> Callable[..., Awaitable[Any]]:
     """Make a function for `--custom-rm-path` from one that scores a single sample.
 
-    slime calls it with a sample, or with a list of them. The samples of a rollout get the reward of the one that holds
-    the main conversation. Whatever the function raises, and a reward that is None or no finite number, removes the
-    rollout's samples.
+    slime calls the result with a sample, or with a list of samples. All samples of a rollout get the reward of the one
+    with the main conversation. If the function raises, or returns None or a number that is not finite, the rollout's
+    samples are removed.
 
     Args:
-        function: `function(args, sample, **kwargs)`, sync or async, which returns a number, or a dictionary for
-            `reward_key`. A sync one runs in a thread of its own.
-        failure_reward: The reward of samples that are removed.
+        function: Function `function(args, sample, **kwargs)`, sync or async, that returns a number, or a dictionary
+            with `reward_key`. A sync function runs in its own thread.
+        failure_reward: Reward of removed samples.
+
+    Returns:
+        An async function for slime.
+
+    Examples:
+        >>> reward_func = make_reward(lambda args, sample, **kwargs: float(sample.label in sample.response))
     """
 
     async def score_rollout(args: Any, samples: list[Any], **kwargs: Any) -> Any:
@@ -642,7 +653,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
             reward = await awaited(await called)
             if _value(args, reward, evaluation=is_evaluation(main)) is not None:
                 return reward
-            logger.warning("reward=<%r> | a reward is no finite number", reward)
+            logger.warning("reward=<%r> | a reward is not a finite number", reward)
         except Exception:
             logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
         for sample in samples:
@@ -650,7 +661,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
         return failed
 
     async def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
-        """The reward of a sample, or a list of rewards for a list of samples."""
+        """Return the reward of a sample, or a list of rewards for a list of samples."""
         if not isinstance(samples, list):
             return await score_rollout(args, [samples], **kwargs)
         rollouts = _grouped(samples, _rollout_of)
@@ -662,7 +673,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
 
 
 async def _in_own_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that may block or hang: the loop's threads are few, and all of the process shares them."""
+    """Call a function that may block or hang, outside the few threads that the whole process shares."""
     called: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def call() -> None:
@@ -677,20 +688,21 @@ async def _in_own_thread(function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """For `--custom-reward-post-process-path`: rewards relative to those of the same prompt's rollouts.
+    """Normalize rewards by group, for `--custom-reward-post-process-path`.
 
-    slime's own way needs the same number of samples for each prompt and takes the whole batch for one group otherwise,
-    as it does with fan-out. Here a group is what has one `group_index`; each rollout counts once in it, and those whose
-    samples are all removed do not count. As slime does, the mean is taken off, and for GRPO, GSPO and CISPO the rest is
-    divided by the standard deviation (of a sample, n - 1).
+    slime's own normalization needs the same number of samples for each prompt; otherwise, as with `fan_out`, it treats
+    the whole batch as one group. Here a group is the samples with one `group_index`. Each rollout counts once, and a
+    rollout whose samples are all removed does not count. As in slime, the mean is subtracted, and for GRPO, GSPO and
+    CISPO the result is divided by the sample standard deviation (n - 1).
 
     Args:
-        args: slime's parsed arguments: `advantage_estimator`, `rewards_normalization`, `grpo_std_normalization`,
+        args: Parsed arguments of slime: `advantage_estimator`, `rewards_normalization`, `grpo_std_normalization`,
             `reward_key`.
-        samples: The batch.
+        samples: Batch of samples.
 
     Returns:
-        The raw rewards and those to train on, both in the order of the samples; 0.0 to train on for removed samples.
+        The raw rewards and the normalized ones, in the order of the samples. Removed samples have a normalized reward
+        of 0.0.
 
     Raises:
         ValueError: A sample has no `group_index`.
@@ -699,7 +711,7 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     for sample, value in zip(samples, values, strict=True):
         if value is None:
             # slime zeroes the masks of removed samples after this function has run.
-            logger.warning("reward=<%r> | a sample came without a usable reward and is removed", sample.reward)
+            logger.warning("reward=<%r> | a sample has no usable reward and is removed", sample.reward)
             sample.remove_sample = True
     raw = [0.0 if value is None else value for value in values]
     if not normalizes_by_group(args):
@@ -719,15 +731,15 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bool:
-    """For `--dynamic-sampling-filter-path`: whether a prompt's rollouts have different rewards.
+    """Return whether a prompt's rollouts have different rewards, for `--dynamic-sampling-filter-path`.
 
-    Like slime's filter of this name, but removed samples do not count: a group of equal rewards and one failure trains
-    nothing. It also takes the lists that `fan_out` makes.
+    This is slime's filter of the same name without removed samples: a group of equal rewards and one failure trains
+    nothing. It also accepts the lists from `fan_out`.
 
     Args:
-        args: slime's parsed arguments: `reward_key`.
-        samples: The samples of one prompt; of a fanned-out rollout a list of them.
-        **kwargs: Whatever else slime passes.
+        args: Parsed arguments of slime: `reward_key`.
+        samples: Samples of one prompt; a list of samples for each rollout with `fan_out`.
+        **kwargs: Further arguments from slime, which are ignored.
     """
     flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
     kept = [sample for sample in flat if not sample.remove_sample]
@@ -738,18 +750,18 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
 
 def _prompt_of(sample: Any) -> Any:
     if sample.group_index is None:
-        raise ValueError(f"sample {sample.index} has no group_index, so nothing tells which prompt it belongs to")
+        raise ValueError(f"sample {sample.index} has no group_index, so its prompt is unknown")
     return sample.group_index
 
 
 def _rollout_of(sample: Any) -> Any:
-    """What the samples of one rollout share: `rollout_id`, or `index`, as slime has it; else each is alone."""
+    """Return what the samples of one rollout share: `rollout_id`, or `index` as in slime; unique without either."""
     known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
     return next((one for one in known if one is not None), uuid.uuid4().int >> 65)  # above every index
 
 
 async def awaited(value: Any) -> Any:
-    """What a function of the user's returned, be it sync or async."""
+    """Return the result of a user's function, sync or async."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -761,7 +773,7 @@ def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any
 
 
 def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
-    """A reward as a number; None if it is none, or not finite."""
+    """Return a reward as a number; None if it is missing or not finite."""
     if isinstance(reward, Mapping):
         reward = reward.get(reward_key(args, evaluation=evaluation))
     try:
