@@ -1,6 +1,6 @@
-"""A real SGLang server on a machine without a GPU: for the demo, for tests, and for trying things.
+"""A real SGLang server on a machine without a GPU: for the demo, for tests, and for experiments.
 
-Needs the extra `local` (`pip install -e ".[local]"`). Nothing of it is imported by the package itself.
+Requires the extra `local` (`pip install -e ".[local]"`). The rest of the package never imports this module.
 
 Example:
     python = ensure_sglang()

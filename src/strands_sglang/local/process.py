@@ -1,8 +1,7 @@
-"""Child processes that leave nothing behind.
+"""Child processes that never outlive their parent.
 
-A model server is a tree of processes that hold gigabytes. Two promises: a command run by `run_quietly` has ended when
-the call returns, and nothing of a `GuardedProcess` outlives `stop` or the death, by SIGKILL too, of the process that
-started it.
+A model server is a tree of processes that hold gigabytes. A command of `run_quietly` ends with the call. No process of
+a `GuardedProcess` outlives `stop`, or the end of the process that started it, SIGKILL included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A real SGLang server on this machine's CPU: started, watched and stopped as one thing.
+"""A real SGLang server on this machine's CPU.
 
-Promises: `start_server` returns a server that has generated a token, or raises with the end of its
-log; `stop`, and the end of this process by whatever cause, leave no process behind.
+`start_server` returns a server that has generated a token, or raises an error with the end of its log. Neither `stop`
+nor the end of this process, for whatever reason, leaves a process running.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import httpx
 from .install import sglang_environment
 from .process import GuardedProcess, Heartbeat, LocalServerError, Progress, say, tail
 
-START_DEADLINE = 300.0  # seconds until a server answers; it takes 15 to 35 on two idle cores, up to 110 on busy ones
+START_DEADLINE = 300.0  # seconds until a server answers; 15 to 35 are usual on two idle cores, up to 110 on busy ones
 POLL_INTERVAL = 0.25
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How much a server may take.
+    """Resources of a local server, and further arguments.
 
     Attributes:
-        threads: Threads for matrix products; None for as many as cores, but at most 4. Where other programs
-            work on the same cores, fewer are faster.
-        max_total_tokens: Tokens in the key-value cache, over all requests and the kept prefixes.
-        max_running_requests: Requests decoded in one batch.
+        threads: Number of threads for matrix products; None for the number of cores, at most 4. Fewer are faster if
+            other programs use the same cores.
+        max_total_tokens: Number of tokens in the key-value cache, over all requests and cached prefixes.
+        max_running_requests: Maximum number of requests per batch.
         extra_arguments: Further arguments for `sglang.launch_server`.
     """
 
@@ -42,18 +42,18 @@ class ServerSettings:
 
     @property
     def thread_count(self) -> int:
-        """The number of threads that is meant."""
+        """Number of threads, with the default resolved."""
         return self.threads or min(4, len(os.sched_getaffinity(0)))
 
 
 class LocalServer(GuardedProcess):
-    """A running server process and its address. Use it as a context manager, or call `stop`.
+    """A running local server. Use it as a context manager, or call `stop`.
 
     Attributes:
-        base_url: Where it answers, `http://HOST:PORT`.
-        model_path: As given.
-        log_path: The file with its output.
-        start_seconds: Seconds from the start of the process to the first healthy answer.
+        base_url: Address of the server, `http://HOST:PORT`.
+        model_path: Folder of the served model.
+        log_path: File with the server's output.
+        start_seconds: Seconds from the start of the process to the first healthy response.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class LocalServer(GuardedProcess):
         """Start the process without waiting for it.
 
         Args:
-            command: The program that serves, and its arguments.
-            host: Address that it listens on.
-            port: Port that it listens on.
-            env: Its whole environment.
-            model_path: The folder of the model that it serves.
-            log_path: File for its output; a new temporary file if None.
+            command: Program that serves, and its arguments.
+            host: Address to listen on.
+            port: Port to listen on.
+            env: All environment variables of the process.
+            model_path: Folder of the served model.
+            log_path: File for its output; None for a new temporary file.
         """
         self._remove_log = log_path is None
         if log_path is None:
@@ -88,25 +88,25 @@ class LocalServer(GuardedProcess):
         super().__init__(command, env=env, log_path=log_path)
 
     def wait_until_healthy(self, deadline: float = START_DEADLINE, progress: Progress = lambda line: None) -> None:
-        """Return once the server has generated a token; stop it if it does not.
+        """Wait until the server has generated a token; stop it if that fails.
 
         Args:
             deadline: Seconds from the start of the process.
-            progress: Receives a line every few seconds; by default nothing is reported.
+            progress: Function for lines of output every few seconds; by default there is no output.
 
         Raises:
-            LocalServerError: The process ended or the deadline passed; the message ends with the last lines of the log.
+            LocalServerError: The process ended, or the deadline passed. The message ends with the end of the log.
         """
         heartbeat = Heartbeat(progress)
         try:
-            # No proxy settings: the way to one's own machine is direct. `/health` answers 503 until it can generate.
+            # No proxy for this machine's own address. `/health` returns 503 until the server can generate.
             with httpx.Client(base_url=self.base_url, timeout=30.0, trust_env=False) as http:
                 while not answers_health(http):
                     if (code := self.exit_code) is not None:
-                        raise LocalServerError(f"the SGLang server ended with exit code {code}{self._last_words()}")
+                        raise LocalServerError(f"the SGLang server ended with exit code {code}{self._log_tail()}")
                     if time.monotonic() - self._started > deadline:
                         raise LocalServerError(
-                            f"the SGLang server did not get healthy within {deadline:.0f} s{self._last_words()}"
+                            f"the SGLang server did not become healthy within {deadline:.0f} s{self._log_tail()}"
                         )
                     heartbeat.beat()
                     time.sleep(POLL_INTERVAL)
@@ -116,18 +116,18 @@ class LocalServer(GuardedProcess):
         self.start_seconds = time.monotonic() - self._started
 
     def stop(self) -> None:
-        """Stop the server with all its processes. Safe to call more than once."""
-        # A log that nobody named and that ends with a healthy server has nothing to tell.
+        """Stop the server and all its processes. Further calls do nothing."""
+        # The temporary log of a server that was healthy to the end is of no use.
         remove_log = self._remove_log and self.start_seconds > 0 and self.exit_code is None
         super().stop()
         if remove_log:
             self.log_path.unlink(missing_ok=True)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return f"; the end of its log {self.log_path}:\n{tail(self.log_path)}"
 
     def __enter__(self) -> LocalServer:
-        """Return the server itself."""
+        """Return the server."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -149,20 +149,27 @@ def start_server(
     """Start an SGLang server on the CPU and wait until it is healthy.
 
     Args:
-        python: The interpreter of the SGLang environment, from `ensure_sglang`.
-        model_path: A Hugging Face model folder.
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        model_path: Hugging Face model folder.
         host: Address to listen on.
-        port: Port to listen on; a free one if None.
-        settings: Sizes; `ServerSettings()` if None.
-        log_path: File for the server's output; a new temporary file if None.
-        deadline: Seconds that the start may take.
-        progress: Takes the lines that tell how it goes on.
+        port: Port to listen on; None for a free one.
+        settings: Resources and further arguments; None for `ServerSettings()`.
+        log_path: File for the server's output; None for a new temporary file.
+        deadline: Seconds for the start.
+        progress: Function for lines of output.
 
     Returns:
-        The running server, which the caller has to stop.
+        The running server, which the caller must stop.
 
     Raises:
-        LocalServerError: The folder holds no model, the port is taken, or the server did not get healthy.
+        LocalServerError: The folder has no model, the port is in use, or the server did not become healthy.
+
+    Examples:
+        ```python
+        python = ensure_sglang()
+        with start_server(python, ensure_smollm2(python)) as server:
+            print(server.base_url)
+        ```
     """
     server = launch_server(python, model_path, host=host, port=port, settings=settings, log_path=log_path)
     progress(f"starting SGLang with {model_path.name} (about half a minute; log: {server.log_path})")
@@ -180,9 +187,24 @@ def launch_server(
     settings: ServerSettings | None = None,
     log_path: Path | None = None,
 ) -> LocalServer:
-    """Start an SGLang server on the CPU without waiting for it; arguments and errors as for `start_server`."""
+    """Start an SGLang server on the CPU without waiting for it.
+
+    Args:
+        python: Interpreter of the SGLang environment, from `ensure_sglang`.
+        model_path: Hugging Face model folder.
+        host: Address to listen on.
+        port: Port to listen on; None for a free one.
+        settings: Resources and further arguments; None for `ServerSettings()`.
+        log_path: File for the server's output; None for a new temporary file.
+
+    Returns:
+        The starting server, which the caller must stop; `wait_until_healthy` waits for it.
+
+    Raises:
+        LocalServerError: The folder has no model, or the port is in use.
+    """
     if not (model_path / "config.json").is_file():
-        raise LocalServerError(f"{model_path} is no model folder: it has no config.json")
+        raise LocalServerError(f"{model_path} is not a model folder: it has no config.json")
     settings = settings or ServerSettings()
     if port is None:
         port = free_port(host)
@@ -204,20 +226,20 @@ def sglang_command(python: Path, model_path: Path, *, host: str, port: int, sett
         *(str(python), "-m", "sglang.launch_server"),
         *("--model-path", str(model_path)),
         *("--host", host, "--port", str(port)),
-        # Plain torch throughout; float32, because otherwise float32 checkpoints are served as float16.
+        # Plain torch throughout; float32, because SGLang would serve float32 checkpoints as float16.
         *("--device", "cpu", "--dtype", "float32"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
-        # The default for the cache is a share of all memory.
+        # By default the cache takes a share of all memory.
         *("--max-total-tokens", str(settings.max_total_tokens)),
         *("--max-running-requests", str(settings.max_running_requests)),
-        # An idle scheduler would keep one core busy; the health check is the warm-up.
+        # An idle scheduler would keep one core busy. The health check warms the server up.
         *("--sleep-on-idle", "--skip-server-warmup"),
         *settings.extra_arguments,
     ]
 
 
 def answers_health(http: httpx.Client) -> bool:
-    """Tell whether the server behind an HTTP client says that it can generate."""
+    """Return whether the server of an HTTP client reports that it can generate."""
     try:
         return http.get("/health").status_code == 200
     except httpx.TransportError:
@@ -225,16 +247,16 @@ def answers_health(http: httpx.Client) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a port of an address that nobody listens on at the moment."""
+    """Return a port of an address on which no process listens."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Tell whether one could listen on a port of an address now."""
+    """Return whether a process could listen on a port of an address now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # As servers do: a port whose last connections are still winding down is free.
+        # As servers do: a port with closing connections is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

