@@ -623,12 +623,17 @@ def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
     Raises:
         ValueError: There are none, or they cannot be loaded.
     """
-    from .eval.benchmarks import load_benchmark, load_tasks
+    from .eval.benchmarks import TaskError, load_benchmark, load_tasks
 
     fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
     further = {"limit": arguments.limit, "check_truth": getattr(reward, "check_truth", None)}
     if arguments.benchmark is None:
-        return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
+        try:
+            return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
+        except TaskError as error:
+            missing = re.search(r"\bno (question|answer): looked for", str(error))
+            hint = f"; name the field with --{missing[1]}-field" if missing else ""
+            raise ValueError(f"{error}{hint}") from error
     if any(fields.values()):
         raise ValueError("--question-field, --answer-field and --id-field do not apply to --benchmark")
     return load_benchmark(arguments.benchmark, arguments.dataset, **further)

@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
     )
-    command.add_argument("--family", metavar="NAME", help="the model family, if the chat template does not show it")
+    command.add_argument("--family", metavar="NAME", help="the model family, if the template does not show it")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     command.set_defaults(run=check)
