@@ -10,6 +10,7 @@ from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.image_tokens import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
+from support.agents import user
 from support.families import load_template, load_tokenizer
 from support.pages import ROOT, run_page
 from support.vision import VISION_FAMILIES, image_block, load_processor, picture, png
@@ -23,10 +24,6 @@ def setup(family, **arguments):
     processor = load_processor(family)
     template = ChatTemplate(processor.tokenizer, arguments=arguments)
     return processor, template, ImageProcessor(processor, template)
-
-
-def user(*blocks):
-    return {"role": "user", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
 
 
 def chat(*messages):

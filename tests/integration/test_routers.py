@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -30,7 +29,7 @@ from strands_sglang.exceptions import (
 )
 from strands_sglang.local.install import build_once, environment_python, find_python, home, python_version
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly, tail
-from strands_sglang.local.server import LocalServer, free_port, launch_server, port_is_free
+from strands_sglang.local.server import free_port, launch_server, port_is_free
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import EveryAnswerCallsATool
 from support.fault_run import Sampled, assert_all_end_in_the_table, assert_recorded_as_sampled, run_episodes
@@ -157,25 +156,16 @@ POLICIES = {"sglang-router": "manual", "smg": "consistent_hashing"}
 pytestmark = pytest.mark.usefixtures("own_server")
 
 
-@dataclass
-class Worker:
-    """A real server and what its log says."""
+def rids_in_the_log(server, what):
+    """Ids of the requests that were received ("Receive") or answered ("Finish"), in order; not of health checks."""
+    log = server.log_path.read_text(encoding="utf-8", errors="replace")
+    rids = re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
+    return [rid for rid in rids if not rid.startswith("HEALTH_CHECK")]
 
-    server: LocalServer
 
-    @property
-    def base_url(self):
-        return self.server.base_url
-
-    def logged(self, what):
-        """Ids of the requests that were received ("Receive") or answered ("Finish"), in order; not of health checks."""
-        log = self.server.log_path.read_text(encoding="utf-8", errors="replace")
-        rids = re.findall(rf"{what}: obj=\w+\(.*?\brid='([^']+)'", log)
-        return [rid for rid in rids if not rid.startswith("HEALTH_CHECK")]
-
-    def kill(self):
-        """End all of its processes at once, as the kernel does when memory is short."""
-        os.killpg(self.server.pid, signal.SIGKILL)
+def kill(server):
+    """End all of a server's processes at once, as the kernel does when memory is short."""
+    os.killpg(server.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +182,7 @@ def workers(sglang_python, tmp_path_factory):
         ]
         for server in launched:
             server.wait_until_healthy()
-        yield [Worker(server) for server in launched]
+        yield launched
 
 
 @pytest.fixture(scope="session")
@@ -298,7 +288,7 @@ async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(wo
 
 @FRONTS
 async def test_a_cancelled_call_of_a_model_is_a_cut_turn(workers, fronts, front):
-    tokenizer = get_tokenizer(workers[0].server.model_path)
+    tokenizer = get_tokenizer(workers[0].model_path)
     async with client_of(fronts, front) as client:
         model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=ENDLESS)
 
@@ -313,7 +303,7 @@ async def test_a_cancelled_call_of_a_model_is_a_cut_turn(workers, fronts, front)
     [turn] = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
     assert len(turn.output_ids) > 0 and turn.generation is not None
-    assert sum(worker.logged("Receive").count(turn.generation.request_id) for worker in workers) == 1
+    assert sum(rids_in_the_log(worker, "Receive").count(turn.generation.request_id) for worker in workers) == 1
 
 
 @FRONTS
@@ -332,7 +322,7 @@ async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(workers,
             return found
 
         assert await asyncio.gather(*(converse(key) for key in range(8))) == [2] * 8
-    received = [{rid.rpartition("-")[0] for rid in worker.logged("Receive")} for worker in workers]
+    received = [{rid.rpartition("-")[0] for rid in rids_in_the_log(worker, "Receive")} for worker in workers]
     ours = [{rid for rid in rids if rid.startswith(f"{front}-")} for rids in received]
     assert not ours[0] & ours[1]
     assert len(ours[0] | ours[1]) == 8
@@ -425,7 +415,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
             key = f"{name}-{uuid.uuid4().hex}"
             answer = await client.generate(PROMPT, {"max_new_tokens": 1}, routing_key=key)
             rid = answer["meta_info"]["id"]
-            if rid in worker.logged("Receive"):
+            if rid in rids_in_the_log(worker, "Receive"):
                 return key
 
     async def ask(model, text):
@@ -438,18 +428,20 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
                 key = await key_on(client, dying, front)
                 model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=params, routing_key=key)
                 models[front, number] = model
-        before = [len(worker.logged("Receive")) for worker in workers]
+        before = [len(rids_in_the_log(worker, "Receive")) for worker in workers]
         for (front, number), model in models.items():
             calls[front, number] = asyncio.create_task(ask(model, f"{front} {number}"))
-        await until(lambda: len(dying.logged("Receive")) == before[1] + len(models), "the worker has all of them")
-        dying.kill()
+        await until(
+            lambda: len(rids_in_the_log(dying, "Receive")) == before[1] + len(models), "the worker has all of them"
+        )
+        kill(dying)
         await asyncio.gather(*calls.values())
     finally:
         for client in clients.values():
             await client.close()
 
-    received = [worker.logged("Receive")[skip:] for worker, skip in zip(workers, before, strict=True)]
-    finished = staying.logged("Finish")
+    received = [rids_in_the_log(worker, "Receive")[skip:] for worker, skip in zip(workers, before, strict=True)]
+    finished = rids_in_the_log(staying, "Finish")
     answered = set()
     for (front, _), model in models.items():
         [turn] = model.trajectory.turns
@@ -467,7 +459,7 @@ async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_re
 async def test_with_all_workers_dead_every_way_gives_a_clear_error(workers, fronts):
     for worker in workers:
         if worker.server.exit_code is None:
-            worker.kill()
+            kill(worker)
             worker.server.stop()
     for front in fronts:
         async with client_of(fronts, front, max_retries=2) as client:

@@ -282,6 +282,15 @@ class Gate:
         return "let go"
 
 
+def user(*blocks):
+    """A message of Strands; a block that is a string is a text."""
+    return {"role": "user", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
+
+
+def assistant(*blocks):
+    return {"role": "assistant", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
+
+
 def numbered(request):
     """An answer that can be told from every other one."""
     return f"Answer-{request.index}."

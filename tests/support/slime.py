@@ -147,31 +147,19 @@ def slime_sampling_params(**overrides):
     }
 
 
-def install_slime(monkeypatch, tokenizer, *, aborted=False):
-    """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test.
-
-    `aborted` of the class that is returned is the flag of every state, as slime's state is a singleton.
-    """
-
-    class GenerateState:
-        def __init__(self, args):
-            self.args = args
-            self.tokenizer = tokenizer
-
-    GenerateState.aborted = aborted
-
+def install_slime(monkeypatch, tokenizer):
+    """Make `slime.utils.types.Sample` and `slime.rollout.sglang_rollout.GenerateState` importable for one test."""
     modules = {
         "slime": {},
         "slime.utils": {},
         "slime.utils.types": {"Sample": Sample},
         "slime.rollout": {},
-        "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+        "slime.rollout.sglang_rollout": {"GenerateState": lambda args: SlimeState(tokenizer)},
     }
     for name, names in modules.items():
         module = ModuleType(name)
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    return GenerateState
 
 
 # --- episodes ---

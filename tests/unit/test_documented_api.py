@@ -43,7 +43,6 @@ these two, and leave a response of no tokens when nothing was sampled; the READM
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable
 
 import pytest
 from strands import Agent
@@ -357,8 +356,6 @@ async def test_health_tells_whether_the_server_is_there(base_url):
 
 SYSTEM_PROMPT = "Use the calculator."
 LIMIT = 3
-
-Generate = Callable[..., Awaitable[Sample]]
 
 
 async def generate_with_iteration_limiter(args, sample, sampling_params, **client):

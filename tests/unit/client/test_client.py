@@ -864,8 +864,7 @@ async def cancelled(network, worker, **settings):
 async def cancelled_call(client, worker):
     """Cancel a call once the worker has it; the partial answers."""
     partial = []
-    task = asyncio.create_task(client.generate([1], on_partial=partial.append))
-    await worker.arrived.wait()
+    task = await start(worker, client, on_partial=partial.append)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -958,9 +957,6 @@ def test_workers_that_speak_something_else_are_left_out():
         "http://b:2",
         "http://c:3",
     )
-
-
-NEVER_COMES_BACK = {"max_retries": 0, "abort_grace": 0.1}
 
 
 async def start(server, client, **arguments):

@@ -13,14 +13,7 @@ from strands_sglang.messages import (
     to_chat_messages,
     to_chat_tools,
 )
-
-
-def user(*blocks):
-    return {"role": "user", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
-
-
-def assistant(*blocks):
-    return {"role": "assistant", "content": [{"text": block} if isinstance(block, str) else block for block in blocks]}
+from support.agents import assistant, user
 
 
 def tool_use(use_id, name="calculator", **tool_input):

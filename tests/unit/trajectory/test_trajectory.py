@@ -55,18 +55,10 @@ from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.trajectory import Caller
 from strands_sglang.trajectory.storage import TrajectoryFileError
-from support.agents import call, make_agent, make_tools
+from support.agents import assistant, call, make_agent, make_tools, user
 from support.environments import StubEnvironment, lines, tasks
 
 # === trajectory ===
-
-
-def user(text):
-    return {"role": "user", "content": [{"text": text}]}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": [{"text": text}]}
 
 
 def generation(*ids, finish="stop"):
