@@ -1,4 +1,4 @@
-"""Runs Python code that nobody trusts, in a process of its own that cannot reach this one."""
+"""Runs untrusted Python programs in isolated processes."""
 
 from .python_sandbox import (
     DEFAULT_LIMITS,

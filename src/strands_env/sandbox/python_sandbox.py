@@ -1,25 +1,24 @@
-"""Runs programs that nobody trusts, and always ends them.
+"""Runs untrusted programs, and always ends them.
 
-Three modes, best first; `PythonSandbox` takes the first that this machine allows, found out by running a program in it,
-and logs which:
+There are three modes, best first. `PythonSandbox` takes the first that this machine allows, which it tests by running a
+program, and logs it:
 
-- `namespaces`: process, network, mount, IPC and host name namespaces of its own, as a user of its own (root), or in
-  a user namespace (everybody else, and root in a container, where the kernel lets them). The program sees Python, the
-  system's libraries and a /tmp in memory; no other process, no other file, no network. The kernel ends all of it at
-  once.
-- `uid`: root without namespaces, as in most containers, where the kernel has Landlock. A uid of its own, which can
-  open Python, the system's libraries, /proc, its folder and /dev/shm, and no other file; it cannot signal, trace or
-  look into other processes; a filter on system calls leaves it no socket but connected pairs. Files in its folder and
+- `namespaces`: own process, network, mount, IPC and host name namespaces. Root's programs run as their own user; other
+  users, and root in a container, need a user namespace. The program sees Python, the system's libraries and a /tmp in
+  memory, but no other process, no other file and no network. The kernel ends all of its processes at once.
+- `uid`: for root without namespaces, as in most containers, on a kernel with Landlock. The program runs as its own uid.
+  It can open Python, the system's libraries, /proc, its folder and /dev/shm, and no other file. It cannot signal, trace
+  or inspect other processes. A system call filter allows no sockets except connected pairs. Files in its folder and
   /dev/shm are measured 20 times a second and removed at the end.
-- `unsafe`, only if asked for: a process of the same user, with limits. It can do all that this process can.
+- `unsafe`, only on request: a process of the same user with limits. The program can do all that this process can.
 
-In each mode a run has limits on time, memory, files, processes and output, nothing of the caller's environment, no
-standard input, and an empty folder of its own. What a program does to its sandbox is its own failure, and an ordinary
-result. When `run` returns or is cancelled, all processes and all files of the run are gone (`unsafe`: the processes
-that it can find). They also go when this process dies.
+In each mode, a run has limits on time, memory, files, processes and output, no environment variables of the caller, no
+standard input, and an empty folder. A program that damages its sandbox fails with an ordinary result. When `run`
+returns or is cancelled, and when this process dies, all processes and files of the run are gone; in `unsafe` mode, all
+processes that can be found.
 
-`namespaces` needs no program such as bubblewrap: that has no limit on the number of files, gives root's programs no
-user of their own, and is missing on most machines, so all of `inside` would have to stay beside it.
+`namespaces` does not use a program such as bubblewrap, which does not limit the number of files, runs root's programs
+as root, and is missing on most machines. All of `inside` would still be needed.
 """
 
 from __future__ import annotations
@@ -44,19 +43,24 @@ from typing import IO, Any, Literal, get_args
 from .inside.file_system import remove
 
 Mode = Literal["namespaces", "uid", "unsafe"]
+"""Isolation of a program; see [`PythonSandbox`][strands_env.sandbox.PythonSandbox]."""
+
 MODES: tuple[Mode, ...] = get_args(Mode)
-# Why a program ended: by itself, or for the limit on what.
+"""All modes, from most to least protection."""
+
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
+"""Why a run ended: the program exited (by itself or by a signal), or it exceeded the named limit."""
+
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 15.0  # how long beyond its limit a run may take to start and to be cleaned up, before it is an error
+GRACE_S = 15.0  # most time beyond its limit that a run may take to start and clean up
 PROBE_S = 20.0
 CONCURRENT_RUNS = max(2, os.cpu_count() or 2)
 
 _INSIDE = str(Path(__file__).parent / "inside")
-# The package is made by hand: importing it by its full name would import all of what this process has.
+# Builds the package by hand: an import by its full name would import the parent packages.
 _BOOTSTRAP = (
     "import sys, types; package = types.ModuleType('inside'); package.__path__ = [sys.argv.pop(1)]; "
     "sys.modules['inside'] = package; from inside.launcher import main; main()"
@@ -68,16 +72,16 @@ class SandboxLimits:
     """Limits of one run.
 
     Attributes:
-        wall_s: Seconds, from the program's start to its end.
-        cpu_s: Seconds of CPU time, per process.
-        memory_bytes: What all processes together may hold in memory, looked at 20 times a second: their own pages, page
-            tables, pipes and sockets (each as if it were full).
-        address_space_bytes: What one process may ask for; beyond it Python raises `MemoryError`.
-        disk_bytes: What all files together may take.
+        wall_s: Wall-clock time in seconds, from the program's start to its end.
+        cpu_s: CPU time in seconds, per process.
+        memory_bytes: Memory of all processes together in bytes: their pages, page tables, pipes and sockets, the last
+            two counted as full. It is measured 20 times a second.
+        address_space_bytes: Address space in bytes, per process. Beyond it, Python raises `MemoryError`.
+        disk_bytes: Size of all files together in bytes.
         processes: Processes and threads at a time.
         open_files: Open files, per process.
-        output_bytes: Output that is kept; a program that writes more is ended.
-        source_bytes: The longest program.
+        output_bytes: Length of the output in bytes. A program that writes more is ended.
+        source_bytes: Length of the program's source in bytes.
     """
 
     wall_s: float = 30.0
@@ -92,26 +96,27 @@ class SandboxLimits:
 
 
 DEFAULT_LIMITS = SandboxLimits()
+"""Limits of a sandbox unless you pass others."""
 
 
 class SandboxError(RuntimeError):
-    """A program could not be run; says nothing of the program."""
+    """A program could not be run, for a reason that is not the program's."""
 
 
 class SandboxUnavailableError(SandboxError):
-    """This machine gives no mode that may be used."""
+    """No allowed mode works on this machine."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One run.
+    """Result of one run.
 
     Attributes:
-        output: What the program wrote to stdout and stderr, in the order in which it came; what is not UTF-8 is
-            replaced. If it was too long, its beginning.
-        ended: Why the program ended.
-        exit_code: Its exit code, negative for a signal; None if it was ended for a limit.
-        mode: The mode that it ran in.
+        output: Stdout and stderr of the program, in order, with invalid UTF-8 replaced. Output beyond the limit is cut
+            off.
+        ended: Why the run ended.
+        exit_code: Exit code of the program, negative for a signal. None if the program exceeded a limit.
+        mode: Mode in which the program ran.
     """
 
     output: str
@@ -121,11 +126,43 @@ class Execution:
 
 
 class PythonSandbox:
-    """Runs Python programs, each in a sandbox of its own. May be shared by threads and event loops.
+    """Runs untrusted Python programs, each in its own sandbox.
+
+    There are three modes, from most to least protection:
+
+    - `namespaces`: the program sees Python, the system's libraries and its own `/tmp`, but no other process, no other
+      file and no network. It needs root or user namespaces.
+    - `uid`: the program runs as its own user, cannot open other files or touch other processes, and has no network. It
+      needs root, as in most containers, and a kernel with Landlock.
+    - `unsafe`: the program runs as this user, with limits but without protection. It needs `unsafe=True`.
+
+    The sandbox takes the best mode that works on this machine, and logs it. It tests a mode once per process, by
+    running a program. Each run has limits, no environment variables of the caller, no standard input and an empty
+    folder. When it ends, its processes and files are gone. Threads and event loops may share a sandbox.
+
+    Args:
+        limits: Limits of each run.
+        mode: Mode to use. None takes the best one.
+        min_mode: Mode with the least acceptable protection. None accepts `uid`, or `unsafe` if `unsafe=True`.
+        unsafe: Whether to allow the mode `unsafe`.
+        python: Interpreter of the programs. They can import its packages, but no editable installs.
+        visible_paths: Further files and folders that programs may read. All users must be able to read them.
+        max_concurrency: Runs at a time, per event loop. Other runs wait, which does not count toward `wall_s`.
 
     Attributes:
-        mode: What programs are kept from; see this module's text.
-        limits: What one run may use.
+        mode: Mode of all runs.
+        limits: Limits of each run.
+
+    Raises:
+        SandboxUnavailableError: No allowed mode works on this machine. The message gives the reason for each.
+        ValueError: A mode does not exist or contradicts another argument, or a path does not exist.
+
+    Examples:
+        ```python
+        sandbox = PythonSandbox()
+        execution = await sandbox.run("print(6 * 7)")
+        print(execution.output)
+        ```
     """
 
     def __init__(
@@ -139,27 +176,13 @@ class PythonSandbox:
         visible_paths: Sequence[str | os.PathLike[str]] = (),
         max_concurrency: int = CONCURRENT_RUNS,
     ) -> None:
-        """Find out which mode this machine allows, by running a program (once per process).
-
-        Args:
-            limits: What one run may use.
-            mode: A mode to insist on; None takes the best.
-            min_mode: The least mode that will do; None for `uid`, or `unsafe` where that is allowed.
-            unsafe: Run programs without protection if there is no other way.
-            python: The interpreter; its packages can be imported, but not what is installed as editable.
-            visible_paths: More files and folders that programs see, read-only; everybody must be allowed to read them.
-            max_concurrency: Runs at a time, per event loop; the others wait, and their clock does not tick.
-
-        Raises:
-            SandboxUnavailableError: No allowed mode works here; says why for each.
-            ValueError: A mode that does not exist or that another argument rules out, or a path that does not exist.
-        """
+        """Choose the mode."""
         self.limits = limits
         self._python = os.path.abspath(python)
         self._visible = tuple(os.path.abspath(path) for path in visible_paths)
         for path in self._visible:
             if not os.path.exists(path):
-                raise ValueError(f"visible_paths: there is no {path}")
+                raise ValueError(f"visible_paths: {path} does not exist")
         self._max_concurrency = max_concurrency
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -167,18 +190,21 @@ class PythonSandbox:
         self.mode: Mode = _best_mode(_allowed_modes(mode, min_mode, unsafe), self._python)
 
     async def run(self, code: str) -> Execution:
-        """Run a program. If the task is cancelled, the program is ended first.
+        """Run a program and return its result.
+
+        A program that fails or exceeds a limit is an ordinary result. If the task is cancelled, the program is ended
+        before the cancellation continues.
 
         Args:
-            code: The program; what it prints is returned.
+            code: Source of the program, which prints what it returns.
 
         Raises:
-            SandboxError: It could not be run: no process could be started, the machine does not answer.
-            ValueError: It is longer than the limit.
+            SandboxError: The program could not be run: no process could be started, or the machine does not respond.
+            ValueError: The source is longer than `source_bytes`.
         """
         source = code.encode("utf-8", errors="replace")
         if len(source) > self.limits.source_bytes:
-            raise ValueError(f"the program has {len(source)} bytes, and {self.limits.source_bytes} are allowed")
+            raise ValueError(f"the program has {len(source)} bytes, but source_bytes allows {self.limits.source_bytes}")
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_concurrency))
         async with slots:
@@ -221,7 +247,7 @@ class PythonSandbox:
                     {reading, waiting}, timeout=self.limits.wall_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 too_much = reading.done() and reading.result()
-                if not too_much:  # it may have closed its output, and go on
+                if not too_much:  # it may have closed its output and still run
                     await asyncio.wait({waiting}, timeout=max(0.0, last - time.monotonic()))
                 overdue = not waiting.done() and not too_much
             finally:
@@ -235,22 +261,22 @@ class PythonSandbox:
         if too_much:
             return Execution(output=text, ended="output", exit_code=None, mode=self.mode)
         if overdue and self.mode != "unsafe":
-            raise SandboxError(f"a program was still there {GRACE_S:g} seconds after its time was over")
-        if overdue:  # it can stop those that watch it
+            raise SandboxError(f"a program was still running {GRACE_S:g} seconds after its time limit")
+        if overdue:  # it can stop its watchers
             return Execution(output=text, ended="timeout", exit_code=None, mode=self.mode)
         return self._execution(bytes(status), text)
 
     def _execution(self, status: bytes, text: str) -> Execution:
-        """Read how a program ended; once it runs, whatever it can do to those that watch it is its own failure."""
-        told = _told(status)
-        began = bool(told) and "refused" not in told[0]
+        """Return how a program ended. Once it runs, any harm to its watchers that it could do is its own failure."""
+        reports = _reports(status)
+        began = bool(reports) and "refused" not in reports[0]
         safe = self.mode != "unsafe"
-        refused = [words["refused"] for words in told if "refused" in words]
+        refused = [report["refused"] for report in reports if "refused" in report]
         if refused and (safe or not began):
             raise SandboxError(f"a program could not be started: {refused[0]}")
-        last = told[-1] if told else {}
+        last = reports[-1] if reports else {}
         ended, code = last.get("ended"), last.get("code")
-        if not began or (safe and ended not in ENDED):  # out of the program's reach: stopped or killed by others
+        if not began or (safe and ended not in ENDED):  # the program could not do this: others stopped or killed it
             raise SandboxError(f"a program was ended from outside; its output ends in {text[-200:]!r}")
         if ended not in ENDED or (ended == "exited") != isinstance(code, int):
             return Execution(output=text, ended="exited", exit_code=-signal.SIGKILL, mode=self.mode)
@@ -258,10 +284,10 @@ class PythonSandbox:
 
 
 def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:
-    """For each mode None if it works on this machine, or why it does not. Found out once per process.
+    """Return the modes with None if they work on this machine, or the reason why not. Each is tested once per process.
 
     Args:
-        python: The interpreter that is to run in it.
+        python: Interpreter of the programs.
     """
     return {mode: _why_not(mode, os.path.abspath(python), os.geteuid()) for mode in MODES}
 
@@ -269,7 +295,7 @@ def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:
 def _allowed_modes(mode: Mode | None, min_mode: Mode | None, unsafe: bool) -> tuple[Mode, ...]:
     for name, value in (("mode", mode), ("min_mode", min_mode)):
         if value is not None and value not in MODES:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(MODES)}")
         if value == "unsafe" and not unsafe:
             raise ValueError(f"{name}='unsafe' needs unsafe=True")
     least = min_mode or ("unsafe" if unsafe else "uid")
@@ -282,7 +308,7 @@ def _allowed_modes(mode: Mode | None, min_mode: Mode | None, unsafe: bool) -> tu
 
 
 def _best_mode(allowed: Sequence[Mode], python: str) -> Mode:
-    """The first mode that works here, with a line in the log."""
+    """Return the first mode that works on this machine, and log it."""
     reasons: list[str] = []
     for mode in allowed:
         reason = _why_not(mode, python, os.geteuid())
@@ -293,14 +319,14 @@ def _best_mode(allowed: Sequence[Mode], python: str) -> Mode:
         reasons.append(f"{mode}: {reason}")
     unprotected = ", or pass unsafe=True to run code as this user, with limits but without protection"
     raise SandboxUnavailableError(
-        f"this machine gives no sandbox that is allowed ({'; '.join(reasons)}). "
+        f"no allowed sandbox mode works on this machine ({'; '.join(reasons)}). "
         f"Allow user namespaces, or run as root{'' if 'unsafe' in allowed else unprotected}"
     )
 
 
 @functools.lru_cache(maxsize=24)
 def _why_not(mode: Mode, python: str, uid: int) -> str | None:
-    """Run a program in a mode; why it does not work."""
+    """Run a program in a mode; return the reason if it does not work."""
     if sys.platform != "linux":
         return "only on Linux"
     if mode == "uid" and uid != 0:
@@ -319,25 +345,25 @@ def _why_not(mode: Mode, python: str, uid: int) -> str | None:
                 timeout=PROBE_S,
             )
             status.seek(0)
-            told = _told(status.read())
+            reports = _reports(status.read())
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if ran.stdout.strip() == b"42":
         return None
-    said = ran.stdout[-200:].decode(errors="replace").strip()
-    refused = (str(words["refused"]) for words in told if "refused" in words)
-    return next(refused, f"a program did not run: {said}")
+    output = ran.stdout[-200:].decode(errors="replace").strip()
+    refused = (str(report["refused"]) for report in reports if "refused" in report)
+    return next(refused, f"a program did not run: {output}")
 
 
-def _told(status: bytes) -> list[dict[str, Any]]:
-    """What the launcher said; what else stands there is left out."""
-    told = []
+def _reports(status: bytes) -> list[dict[str, Any]]:
+    """Return the launcher's reports, without other lines."""
+    reports = []
     for line in status.splitlines():
         with contextlib.suppress(ValueError):
-            words = json.loads(line)
-            if isinstance(words, dict):
-                told.append(words)
-    return told
+            report = json.loads(line)
+            if isinstance(report, dict):
+                reports.append(report)
+    return reports
 
 
 def _command(
@@ -359,16 +385,16 @@ def _command(
 
 
 def _in_utf8(path: str) -> str:
-    """A path as the launcher's Python names it, whatever the locale of this process."""
+    """Return a path as the launcher's Python decodes it, whatever the locale of this process."""
     return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 @functools.lru_cache(maxsize=8)
 def _interpreter(python: str) -> tuple[str, ...]:
-    """Ask an interpreter for its file and all that it needs to see: no whole prefix, which may be a project's root.
+    """Return an interpreter's executable and the paths that it needs, but no prefix, which may be a project's root.
 
     Raises:
-        OSError: It does not say.
+        OSError: The interpreter does not run.
     """
     asked = subprocess.run(
         [python, "-I", "-B", "-X", "utf8", f"{_INSIDE}/interpreter.py"],
@@ -382,13 +408,13 @@ def _interpreter(python: str) -> tuple[str, ...]:
         executable, *paths = (os.fsdecode(bytes.fromhex(path)) for path in json.loads(asked.stdout.splitlines()[-1]))
         return executable, *paths
     except (ValueError, IndexError):
-        said = (asked.stderr or asked.stdout)[-200:].decode(errors="replace").strip()
-        raise OSError(f"{python} does not run as a Python (exit code {asked.returncode}): {said}") from None
+        output = (asked.stderr or asked.stdout)[-200:].decode(errors="replace").strip()
+        raise OSError(f"{python} does not run as a Python (exit code {asked.returncode}): {output}") from None
 
 
 @contextlib.contextmanager
 def _folder(mode: Mode) -> Iterator[str | None]:
-    """A folder for modes that have none in memory."""
+    """Make a folder for modes that have none in memory, and remove it at the end."""
     if mode == "namespaces":
         yield None
         return
@@ -400,7 +426,7 @@ def _folder(mode: Mode) -> Iterator[str | None]:
 
 
 def _environment() -> dict[str, str]:
-    """What a Python may need to start, and nothing else."""
+    """Return the variables that Python may need to start, and no others."""
     return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
 
 
@@ -412,7 +438,7 @@ def _in_memory(source: bytes) -> IO[bytes]:
 
 
 async def _read(pipe: int, into: bytearray, most: int) -> bool:
-    """Collect what comes from a pipe; True if there was more than there may be. Closes the pipe."""
+    """Read a pipe to its end and close it; return whether it had more than `most` bytes."""
     stream = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0))
@@ -428,7 +454,7 @@ async def _read(pipe: int, into: bytearray, most: int) -> bool:
 
 
 async def _end(process: asyncio.subprocess.Process, waiting: asyncio.Future[int]) -> None:
-    """End a run if it has not ended, and wait until it is gone, also if this task is cancelled meanwhile."""
+    """End a run if necessary, and wait until it is gone, even if this task is cancelled meanwhile."""
     if not waiting.done():
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

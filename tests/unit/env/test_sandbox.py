@@ -1,4 +1,4 @@
-"""Programs that want out: the sandbox ends each of them in a documented way, and nothing of it is left."""
+"""Hostile programs: the sandbox ends each of them as documented, and nothing of them is left."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from strands_env.sandbox import (
 )
 from support.processes import has_ended, processes, running, watchers
 
-SYSTEM_PYTHON = "/usr/bin/python3"  # in most places every user may run it
+SYSTEM_PYTHON = "/usr/bin/python3"  # on most machines, every user may run it
 SMALL = SandboxLimits(
     wall_s=8, cpu_s=4, memory_bytes=300 << 20, disk_bytes=8 << 20, processes=24, open_files=64, output_bytes=10_000
 )
@@ -36,7 +36,7 @@ SAFE = ("namespaces", "uid")
 
 
 def python_for(mode):
-    """An interpreter that works in a mode; None if the mode does not work here."""
+    """Return an interpreter that works in a mode; None if the mode does not work on this machine."""
     for python in (sys.executable, SYSTEM_PYTHON):
         if os.path.exists(python) and available_modes(python)[mode] is None:  # type: ignore[index]
             return python
@@ -63,7 +63,7 @@ def sandbox_in(mode, limits=SMALL):
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch, tmp_path_factory):
-    """Where sandboxes of this test make their folders. After the test nothing is left, in there and of processes."""
+    """Provide the folder of this test's sandboxes; at the end, check that no files and no processes are left."""
     tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
     folder = tempfile.mkdtemp(prefix="test-sandbox-")
     os.chmod(folder, 0o755)
@@ -75,10 +75,10 @@ def folders(monkeypatch, tmp_path_factory):
     os.rmdir(folder)
 
 
-# --- programs that do no harm ---
+# --- harmless programs ---
 
 
-async def test_what_a_program_prints_comes_back_with_its_exit_code(mode):
+async def test_a_run_returns_the_output_and_the_exit_code(mode):
     ran = await sandbox_in(mode).run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
     assert (ran.output, ran.ended, ran.exit_code, ran.mode) == ("out\nerr\n", "exited", 3, mode)
 
@@ -89,7 +89,7 @@ async def test_an_error_shows_its_traceback(mode):
     assert "ZeroDivisionError" in ran.output and 'main.py", line 1' in ran.output
 
 
-async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode):
+async def test_each_run_has_an_empty_folder(mode):
     sandbox = sandbox_in(mode)
     code = (
         "import os\nprint(os.path.exists('kept'))\nopen('kept', 'w').write('x' * 1000)\nprint(os.path.getsize('kept'))"
@@ -97,7 +97,7 @@ async def test_a_program_has_a_folder_for_files_and_starts_empty_each_time(mode)
     assert [(await sandbox.run(code)).output for _ in range(2)] == ["False\n1000\n"] * 2
 
 
-async def test_processes_of_a_program_and_shared_memory_work(mode):
+async def test_processes_and_shared_memory_work(mode):
     ran = await sandbox_in(mode).run(
         "import multiprocessing\n"
         "if __name__ == '__main__':\n"
@@ -107,7 +107,7 @@ async def test_processes_of_a_program_and_shared_memory_work(mode):
     assert ran.output == "55\n"
 
 
-async def test_there_is_no_input(mode):
+async def test_standard_input_is_empty(mode):
     ran = await sandbox_in(mode).run("import sys\nprint(repr(sys.stdin.read()))\ninput()")
     assert ran.output.startswith("''\n") and "EOFError" in ran.output
 
@@ -117,17 +117,17 @@ async def test_output_that_is_not_utf8_is_replaced(mode):
     assert ran.output == "a\ufffd\ufffd\x00b"
 
 
-async def test_source_of_any_characters_arrives_as_it_is(mode):
+async def test_the_source_may_contain_any_characters(mode):
     ran = await sandbox_in(mode).run("print('\u00e9\U0001f600'); print(ascii('''\ud800'''))")
     assert ran.output == "\u00e9\U0001f600\n'?'\n"
 
 
-async def test_a_huge_source_is_refused_before_it_runs(mode):
-    with pytest.raises(ValueError, match="bytes are|are allowed"):
+async def test_a_huge_source_is_rejected_before_it_runs(mode):
+    with pytest.raises(ValueError, match="but source_bytes allows"):
         await sandbox_in(mode).run("#" * (SMALL.source_bytes + 1))
 
 
-async def test_source_that_is_no_python_is_an_error_of_the_program(mode):
+async def test_invalid_source_is_an_error_of_the_program(mode):
     for source in ("(" * 5_000, "-" * 50_000 + "1", "\0", "def f(:", ""):
         assert (await sandbox_in(mode).run(source)).ended in ("exited", "output")
 
@@ -157,7 +157,7 @@ async def test_cpu_time_is_limited(mode):
     assert (ran.ended, ran.exit_code) == ("exited", -signal.SIGKILL)
 
 
-async def test_one_process_that_wants_too_much_memory_gets_a_memory_error(mode):
+async def test_a_too_large_allocation_is_a_memory_error(mode):
     limits = SandboxLimits(address_space_bytes=500 << 20)
     ran = await sandbox_in(mode, limits).run("x = bytearray(2 << 30)")
     assert ran.exit_code == 1 and "MemoryError" in ran.output
@@ -168,7 +168,7 @@ async def test_a_program_that_fills_the_memory_is_ended(mode):
     assert ran.ended == "memory"
 
 
-async def test_processes_that_fill_the_memory_together_are_ended(mode):
+async def test_processes_that_together_fill_the_memory_are_ended(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import os, time
@@ -182,8 +182,8 @@ async def test_processes_that_fill_the_memory_together_are_ended(mode):
     assert ran.ended == "memory"
 
 
-async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode):
-    # Neither counted as a process's nor as a file's, and shared segments outlive all processes.
+async def test_no_memory_exists_outside_processes(safe_mode):
+    # It would count neither for a process nor for a file, and shared segments outlive all processes.
     ran = await sandbox_in(safe_mode).run(
         program("""
         import ctypes, os
@@ -200,12 +200,12 @@ async def test_there_is_no_memory_that_belongs_to_no_process(safe_mode):
     assert ran.output.splitlines() == ["no file Operation not permitted", *["-1 Operation not permitted"] * 3]
 
 
-async def test_the_disk_cannot_be_filled_by_one_file(mode):
+async def test_one_file_cannot_fill_the_disk(mode):
     ran = await sandbox_in(mode).run("with open('big', 'wb') as f:\n    while True: f.write(b'x' * 65536); f.flush()")
     assert ran.ended == "disk" or "OSError" in ran.output or ran.exit_code == -signal.SIGXFSZ
 
 
-async def test_the_disk_cannot_be_filled_by_many_files(mode):
+async def test_many_files_cannot_fill_the_disk(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import itertools
@@ -216,7 +216,7 @@ async def test_the_disk_cannot_be_filled_by_many_files(mode):
     assert ran.ended == "disk" or "No space left" in ran.output
 
 
-async def test_the_disk_cannot_be_filled_by_empty_files_or_folders(mode):
+async def test_empty_files_and_folders_cannot_fill_the_disk(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=20, disk_bytes=8 << 20)).run(
         "import itertools, os\nfor n in itertools.count(): os.mkdir(f'd{n}')"
     )
@@ -230,12 +230,12 @@ async def test_folders_nested_deeper_than_python_recurses_are_removed(mode):
     assert ran.output == "deep\n"
 
 
-async def test_endless_output_is_cut_and_ends_the_program(mode):
+async def test_endless_output_is_cut_off_and_ends_the_program(mode):
     ran = await sandbox_in(mode).run("while True: print('y' * 1000)")
     assert (ran.ended, len(ran.output)) == ("output", SMALL.output_bytes)
 
 
-async def test_a_fork_bomb_comes_to_an_end(mode):
+async def test_a_fork_bomb_is_ended(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=2, processes=24)).run(
         program("""
         import os
@@ -247,7 +247,7 @@ async def test_a_fork_bomb_comes_to_an_end(mode):
     assert ran.ended == ("processes" if mode == "unsafe" and os.geteuid() == 0 else "timeout")
 
 
-async def test_a_program_has_no_more_processes_than_it_may(safe_mode):
+async def test_the_number_of_processes_is_limited(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import os, time
@@ -267,7 +267,7 @@ async def test_open_files_are_limited(mode):
     assert "Too many open files" in ran.output
 
 
-async def test_files_in_shared_memory_count_and_go_too(safe_mode):
+async def test_files_in_shared_memory_count_and_are_removed(safe_mode):
     shared = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/dev/shm"))
     shared.chmod(0o1777)
     code = program(f"""
@@ -288,7 +288,7 @@ async def test_files_in_shared_memory_count_and_go_too(safe_mode):
         shutil.rmtree(shared)
 
 
-async def test_files_without_a_name_take_space(mode):
+async def test_deleted_open_files_count_as_disk_space(mode):
     ran = await sandbox_in(mode, SandboxLimits(wall_s=8, disk_bytes=8 << 20)).run(
         program("""
         import os, time
@@ -302,13 +302,13 @@ async def test_files_without_a_name_take_space(mode):
     assert ran.ended == "disk" or "No space left" in ran.output
 
 
-# --- memory that no process seems to have (B6) ---
+# --- memory outside processes ---
 
 
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
 async def test_buffers_of_sockets_count_as_memory(mode, kind):
     if mode == "uid" and kind == "SOCK_DGRAM":
-        kind = "SOCK_STREAM"  # others could be reached from one of these, so there are none
+        kind = "SOCK_STREAM"  # datagram sockets could reach other processes, so there are none
     ran = await sandbox_in(mode).run(
         program(f"""
         import os, socket, time
@@ -329,7 +329,7 @@ async def test_buffers_of_sockets_count_as_memory(mode, kind):
     assert ran.ended == "memory"
 
 
-async def test_sockets_that_are_in_no_process_count_as_memory():
+async def test_sockets_in_transit_count_as_memory():
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
     limits = SandboxLimits(wall_s=8, memory_bytes=48 << 20)
@@ -376,13 +376,13 @@ async def test_pipes_and_page_tables_count_as_memory(mode):
                 time.sleep(100)
         time.sleep(100)
     """
-    for source in (pipes, tables):  # each 48 MB or more, where the processes themselves have less than 60
+    for source in (pipes, tables):  # each of 48 MB or more, while the processes have less than 60
         limits = SandboxLimits(wall_s=8, memory_bytes=80 << 20)
         ran = await sandbox_in(mode, limits).run(program(source))
         assert ran.ended == "memory", (ran, source)
 
 
-async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mode):
+async def test_uncountable_memory_is_denied(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import ctypes, fcntl, os, platform, socket
@@ -416,7 +416,7 @@ async def test_what_would_hold_memory_that_cannot_be_counted_is_refused(safe_mod
 # --- what outlives the program ---
 
 
-async def test_children_that_left_the_process_group_are_gone(mode):
+async def test_children_outside_the_process_group_are_ended(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import os, time
@@ -433,14 +433,14 @@ async def test_children_that_left_the_process_group_are_gone(mode):
     assert (ran.output, ran.ended) == ("done\n", "exited")  # and `nothing_is_left`
 
 
-async def test_children_that_hold_the_output_open_do_not_delay_the_end(mode):
+async def test_children_with_open_output_do_not_delay_the_end(mode):
     began = time.monotonic()
     ran = await sandbox_in(mode).run("import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')")
     assert ran.output == "done\n"
     assert time.monotonic() - began < SMALL.wall_s
 
 
-async def test_zombies_and_a_closed_output_do_not_matter(mode):
+async def test_zombies_and_a_closed_output_are_harmless(mode):
     ran = await sandbox_in(mode).run(
         "import os\nfor _ in range(10):\n    if os.fork() == 0: os._exit(0)\nos.closerange(0, 3)\n"
         "import time; time.sleep(0.3); os._exit(5)"
@@ -459,7 +459,7 @@ async def test_a_cancelled_run_is_ended(mode, folders):
     assert running(os.getpid(), folders) == []
 
 
-def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed(mode, folders):
+def test_nothing_is_left_when_the_caller_is_killed(mode, folders):
     code = (
         "import asyncio\nfrom strands_env.sandbox import PythonSandbox\n"
         f"box = PythonSandbox(mode={mode!r}, unsafe=True, python={python_for(mode)!r})\n"
@@ -478,7 +478,7 @@ def test_programs_and_their_folders_go_when_the_process_that_runs_them_is_killed
         assert time.monotonic() < deadline + 10
 
 
-async def test_an_event_loop_runs_on_while_programs_run(mode):
+async def test_programs_do_not_block_the_event_loop(mode):
     sandbox = sandbox_in(mode)
     runs = asyncio.gather(*(sandbox.run(f"print({n})") for n in range(12)))
     ticks = 0
@@ -504,10 +504,10 @@ def test_a_sandbox_serves_event_loops_in_several_threads(mode):
     assert sorted(outputs) == ["0\n", "1\n", "2\n"]
 
 
-# --- what a program may not do ---
+# --- denied actions ---
 
 
-async def test_a_program_cannot_signal_the_process_that_runs_it(safe_mode):
+async def test_a_program_cannot_signal_its_caller(safe_mode):
     sandbox = sandbox_in(safe_mode)
     other = asyncio.ensure_future(sandbox.run("import time; time.sleep(1.5); print('alive')"))
     ran = await sandbox.run(
@@ -534,13 +534,13 @@ async def test_killing_all_processes_reaches_only_its_own(safe_mode):
     assert (await other).output == "alive\n"
 
 
-async def test_nothing_of_the_environment_is_seen(mode, monkeypatch):
+async def test_the_environment_is_hidden(mode, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "open sesame")
     ran = await sandbox_in(mode).run("import os; print(dict(os.environ))")
     assert "sesame" not in ran.output
 
 
-async def test_no_other_process_can_be_looked_into(safe_mode, monkeypatch):
+async def test_other_processes_cannot_be_inspected(safe_mode, monkeypatch):
     with subprocess.Popen(["sleep", "100"], env={"SECRET_TOKEN": "open sesame"}) as owner:
         ran = await sandbox_in(safe_mode).run(
             program("""
@@ -560,7 +560,7 @@ async def test_no_other_process_can_be_looked_into(safe_mode, monkeypatch):
     assert ran.output == "looked\n"
 
 
-async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode, tmp_path):
+async def test_the_owners_files_cannot_be_read_or_written(safe_mode, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     secret.chmod(0o600)
@@ -580,7 +580,7 @@ async def test_files_of_the_owner_cannot_be_read_or_written(safe_mode, tmp_path)
     assert ran.output == ""
 
 
-async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders):
+async def test_namespaces_show_only_python_and_a_small_system(folders):
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
     folder = Path(folders) / "data"
@@ -597,7 +597,7 @@ async def test_only_python_and_a_small_system_are_visible_in_namespaces(folders)
         shutil.rmtree(folder)
 
 
-# --- what an interpreter shows of its owner (B1) ---
+# --- what an interpreter reveals of its owner ---
 
 
 def secret_in(folder):
@@ -622,14 +622,14 @@ def virtual_environment(folder, base):
 
 @pytest.fixture
 def project(folders):
-    """A folder of the owner that everybody on the machine may read."""
+    """Provide a folder of the owner that all users of the machine may read."""
     folder = Path(folders) / "proj\u00e9ct"
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
 
 
-async def test_a_virtual_environment_shows_its_packages_but_not_the_project_around_it(safe_mode, project):
+async def test_a_virtual_environment_hides_its_project(safe_mode, project):
     python = virtual_environment(project, python_for(safe_mode) or "")
     packages = next(project.glob("lib/python3*/site-packages"))
     (packages / "installed.py").write_text("print('imported')")
@@ -641,7 +641,7 @@ async def test_a_virtual_environment_shows_its_packages_but_not_the_project_arou
         assert (await sandbox.run(seen(hidden, "import installed"))).output == "hidden\nimported\n"
 
 
-async def test_another_interpreter_does_not_show_the_current_folder(safe_mode, project, monkeypatch):
+async def test_another_interpreter_hides_the_current_folder(safe_mode, project, monkeypatch):
     secret = secret_in(project)
     base = python_for(safe_mode) or ""
     link, script = project / "linked", project / "wrapped"
@@ -656,7 +656,7 @@ async def test_another_interpreter_does_not_show_the_current_folder(safe_mode, p
             assert (await sandbox.run(seen(secret))).output == "hidden\n", python
 
 
-async def test_programs_under_usr_that_are_no_part_of_the_system_are_not_visible(safe_mode):
+async def test_other_folders_under_usr_are_hidden(safe_mode):
     if not os.access("/usr/src", os.W_OK):
         pytest.skip("needs root")
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/usr/src"))
@@ -666,7 +666,7 @@ async def test_programs_under_usr_that_are_no_part_of_the_system_are_not_visible
         shutil.rmtree(folder)
 
 
-# --- what a program does to those that watch it (B2) ---
+# --- attacks on the watchers ---
 
 ATTACKS = {
     "limits": """
@@ -726,8 +726,8 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(mode, name, monkeypatch):
-    # In `unsafe` it reaches those that watch, and ends or stops them; the one that runs it is out of bounds.
+async def test_attacks_on_the_sandbox_are_ordinary_results(mode, name, monkeypatch):
+    # In `unsafe` mode, a program can end or stop its watchers; its caller is not a target.
     monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 2.0 if mode == "unsafe" else 15.0)
     code = "import os; ours = [os.getppid()]\n"
     if mode == "unsafe":
@@ -737,10 +737,10 @@ async def test_what_a_program_does_to_its_sandbox_is_its_own_failure(mode, name,
     ran = await sandbox_in(mode, SandboxLimits(wall_s=5, disk_bytes=8 << 20)).run(
         code + program(ATTACKS[name]).format(targets="ours")
     )
-    assert ran.mode == mode  # a result, and no error
+    assert ran.mode == mode  # a result, not an error
 
 
-async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeypatch):
+async def test_a_program_that_stops_its_watchers_is_ended(monkeypatch):
     monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
     parents = "import os, time\nhere = os.getppid()\nabove = int(open(f'/proc/{here}/stat').read().split()[3])\n"
     for target in ("here", "above"):
@@ -750,7 +750,7 @@ async def test_a_program_that_ends_or_stops_those_that_watch_it_is_ended(monkeyp
             assert ran.ended in ("exited", "timeout") and ran.exit_code != 0, (target, number, ran)
 
 
-def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_hold():
+def test_namespaces_hold_without_privileges():
     programs = [program(text).format(targets="(1, os.getppid())") for text in ATTACKS.values()]
     programs = [f"import os\n{text}" for text in programs]
     count = (
@@ -781,19 +781,21 @@ def test_users_without_privileges_and_root_in_a_container_get_namespaces_that_ho
                 cwd=made, input=json.dumps(programs), capture_output=True, text=True, timeout=120,
             )  # fmt: skip
         assert asked.returncode == 0, asked
-        told = json.loads(asked.stdout)
-        if (why := told["why"]) is not None:
-            assert "Operation not permitted" in why or "No space left" in why, why  # not for a fault of ours
+        report = json.loads(asked.stdout)
+        if (why := report["why"]) is not None:
+            assert "Operation not permitted" in why or "No space left" in why, (
+                why
+            )  # not because of a defect in the sandbox
             continue
-        ran = told["ran"]
+        ran = report["ran"]
         assert [one.get("mode") for one in ran] == ["namespaces"] * len(programs), ran
         assert ran[-2]["output"] == "1000 False 1\n" and ran[-1]["output"] == "True\n", ran
 
 
-# --- what is shared with the machine (B7) ---
+# --- resources shared with the machine ---
 
 
-async def test_nothing_is_left_in_folders_that_everybody_may_write_to(safe_mode):
+async def test_nothing_is_left_in_world_writable_folders(safe_mode):
     outer = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/var/tmp"))
     outer.chmod(0o755)
     public = outer / "public"
@@ -848,7 +850,7 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project)
 
 
 @pytest.mark.parametrize("victim", [0, -1])
-async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode, victim, folders):
+async def test_nothing_is_left_when_a_watcher_is_killed(mode, victim, folders):
     code = (
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
     )
@@ -864,14 +866,14 @@ async def test_nothing_is_left_when_one_of_those_that_watch_is_killed(mode, vict
             family |= more
         left = [pid for pid in family - set(watching) if pid in found and "main.py" in found[pid][1]]
     os.kill(watching[victim], signal.SIGKILL)
-    with contextlib.suppress(SandboxError):  # nobody can say who did it
+    with contextlib.suppress(SandboxError):  # the killer is unknown
         assert (await ran).exit_code == -signal.SIGKILL
     await ran if not ran.done() else None
     assert running(os.getpid(), folders) == []
     assert all(map(has_ended, left))
 
 
-async def test_any_path_will_do(mode, project, monkeypatch):
+async def test_paths_may_contain_any_characters(mode, project, monkeypatch):
     python = virtual_environment(project / "a b\\\u00e9", python_for(mode) or "")
     shown = project / "\u00fc\udcfe \t"
     shown.mkdir()
@@ -886,7 +888,7 @@ async def test_any_path_will_do(mode, project, monkeypatch):
     assert ran.output == "of the host True\n"
 
 
-# --- which mode (7) ---
+# --- choice of the mode ---
 
 
 def test_the_mode_is_logged_in_one_line(mode, caplog):
@@ -897,7 +899,7 @@ def test_the_mode_is_logged_in_one_line(mode, caplog):
     assert line.levelno == (logging.INFO if mode == "namespaces" else logging.WARNING)
 
 
-def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path):
+def test_min_mode_is_enforced_before_anything_runs(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -906,15 +908,15 @@ def test_less_than_the_least_mode_is_refused_before_anything_runs(tmp_path):
             PythonSandbox(python=str(broken), min_mode=least, unsafe=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="less protection"):
         PythonSandbox(mode="uid", min_mode="namespaces")
-    with pytest.raises(ValueError, match="min_mode='none' is none of namespaces, uid, unsafe"):
+    with pytest.raises(ValueError, match="min_mode='none' is not one of namespaces, uid, unsafe"):
         PythonSandbox(min_mode="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs unsafe=True"):
         PythonSandbox(min_mode="unsafe")
-    with pytest.raises(ValueError, match="there is no /does/not/exist"):
+    with pytest.raises(ValueError, match="/does/not/exist does not exist"):
         PythonSandbox(visible_paths=["/does/not/exist"])
 
 
-def test_a_mode_that_this_machine_cannot_give_is_an_error_that_says_why(mode):
+def test_an_unavailable_mode_is_an_error_with_the_reason(mode):
     for least in MODES:
         if python_for(least) is None:
             with pytest.raises(SandboxUnavailableError, match=f"{least}: "):
@@ -942,7 +944,7 @@ async def test_there_is_no_network(safe_mode):
     assert ran.output == ""
 
 
-async def test_privileges_cannot_be_had(safe_mode):
+async def test_privileges_cannot_be_gained(safe_mode):
     ran = await sandbox_in(safe_mode).run(
         program("""
         import ctypes, os
@@ -959,20 +961,20 @@ async def test_privileges_cannot_be_had(safe_mode):
     assert ran.output == "True [-1, -1, -1]\n-1 -1\n" + "0" * 16 + " " + "0" * 16 + " 1 2\n"
 
 
-async def test_descriptors_of_the_caller_are_closed(mode, tmp_path):
+async def test_the_callers_descriptors_are_closed(mode, tmp_path):
     descriptor = os.open(tmp_path / "open", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(descriptor, True)
     try:
         ran = await sandbox_in(mode).run("import os; print([n for n in os.listdir('/proc/self/fd')])")
     finally:
         os.close(descriptor)
-    assert len(eval(ran.output)) <= 4  # the three streams, and the one that lists
+    assert len(eval(ran.output)) <= 4  # the standard streams, and the listed folder
 
 
-# --- when there is no sandbox ---
+# --- without a sandbox ---
 
 
-def test_without_protection_it_refuses_and_says_why(tmp_path):
+def test_without_protection_the_error_mentions_unsafe(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -980,12 +982,12 @@ def test_without_protection_it_refuses_and_says_why(tmp_path):
         PythonSandbox(python=str(broken), mode="namespaces")
 
 
-def test_the_unsafe_mode_has_to_be_asked_for_twice():
+def test_the_unsafe_mode_needs_a_second_confirmation():
     with pytest.raises(ValueError, match="unsafe=True"):
         PythonSandbox(mode="unsafe")
 
 
-async def test_a_process_that_cannot_be_started_is_an_error_and_no_result(mode, monkeypatch):
+async def test_a_process_that_cannot_start_is_an_error(mode, monkeypatch):
     sandbox = sandbox_in(mode)
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(SandboxError, match="no process could be started"):

@@ -1,1 +1,1 @@
-"""What runs in the sandbox's own process: the standard library only, and nothing of the caller's process."""
+"""Code that runs in the sandbox's process. It only imports the standard library."""

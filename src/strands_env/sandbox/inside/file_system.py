@@ -1,7 +1,7 @@
 """The files that a program sees: Python and the system's libraries, read-only, and one small folder.
 
-In namespaces that is a file system of its own. All of it is in memory and belongs to the namespace, so it is gone with
-the last process in there. As another user, the same files are the only ones of the machine that may be opened.
+In mode `namespaces`, they are a separate file system in memory, which disappears with the last process of the
+namespace. In mode `uid`, they are the only files of the machine that the program may open.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from . import kernel
 
-# Where the new root may be put together; nothing of that is seen outside of the namespace.
+# Possible places to build the new root, which is invisible outside the namespace.
 PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
-# Not all of /usr: programs of the owner live in /usr/src and the like.
+# Not all of /usr: /usr/src and other folders may contain programs of the owner.
 SYSTEM = (
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")),
     *(f"/usr/local/{name}" for name in ("bin", "lib", "lib64")),
@@ -30,10 +30,10 @@ BYTES_PER_FILE = 4096
 
 
 def build(config: dict[str, Any], uid: int, gid: int) -> None:
-    """Put the new root together and go there; the current folder is then an empty /tmp."""
+    """Build the new root and enter it; the current folder is then an empty /tmp."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     root = next(place for place in PLACES if os.path.isdir(place))
-    shown: list[str] = []  # the paths that exist, without those inside of others
+    shown: list[str] = []  # existing paths, without those inside others
     existing = {os.path.normpath(path) for path in (*SYSTEM, *config["visible"]) if os.path.exists(path)}
     for path in sorted(existing, key=len):
         if not any(path.startswith(f"{other}/") for other in shown):
@@ -45,7 +45,7 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
     size = config["disk_bytes"]
     space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
-    for path, opened in sources:  # behind /tmp: a path may lie in there
+    for path, opened in sources:  # after /tmp is mounted: a path may be inside it
         source, target = f"/proc/self/fd/{opened}", root + path
         if os.path.isdir(source):
             os.makedirs(target, exist_ok=True)
@@ -68,7 +68,7 @@ def build(config: dict[str, Any], uid: int, gid: int) -> None:
 
 
 def limit(config: dict[str, Any], folder: str) -> None:
-    """Keep this process from all files of the machine that it has no need of; cannot be undone."""
+    """Restrict this process to the files that it needs; this cannot be undone."""
     kernel.limit_files(
         [
             *((path, kernel.LOOK) for path in (*SYSTEM, *config["visible"], "/proc", "/etc/passwd", "/etc/group")),
@@ -80,12 +80,12 @@ def limit(config: dict[str, Any], folder: str) -> None:
 
 
 def most_files(size: int) -> int:
-    """How many files and folders there may be where so many bytes may be."""
+    """Return the limit on files and folders for a limit on bytes."""
     return max(1024, size // BYTES_PER_FILE)
 
 
 def remove(path: str) -> None:
-    """Remove what a program has made, be it without permissions or nested deeper than Python recurses."""
+    """Remove files of a program, even without permissions or nested deeper than Python recurses."""
     with contextlib.suppress(OSError, RecursionError):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -98,13 +98,13 @@ def remove(path: str) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Make all that is mounted under the new root read-only, mounts inside of mounts too."""
+    """Make all mounts under the new root read-only, including nested mounts."""
     with open("/proc/self/mountinfo", "rb") as table:
-        # What would end a field is written as its octal number.
+        # Characters that would end a field are written as octal numbers.
         fields = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in table]
     for point in map(os.fsdecode, fields):
         if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
-            # What a mount has from its owner (no device files, ...) may not be taken off it by others.
+            # Flags that a mount has from its owner (no device files, ...) cannot be cleared by others.
             flags = os.statvfs(point).f_flag
             kept = flags & (kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_NOATIME | kernel.MS_NODIRATIME)
             kept |= kernel.MS_RELATIME if flags & 4096 else 0

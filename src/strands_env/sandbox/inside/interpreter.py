@@ -1,8 +1,8 @@
-"""What a Python needs to see of its machine; it runs this file itself, and prints a list of paths.
+"""Prints the paths that a Python interpreter needs; the interpreter runs this file itself.
 
-First its executable, then that and all else: the standard library, its packages, and shared libraries. Never a whole
-prefix, which may be the root of somebody's project, and nothing of `sys.path` that only an environment variable or an
-editable installation put there.
+The list begins with the executable. All paths follow: the executable, the standard library, the packages and the shared
+libraries. It contains no whole prefix, which may be the root of a project, and no entries of `sys.path` that come from
+an environment variable or an editable install.
 """
 
 import json
@@ -13,14 +13,14 @@ import sysconfig
 
 
 def executable() -> str:
-    """The file to run: that of a virtual environment as it is, which leads to its packages; else where links lead."""
+    """Return the file to run, with links resolved except in a virtual environment, whose path leads to its packages."""
     if not sys.executable:
-        sys.exit("it does not know its own file")
+        sys.exit("sys.executable is empty")
     return sys.executable if sys.prefix != sys.base_prefix else os.path.realpath(sys.executable)
 
 
 def needed() -> list[str]:
-    """All paths that it needs, some of which may not exist."""
+    """Return all paths that the interpreter needs, some of which may not exist."""
     started = executable()
     paths = [started, f"{sys.prefix}/pyvenv.cfg", f"{os.path.dirname(started)}/pyvenv.cfg"]
     paths += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -32,7 +32,7 @@ def needed() -> list[str]:
         elif os.path.isdir(libraries):
             paths += [f"{libraries}/{file}" for file in os.listdir(libraries) if ".so" in file]
     try:
-        with open("/proc/self/maps", errors="surrogateescape") as maps:  # libraries from wherever else
+        with open("/proc/self/maps", errors="surrogateescape") as maps:  # libraries from other places
             fields = [line.rstrip("\n").split(maxsplit=5) for line in maps]
     except OSError:
         fields = []

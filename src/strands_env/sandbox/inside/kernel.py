@@ -1,10 +1,10 @@
-"""The system calls of the sandbox that Python does not have: namespaces, mounts, Landlock, and a filter (Linux).
+"""Linux system calls that Python does not have: namespaces, mounts, Landlock and a system call filter.
 
-The filter keeps a program from the network (Unix sockets aside), from namespaces, mounts, other processes' memory, and
-from parts of the kernel that no computation needs. It also refuses what would hold memory that nobody counts: memory
-that is no process's, pages lent to a pipe, buffers beyond their default size, and what the kernel counts per user.
+The filter denies the network (except Unix sockets), namespaces, mounts, the memory of other processes, and parts of the
+kernel that no computation needs. It also denies memory that the sandbox cannot count: memory outside processes, pages
+lent to a pipe, buffers beyond their default size, and resources that the kernel counts per user.
 
-Landlock limits files to the given ones (https://docs.kernel.org/userspace-api/landlock.html).
+Landlock restricts a process to given files (https://docs.kernel.org/userspace-api/landlock.html).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by flags for new ones."""
+    """Move this process to new namespaces of the kinds in `flags`."""
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -48,7 +48,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def use_as_root(folder: str) -> None:
-    """Make a mount point the root of this process's mount namespace, and take the old root out of it."""
+    """Make a mount point the root of this mount namespace, and unmount the old root."""
     os.chdir(folder)
     _checked(_libc.pivot_root(b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount")
@@ -64,9 +64,9 @@ def prctl(option: int, value: int) -> None:
 
 @contextmanager
 def files_as(uid: int) -> Iterator[None]:
-    """Look at files, those of /proc too, as a user and a group; in all else this process stays who it is.
+    """Access files, including /proc, as a user and group; all other permissions of this process stay the same.
 
-    Root may look into other users' processes with a capability only that plain containers do not have.
+    To inspect processes of other users, root would need a capability that plain containers do not have.
     """
     group, user = _libc.setfsgid(uid), _libc.setfsuid(uid)
     try:
@@ -89,18 +89,18 @@ _KNOWN = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
 def landlock_version() -> int:
-    """Which version of Landlock the kernel has (since Linux 5.13); below 1 for none, also if it is switched off."""
+    """Return the kernel's version of Landlock (since Linux 5.13); below 1 if it has none or disables it."""
     return int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def limit_files(allowed: list[tuple[str, int]]) -> None:
-    """Let this process, and all that it starts, use no files but some. Cannot be undone.
+    """Restrict this process and its children to given files. This cannot be undone.
 
     Args:
-        allowed: Paths, with what may be done to them and to all that is in them; what does not exist is left out.
+        allowed: Paths and the rights to them and to everything inside. Paths that do not exist are skipped.
 
     Raises:
-        OSError: The kernel does not take it.
+        OSError: The kernel rejects a rule.
     """
     version = landlock_version()
     handled = sum(rights for since, rights in _KNOWN if version >= since)
@@ -124,12 +124,12 @@ def limit_files(allowed: list[tuple[str, int]]) -> None:
         os.close(rules)
 
 
-# --- the filter on system calls ---
+# --- system call filter ---
 
 
 # io_uring_setup, the new way of mounting, landlock_create_ruleset, memfd_secret
 _COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 444, 447)
-# Numbers of processors: `AUDIT_ARCH_*` of linux/audit.h, and their system calls.
+# By processor: `AUDIT_ARCH_*` of linux/audit.h, and the numbers of system calls.
 _MACHINES = {
     "x86_64": SimpleNamespace(
         audit=0xC000003E,
@@ -171,23 +171,23 @@ _SO_SNDBUF, _F_SETPIPE_SZ = 7, 1031
 _Line = tuple[int, int, int, int]
 _REFUSE: _Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _NO_ACCESS: _Line = (_RETURN, 0, 0, _ERRNO | errno.EACCES)
-_LET: _Line = (_RETURN, 0, 0, _ALLOW)
+_ALLOWED: _Line = (_RETURN, 0, 0, _ALLOW)
 
 
 def can_filter() -> bool:
-    """Whether there is a filter for this machine."""
+    """Return whether there is a filter for this processor."""
     return platform.machine() in _MACHINES
 
 
 def filter_system_calls(only_pairs: bool) -> None:
-    """Keep this process, and all that it starts, from the network and from the kernel's tools. Cannot be undone.
+    """Deny this process and its children the network and other kernel features. This cannot be undone.
 
     Args:
-        only_pairs: Allow no sockets but connected pairs, which reach nobody else, and no way to hide them from being
-            counted. For programs that share the names of Unix sockets with the machine.
+        only_pairs: Whether to allow no sockets except connected pairs, which reach no other process, and no way to hide
+            them from the count. For programs that share the names of Unix sockets with the machine.
 
     Raises:
-        OSError: The kernel does not take it.
+        OSError: The kernel rejects the filter.
     """
     machine = _MACHINES[platform.machine()]
     namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
@@ -202,18 +202,18 @@ def filter_system_calls(only_pairs: bool) -> None:
         (_EQUAL, 1, 0, machine.audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        # The x32 numbers of x86_64 would be a way around.
+        # The x32 numbers of x86_64 would bypass the filter.
         *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
         *(line for number in refused for line in ((_EQUAL, 0, 1, number), _REFUSE)),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be seen; C falls back
+        (_EQUAL, 0, 1, _CLONE3),  # its flags are invisible to a filter; the C library falls back to clone
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
         *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
         *_call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
-        # One hides a process from the watcher, the other takes memory.
+        # The first hides a process from the watcher, the second takes memory.
         *_call(machine.prctl, _argument(0), (_EQUAL, 1, 0, PR_SET_DUMPABLE), (_EQUAL, 0, 1, PR_SET_SECCOMP), _REFUSE),
         *sockets,
-        _LET,
+        _ALLOWED,
     ]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     # struct sock_fprog: a length, padding, a pointer
@@ -226,9 +226,9 @@ def filter_system_calls(only_pairs: bool) -> None:
 
 
 def _argument(n: int) -> _Line:
-    return (_LOAD, 0, 0, 16 + 8 * n)  # the low half: all that are looked at have 32 bits
+    return (_LOAD, 0, 0, 16 + 8 * n)  # the low half: all arguments that the filter checks have 32 bits
 
 
 def _call(number: int, *lines: _Line) -> list[_Line]:
-    """Lines for one system call, which is let through after them."""
-    return [(_EQUAL, 0, len(lines) + 1, number), *lines, _LET]
+    """Return the lines for one system call, which is allowed after them."""
+    return [(_EQUAL, 0, len(lines) + 1, number), *lines, _ALLOWED]

@@ -1,14 +1,14 @@
-"""Starts a program in the sandbox, watches it, ends all of it, and says how it ended.
+"""Starts a program in the sandbox, watches it, ends all of its processes, and reports how it ended.
 
-Two processes do so. The watcher stays outside: a program in namespaces does not see it, and one of another user cannot
-touch it. It looks at limits, is gone only once everything of the program is, and ends the program on SIGTERM, which it
-also gets when the process that started it dies. Its child, the program's parent, is there to collect processes and has
-nothing to lose; in namespaces it is their first process, and the kernel ends all others with it. When one of the two is
-killed, the other one ends the program.
+Two processes do this. The watcher stays outside: a program in namespaces does not see it, and a program of another user
+cannot touch it. It checks the limits, exits only after the program and its files are gone, and ends the program on
+SIGTERM, which it also receives when the process that started it dies. Its child, the program's parent, collects
+processes; in namespaces it is the first process, and the kernel ends all others with it. If one of the two is killed,
+the other ends the program.
 
-On the pipe `status_fd` come JSON objects, one per line: `refused` with what this machine does not allow, or `started`
-and, in the end, `ended` (why: exited, timeout, memory, processes, disk, stopped) with `code` (the exit code, negative
-for a signal). After `started`, whatever goes wrong is the program's work.
+The pipe `status_fd` receives JSON objects, one per line: `refused` with what this machine does not allow, or `started`
+and, at the end, `ended` (exited, timeout, memory, processes, disk, stopped) with `code` (the exit code, negative for a
+signal). After `started`, any failure is the program's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 from . import file_system, kernel
 from .members import Members, OfNamespace, OfParent, OfUser, reap
 
-INNER = 1000  # the program's uid in a user namespace of our own
-FIRST_SPARE = 2_000_000_000  # the uids from here on belong to nobody; each run takes one of its own
+INNER = 1000  # uid of the program in a user namespace
+FIRST_SPARE = 2_000_000_000  # first of the uids without an owner; each run takes one
 POLL_S = 0.05
 _NUMBER = struct.Struct("=i")
 
@@ -50,15 +50,15 @@ def main() -> NoReturn:
         run = {"namespaces": _in_namespaces, "uid": _as_other_user, "unsafe": _unsafe}[config["mode"]]
         run(config)
     except OSError as error:
-        _tell(status_fd, refused=str(error))
+        _report(status_fd, refused=str(error))
     finally:
         if config["folder"] is not None:
             file_system.remove(config["folder"])
         os._exit(0)
 
 
-def _tell(status_fd: int, **what: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # whoever started this is gone
+def _report(status_fd: int, **what: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the process that started this one is gone
         os.write(status_fd, json.dumps(what).encode() + b"\n")
 
 
@@ -74,19 +74,19 @@ def _in_namespaces(config: dict[str, Any]) -> None:
         if user is None:
             raise PermissionError
         kernel.unshare(flags)
-    except PermissionError:  # root without the capability for it may still have a user namespace
+    except PermissionError:  # root without the capability may still create a user namespace
         inner = INNER
         if not _unshare_with_users(flags, user):
             user = None
-    # From here on, /proc is that of the namespace: the child puts it there for both.
-    _watch(config, members, lambda told: _first_process(config, inner, user is not None, told))
+    # From here on, /proc shows the namespace: the child mounts it for both processes.
+    _watch(config, members, lambda report_fd: _first_process(config, inner, user is not None, report_fd))
 
 
 def _unshare_with_users(flags: int, spare: int | None) -> bool:
-    """Leave the namespaces, that of users too. True if `INNER` is a user of its own there, rather than this one."""
+    """Move to new namespaces, including users; return whether `INNER` is a separate user there, not this one."""
     uid, gid, this = os.geteuid(), os.getegid(), os.getpid()
     go_reads, go_writes = os.pipe()
-    helper = os.fork()  # only somebody who stays behind may give away users that are not his own
+    helper = os.fork()  # only a process outside the new namespace may map other users into it
     if helper == 0:
         try:
             os.close(go_writes)
@@ -111,27 +111,27 @@ def _unshare_with_users(flags: int, spare: int | None) -> bool:
         os.close(go_writes)
         code = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if code not in (0, 2):
-        raise OSError(errno.EPERM, "no user may be had in a user namespace")
+        raise OSError(errno.EPERM, "the kernel maps no user into a user namespace")
     return code == 0
 
 
-def _first_process(config: dict[str, Any], inner: int, switch: bool, told: int) -> None:
+def _first_process(config: dict[str, Any], inner: int, switch: bool, report_fd: int) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not _is_read(told):
+    if not _is_read(report_fd):
         return
     file_system.build(config, inner, inner)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may not look into this process
-    program = _start(config, inner if switch else None, told)
+    program = _start(config, inner if switch else None, report_fd)
     pid, status = os.wait()
     while pid != program:
         pid, status = os.wait()
-    os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os.write(report_fd, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
 def _as_other_user(config: dict[str, Any]) -> None:
     uid = spare_uid()
     if uid is None:
-        raise OSError("there is no other uid to use")
+        raise OSError("there is no spare uid")
     if not kernel.can_filter():
         raise OSError("there is no system call filter for this processor")
     if kernel.landlock_version() < 1:
@@ -140,51 +140,51 @@ def _as_other_user(config: dict[str, Any]) -> None:
     os.chdir(config["folder"])
     members = OfUser(uid)
     try:
-        _watch(config, members, lambda told: _parent(config, members, uid, told))
+        _watch(config, members, lambda report_fd: _parent(config, members, uid, report_fd))
     finally:
         _remove(config, uid)
 
 
 def _unsafe(config: dict[str, Any]) -> None:
     os.chdir(config["folder"])
-    _watch(config, OfParent(), lambda told: _parent(config, OfParent(), None, told))
+    _watch(config, OfParent(), lambda report_fd: _parent(config, OfParent(), None, report_fd))
 
 
-def _parent(config: dict[str, Any], members: Members, user: int | None, told: int) -> None:
+def _parent(config: dict[str, Any], members: Members, user: int | None, report_fd: int) -> None:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not _is_read(told):
+    if not _is_read(report_fd):
         return
     try:
-        program = _start(config, user, told)
+        program = _start(config, user, report_fd)
         while signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) != signal.SIGTERM:
             ended = reap()
             if program in ended:
-                os.write(told, _NUMBER.pack(ended[program]))
+                os.write(report_fd, _NUMBER.pack(ended[program]))
                 return
     finally:
-        if not _is_read(told):  # the watcher is gone
+        if not _is_read(report_fd):  # the watcher is gone
             members.kill()
             _remove(config, user)
 
 
 def _remove(config: dict[str, Any], user: int | None) -> None:
-    """Remove what a program has left; nobody is left who could change it meanwhile."""
+    """Remove the files of a program; no process is left that could change them meanwhile."""
     for path in (config["folder"], *(_shared_memory_of(user) if user is not None else [])):
         file_system.remove(path)
 
 
 def _is_read(pipe: int) -> bool:
-    """Whether somebody is left who reads from a pipe."""
+    """Return whether a pipe still has a reader."""
     poll = select.poll()
     poll.register(pipe, 0)
     return not poll.poll(0)
 
 
 def spare_uid() -> int | None:
-    """A uid that belongs to nobody and to no other run; None if this process has none to give.
+    """Return a uid without an owner that no other run uses; None if this process has none.
 
-    Users of a container often are a few uids of the machine: then one of the last of these.
+    A container often has only a small range of uids; the uid is then one of the last in that range.
     """
     with open("/proc/self/uid_map") as lines:
         ranges = [(int(first), int(count)) for first, _, count in (line.split() for line in lines)]
@@ -200,8 +200,8 @@ def spare_uid() -> int | None:
 # --- the program ---
 
 
-def _start(config: dict[str, Any], user: int | None, told: int) -> int:
-    """Write the source, start the program on it, and return its pid; `told` gets it once the program runs."""
+def _start(config: dict[str, Any], user: int | None, report_fd: int) -> int:
+    """Write the source, start the program, and return its pid; `report_fd` receives it once the program runs."""
     with open(0, "rb", closefd=False) as given, open("main.py", "wb") as source:
         source.write(given.read())
     if user is not None:
@@ -212,13 +212,13 @@ def _start(config: dict[str, Any], user: int | None, told: int) -> int:
         try:
             _become_program(config, user)
         except BaseException as error:
-            _tell(config["status_fd"], refused=str(error))
+            _report(config["status_fd"], refused=str(error))
         finally:
             os._exit(1)
     os.close(runs_writes)
-    os.read(runs_reads, 1)  # ends when the program has replaced the process: nothing of what is open here is left
+    os.read(runs_reads, 1)  # ends when the program has replaced the process and all descriptors are closed
     os.close(runs_reads)
-    os.write(told, _NUMBER.pack(program))
+    os.write(report_fd, _NUMBER.pack(program))
     return program
 
 
@@ -227,13 +227,13 @@ def _become_program(config: dict[str, Any], user: int | None) -> None:
     os.setsid()
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this is what has to go
+        _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
     processes = config["processes"]
     major, minor = os.uname().release.split(".")[:2]
-    # From Linux 5.14 on the limit counts the processes of the user namespace only.
+    # Since Linux 5.14, the limit only counts processes of the user namespace.
     counts_by_namespace = (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
     if user is None and (config["mode"] == "unsafe" or not counts_by_namespace):
-        processes += _of_user(os.getuid())  # what the user runs already counts
+        processes += _of_user(os.getuid())  # the running processes of the user count too
     for what, limit in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
         (resource.RLIMIT_AS, config["address_space_bytes"]),
@@ -260,18 +260,18 @@ def _become_program(config: dict[str, Any], user: int | None) -> None:
         "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg",
         **{name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
     }  # fmt: skip
-    # Nothing but the standard streams is left of what is open once the program has begun.
+    # The program inherits only the standard streams.
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with contextlib.suppress(OSError):
                 os.set_inheritable(int(name), False)
-    _tell(config["status_fd"], started=True)
+    _report(config["status_fd"], started=True)
     python = config["python"]
     os.execve(python, [python, "-E", "-s", "-B", "-u", "-X", "utf8", "main.py"], environment)
 
 
 def _of_user(uid: int) -> int:
-    """How many threads a user has."""
+    """Return the number of threads of a user."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -284,62 +284,62 @@ def _of_user(uid: int) -> int:
 
 
 def _watch(config: dict[str, Any], members: Members, work: Callable[[int], None]) -> None:
-    """Run `work` in a child, which starts the program; watch the program, end all of it, and say how it ended."""
+    """Run `work` in a child, which starts the program; watch the program, end it, and report how it ended."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    reads, told = os.pipe()
+    reads, report_fd = os.pipe()
     os.set_blocking(reads, False)
     child = os.fork()
     if child == 0:
         os.close(reads)
         try:
-            work(told)
+            work(report_fd)
         except OSError as error:
-            _tell(config["status_fd"], refused=str(error))
+            _report(config["status_fd"], refused=str(error))
         finally:
             os._exit(0)
-    os.close(told)
+    os.close(report_fd)
     members.parent = child
     try:
         ended, code = _wait(config, members, child, reads)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        if config["mode"] != "namespaces":  # where the kernel ends them all
+        if config["mode"] != "namespaces":  # there the kernel ends all processes
             members.kill()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
-    _tell(config["status_fd"], ended=ended, code=code)
+    _report(config["status_fd"], ended=ended, code=code)
 
 
 def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> tuple[str, int | None]:
-    """Wait until the program ends or must be ended: why, and its exit code."""
+    """Wait until the program ends or must be ended; return the reason and the exit code."""
     deadline = time.monotonic() + config["wall_s"]
-    said = b""
+    data = b""
     while True:
         gone = child in reap()
         with contextlib.suppress(BlockingIOError):
-            said += os.read(reads, 2 * _NUMBER.size)
-        numbers = [number for (number,) in _NUMBER.iter_unpack(said[: len(said) // _NUMBER.size * _NUMBER.size])]
-        if gone:  # without a word on the program's end, it was ended by the program
+            data += os.read(reads, 2 * _NUMBER.size)
+        numbers = [number for (number,) in _NUMBER.iter_unpack(data[: len(data) // _NUMBER.size * _NUMBER.size])]
+        if gone:  # without a report of its end, the program killed its parent
             return "exited", numbers[1] if len(numbers) > 1 else -signal.SIGKILL
         if time.monotonic() >= deadline:
             return "timeout", None
         if numbers:
             members.program = numbers[0]
-            if (too_much := _too_much(config, members)) is not None:
-                return too_much, None
+            if (exceeded := _exceeded_limit(config, members)) is not None:
+                return exceeded, None
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
         came = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, left)
         if came is not None and came.si_signo == signal.SIGTERM:
             return "stopped", None
 
 
-def _too_much(config: dict[str, Any], members: Members) -> str | None:
-    """Which limit a program is beyond."""
+def _exceeded_limit(config: dict[str, Any], members: Members) -> str | None:
+    """Return the limit that a program exceeds; None if there is none."""
     used = members.usage()
     if used.memory > config["memory_bytes"]:
         return "memory"
-    if used.processes > config["processes"]:  # the kernel's limit does not hold for root
+    if used.processes > config["processes"]:  # the kernel's limit does not apply to root
         return "processes"
     if config["mode"] != "namespaces":
         shared = _shared_memory_of(members.uid) if isinstance(members, OfUser) else []
@@ -349,7 +349,7 @@ def _too_much(config: dict[str, Any], members: Members) -> str | None:
 
 
 def _shared_memory_of(uid: int) -> list[str]:
-    """The files of a user of its own in the one folder of the machine that it may write to."""
+    """Return the files of a program's user in /dev/shm, the one shared folder that it may write to."""
     found = []
     folders = [file_system.SHARED_MEMORY]
     while folders:
@@ -365,7 +365,7 @@ def _shared_memory_of(uid: int) -> list[str]:
 
 
 def _are_full(paths: list[str], most: int) -> bool:
-    """Whether files and folders, with all that is in them, take more than they may, or cannot be counted."""
+    """Return whether files and folders with their content exceed the limit or cannot be counted."""
     used = files = 0
     most_files = file_system.most_files(most)
     left = list(paths)

@@ -1,4 +1,4 @@
-"""Which processes belong to a sandboxed program, what they use, and how all of them are ended."""
+"""The processes of a sandboxed program: finds them, measures them and ends them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 from . import kernel
 
-ROUNDS = 200  # how often is looked again for processes that are not gone yet, 10 ms apart
-PIPE_BYTES = 64 << 10  # what a pipe may hold; a program may not make it larger
+ROUNDS = 200  # most attempts to end all processes, 10 ms apart
+PIPE_BYTES = 64 << 10  # capacity of a pipe, which a program may not enlarge
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a program use together.
+    """Resources that the processes of a program use together.
 
     Attributes:
-        processes: How many they are.
-        memory: Bytes that they hold in memory, in the kernel's buffers and page tables too. A page that several share
-            counts for each; a pipe or a socket counts as full.
-        unnamed: Bytes of files that have no name any more.
+        processes: Number of processes.
+        memory: Memory in bytes, including kernel buffers and page tables. A shared page counts for each process; a pipe
+            or a socket counts as full.
+        unnamed: Size in bytes of deleted files that are still open.
     """
 
     processes: int
@@ -38,25 +38,25 @@ class Members(ABC):
     """The processes of a program.
 
     Attributes:
-        parent: The process that started the program, and is none of them.
-        program: The first of them, once it is known.
+        parent: Process that started the program, and is not one of them.
+        program: First process of the program, once it is known.
     """
 
     def __init__(self) -> None:
-        """Read what this machine lets a socket hold."""
+        """Read the capacity of a socket on this machine."""
         self.parent: int | None = None
         self.program: int | None = None
-        # A message may begin while there is room for a byte of it.
+        # Twice the buffer: a message may start while one byte of it still fits.
         self._socket_bytes = 2 * 212_992
         with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as size:
             self._socket_bytes = 2 * int(size.read())
 
     @abstractmethod
     def pids(self) -> list[int]:
-        """Those that live."""
+        """Return the ids of the live processes."""
 
     def kill(self) -> None:
-        """End all of them, and collect what they leave."""
+        """End all processes and collect them."""
         for _ in range(ROUNDS):
             self._kill_once()
             reap()
@@ -70,7 +70,7 @@ class Members(ABC):
                 os.kill(pid, signal.SIGKILL)
 
     def usage(self) -> Usage:
-        """What they use now."""
+        """Return the resources in use."""
         pids = self.pids()
         opened = [state for pid in pids for state in self._open_files(pid)]
         pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
@@ -88,49 +88,49 @@ class Members(ABC):
                     yield os.stat(f"{folder}/{name}")
 
     def _sockets(self, seen: int) -> int:
-        """How many sockets there are, of which so many are open files. What one end has sent outlives that end."""
+        """Return the number of sockets for a number of open ones. Data outlives the end that sent it."""
         return 2 * seen
 
 
 class OfNamespace(Members):
-    """All but the first process, which only waits: its end is the end of all."""
+    """All processes of a namespace but the first, which only waits and ends all others with it."""
 
     def pids(self) -> list[int]:
-        """Those that live."""
+        """Return the ids of the live processes."""
         return [pid for pid in _all() if pid != 1]
 
     def _sockets(self, seen: int) -> int:
-        # Those that are on their way through another one, or closed and still read from, are no open files.
+        # Sockets in transit through another socket, or closed but still read from, are not open files.
         with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/1/net/sockstat") as counts:
             return int(counts.readline().split()[2])
         return super()._sockets(seen)
 
 
 class OfUser(Members):
-    """All processes of a uid that nobody else has."""
+    """All processes of a uid that no one else uses."""
 
     def __init__(self, uid: int) -> None:
-        """Look at a uid."""
+        """Set the uid."""
         super().__init__()
         self.uid = uid
 
     def pids(self) -> list[int]:
-        """Those that live."""
+        """Return the ids of the live processes."""
         with kernel.files_as(self.uid):
-            # Not by the owner of /proc/PID: a process can hand that to root.
+            # Not by the owner of /proc/PID, which a process can change to root.
             found = {pid: _status(pid) for pid in _all()}
         mine = str(self.uid)
         return [pid for pid, status in found.items() if status.get("Uid") == mine and status.get("State") != "Z"]
 
     def usage(self) -> Usage:
-        """What they use now."""
+        """Return the resources in use."""
         with kernel.files_as(self.uid):
             return super().usage()
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         try:
             os.listdir(f"/proc/{pid}/fd")
-        except PermissionError:  # made itself one that nobody may look into, by running a file that it may not read
+        except PermissionError:  # it runs a file that it may not read, so no one may inspect it
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         except OSError:
@@ -138,7 +138,7 @@ class OfUser(Members):
         return super()._open_files(pid)
 
     def _kill_once(self) -> None:
-        # All at once, by a process of that user: one after the other would lose against one that forks.
+        # All at once, by a process of that user: killing one by one would lose against a fork bomb.
         helper = os.fork()
         if helper == 0:
             try:
@@ -151,17 +151,17 @@ class OfUser(Members):
 
 
 class OfParent(Members):
-    """All that come from this process, whose children the orphans among them become."""
+    """All descendants of this process, which adopts their orphans."""
 
     def _kill_once(self) -> None:
-        # Its group at once: one after the other would lose against one that forks.
+        # The whole group at once: killing one by one would lose against a fork bomb.
         if self.program is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.program, signal.SIGKILL)
         super()._kill_once()
 
     def pids(self) -> list[int]:
-        """Those that live."""
+        """Return the ids of the live processes."""
         found = {pid: _status(pid) for pid in _all()}
         parents = {pid: int(status["PPid"]) for pid, status in found.items() if status.get("State", "Z") != "Z"}
         family = {os.getpid()}
@@ -171,7 +171,7 @@ class OfParent(Members):
 
 
 def reap() -> dict[int, int]:
-    """Collect children that have ended: their exit codes, negative for a signal, by pid."""
+    """Collect ended children; return their exit codes by pid, negative for a signal."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -187,13 +187,13 @@ def _all() -> list[int]:
 
 
 def _memory(pid: int) -> int:
-    """Bytes: what is resident, swapped out or in huge pages, and the page tables for it."""
+    """Return the memory of a process in bytes: resident, swapped, in huge pages and in page tables."""
     status = _status(pid, lines=100)
     return sum(int(status.get(name, 0)) for name in ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")) << 10
 
 
 def _status(pid: int, lines: int = 10) -> dict[str, str]:
-    """The first word of each of the first lines of /proc/PID/status; empty if the process is gone."""
+    """Return the first word of each of the first lines of /proc/PID/status; empty if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as file:
         fields = [line.partition(":") for line in itertools.islice(file, lines)]
         return {name: (words.split() or [""])[0] for name, _, words in fields}
