@@ -598,7 +598,8 @@ class Environment(Identified):
         observation.metrics = episode_metrics(episode.agent, new, episode.trajectory, time.monotonic() - episode.began)
         try:
             computing = invoke(self.compute_metrics, observation)
-            observation.metrics.update(await supervisor.within(self.reward_timeout, computing, what="compute_metrics"))
+            more = await supervisor.within(self.reward_timeout, computing, what="compute_metrics")
+            observation.metrics.update(more)  # which the environment may have replaced meanwhile
         except BaseException as error:
             if isinstance(_end_of(error, supervisor), asyncio.CancelledError):
                 result.termination_reason = TerminationReason.CANCELLED

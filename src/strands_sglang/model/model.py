@@ -656,6 +656,12 @@ class AuxiliaryModel(Model):
 
     @property
     @override
+    def stateful(self) -> bool:
+        """The model's `stateful`."""
+        return self.model.stateful
+
+    @property
+    @override
     def context_window_limit(self) -> int | None:
         """The model's `context_window_limit`."""
         return self.model.context_window_limit

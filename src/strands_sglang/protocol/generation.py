@@ -269,6 +269,7 @@ def read_generation(
         aborted = finish_type == "abort"
         entries = meta.get("output_token_logprobs")
         wanted = logprobs_expected and (entries or output_ids)
+        logprobs = _read_logprobs(entries, output_ids) if wanted else None  # first: its error names the usual cause
         masks, sampling = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
         for rows, what in ((masks, "masks"), (sampling, "logprobs")):
             if rows is not None and len(rows) != len(output_ids):
@@ -277,7 +278,7 @@ def read_generation(
                 )
         generation = Generation(
             output_ids=output_ids,
-            logprobs=_read_logprobs(entries, output_ids) if wanted else None,
+            logprobs=logprobs,
             finish_type=finish_type,
             stop_token_id=_stop_token(finish, output_ids, end_token_ids),
             stop_string=finish["matched"] if isinstance(finish.get("matched"), str) else None,

@@ -1545,6 +1545,15 @@ async def test_a_server_that_never_answered_is_no_reason_to_give_up_while_anothe
     assert await asyncio.gather(*(client.generate([1]) for _ in range(4))) == [generation()] * 4
 
 
+async def test_an_unhealthy_server_has_answered_and_is_waited_for():
+    network = Network(one=FakeServer(paths={"/health": httpx.Response(503)}))
+    client = network.client(max_retries=3, unreachable_after=0.0)
+    assert await client.health() is False
+    network.servers["one"] = None
+    with pytest.raises(SGLangConnectionError, match="4 attempts"):
+        await client.generate([1])
+
+
 async def test_health_counts_the_servers():
     healthy = {"/health": httpx.Response(200)}
     network = Network(one=FakeServer(paths=healthy), two=FakeServer(paths={"/health": httpx.Response(503)}), three=None)

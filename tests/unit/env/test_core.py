@@ -244,6 +244,17 @@ async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer):
     assert (metrics["ran"], metrics["calls"]) == (1, 1)
 
 
+async def test_a_subclass_may_replace_the_metrics_and_add_to_them(chatml_tokenizer):
+    class Replacing(CalculatorEnv):
+        async def compute_metrics(self, observation):
+            observation.metrics = {"own": 1}
+            return {"more": 2}
+
+    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+    metrics = (await Replacing(env.model_factory).step(ASK)).observation.metrics
+    assert metrics == {"own": 1, "more": 2, "attempts": 1}
+
+
 async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer):
     class Raising(CalculatorEnv):
         def compute_metrics(self, observation):

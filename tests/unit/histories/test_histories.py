@@ -2628,6 +2628,8 @@ async def test_a_helper_has_the_configuration_of_the_model_as_it_is_now(judged):
     assert view.trajectory is judge.model.trajectory
     assert view.auxiliary is view
     assert not view.stateful
+    judge.model.__class__ = type("Stateful", (SGLangModel,), {"stateful": True})
+    assert view.stateful
     with pytest.raises(AttributeError, match="no_such_thing"):
         view.no_such_thing  # noqa: B018
     assert copy.copy(view).tokenizer is judge.model.tokenizer

@@ -350,6 +350,8 @@ def test_sampling_masks_and_logprobs_are_joined_by_token():
         ({"output_token_sampling_mask": [[11], [12, "x"]]}, "complete"),
         ({"output_token_sampling_logprobs": [0.0]}, "2 token ids with 1 sampling logprobs"),
         ({"output_token_sampling_logprobs": [[0.0], [0.0]]}, "not a number"),
+        # Both counts are wrong: missing logprobs are the usual cause, and their error has the advice.
+        ({"output_token_sampling_mask": [[11]], "output_token_logprobs": []}, "return_logprob"),
     ],
 )
 def test_sampling_masks_of_other_tokens_are_rejected(reported, message):

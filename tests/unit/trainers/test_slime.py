@@ -1293,7 +1293,14 @@ async def test_sync_reward_function_works():
     assert await make_reward(lambda args, one: 2)(ARGS, sample()) == 2
 
 
-@pytest.mark.parametrize("result", [None, math.nan, math.inf, "good", {"other": 1.0}, ValueError("no")])
+async def test_a_sample_without_ids_that_comes_twice_is_one_rollout():
+    asked = []
+    one = sample(rollout=None)
+    assert await make_reward(lambda args, sample: asked.append(sample) or 0.5)(ARGS, [one, one]) == [0.5, 0.5]
+    assert asked == [one]
+
+
+@pytest.mark.parametrize("result", [None, math.nan, math.inf, 10**400, "good", {"other": 1.0}, ValueError("no")])
 async def test_reward_of_none_removes_the_rollout(result, caplog):
     def score(args, one):
         if isinstance(result, Exception):

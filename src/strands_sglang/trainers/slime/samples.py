@@ -292,7 +292,8 @@ def to_slime_samples(
         samples.append(target)
     if not fan_out:
         return samples[0]
-    rollout_id = int(_rollout_of(sample))  # slime rejects lists without it
+    rollout = _rollout_of(sample)  # slime rejects lists without a number; a new one is above every index
+    rollout_id = uuid.uuid4().int >> 65 if isinstance(rollout, tuple) else int(rollout)
     for one in samples:
         one.rollout_id = rollout_id
     return RolloutSamples(samples)
@@ -651,11 +652,12 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
             is_async = inspect.iscoroutinefunction(function)
             called = function(args, main, **kwargs) if is_async else _in_own_thread(function, args, main, **kwargs)
             reward = await awaited(await called)
+        except Exception:
+            logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
+        else:
             if _value(args, reward, evaluation=is_evaluation(main)) is not None:
                 return reward
             logger.warning("reward=<%r> | a reward is not a finite number", reward)
-        except Exception:
-            logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
         for sample in samples:
             sample.remove_sample = True
         return failed
@@ -757,7 +759,7 @@ def _prompt_of(sample: Any) -> Any:
 def _rollout_of(sample: Any) -> Any:
     """Return what the samples of one rollout share: `rollout_id`, or `index` as in slime; unique without either."""
     known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
-    return next((one for one in known if one is not None), uuid.uuid4().int >> 65)  # above every index
+    return next((one for one in known if one is not None), ("lone", id(sample)))
 
 
 async def awaited(value: Any) -> Any:
@@ -778,6 +780,6 @@ def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
         reward = reward.get(reward_key(args, evaluation=evaluation))
     try:
         value = float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return value if math.isfinite(value) else None
