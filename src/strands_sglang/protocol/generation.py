@@ -187,7 +187,7 @@ class Generation:
 
         Returns:
             Read-only array of ids from 0, shape `(routed_rows - start, layers * top_k)`. A row has all layers of the
-            model in order, including those without experts. None if `routed_experts` is None.
+                model in order, including those without experts. None if `routed_experts` is None.
 
         Raises:
             SGLangDecodingError: The text is not base64, or an id is negative.

@@ -1,4 +1,4 @@
-"""The client: calls, how they end, and the servers that they go to."""
+"""The client: calls, their ends, and the servers that they are sent to."""
 
 import asyncio
 import gc
@@ -51,20 +51,20 @@ from support.fake_server import (
     never,
 )
 
-# === a call of the client: what is sent, what is read, what is tried again, and when it ends ===
+# === Calls: requests, responses, retries, and ends ===
 
 
-async def test_the_servers_object_comes_back_as_it_was_sent():
+async def test_servers_object_is_returned_unchanged():
     body = {**generation(), "a_key_of_tomorrow": [1]}
     assert await FakeServer(httpx.Response(200, json=body)).client().generate([1, 2]) == body
 
 
-async def test_an_aborted_generation_comes_back_like_any_other():
+async def test_aborted_generation_is_returned_like_any_other():
     aborted = generation([], finish="abort")
     assert await FakeServer(httpx.Response(200, json=aborted)).client().generate([1]) == aborted
 
 
-async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_streams():
+async def test_fields_are_sent_as_given_and_nothing_streams():
     server = FakeServer()
     await server.client().generate(
         [1, 2], {"temperature": 0.5, "logit_bias": {5: 1.0}}, return_logprob=True, stream=False, some_field={"a": 1}
@@ -80,14 +80,14 @@ async def test_fields_and_sampling_parameters_are_sent_as_given_and_nothing_stre
     }
 
 
-async def test_prompt_logprobs_are_not_asked_for_unless_the_caller_does():
+async def test_prompt_logprobs_are_not_requested_by_default():
     server = FakeServer()
     await server.client().generate([1], return_logprob=True)
     await server.client().generate([1], return_logprob=True, logprob_start_len=0)
     assert [body.get("logprob_start_len") for body in server.bodies()] == [None, 0]
 
 
-async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_prefix():
+async def test_each_attempt_has_an_id_with_the_callers_prefix():
     server = FakeServer(httpx.Response(500), httpx.Response(500), OK)
     await server.client().generate([1], rid="episode-7")
     rids = [body["rid"] for body in server.bodies()]
@@ -95,7 +95,7 @@ async def test_every_attempt_has_its_own_request_id_with_the_callers_as_its_pref
     assert all(rid.startswith("episode-7-") for rid in rids)
 
 
-async def test_what_the_caller_changes_while_it_waits_is_not_sent():
+async def test_later_changes_by_the_caller_are_not_sent():
     params, ids = {"temperature": 1.0}, [1, 2]
 
     async def change(_):
@@ -111,14 +111,14 @@ async def test_what_the_caller_changes_while_it_waits_is_not_sent():
 
 
 @pytest.mark.parametrize("bad", [[], [1, True], [1.0], ["1"], [None], [-1], [1, 100], "12", None, [[1]], [2**70]])
-async def test_a_bad_prompt_is_refused_before_anything_is_sent(bad):
+async def test_invalid_prompt_is_rejected_before_anything_is_sent(bad):
     server = FakeServer()
     with pytest.raises(ValueError, match="input_ids"):
         await server.client(vocab_size=100).generate(bad)
     assert server.asked == []
 
 
-async def test_the_vocabulary_of_a_call_wins_over_the_clients():
+async def test_vocabulary_of_a_call_overrides_the_clients():
     client = FakeServer().client(vocab_size=10)
     await client.generate([50], vocab_size=100)
     with pytest.raises(ValueError, match=r"input_ids\[0\] is 50 .*below 10"):
@@ -134,14 +134,14 @@ async def test_the_vocabulary_of_a_call_wins_over_the_clients():
         ({"extra": object()}, "JSON"),
     ],
 )
-async def test_requests_that_cannot_have_one_answer_are_refused(arguments, said):
+async def test_requests_for_several_answers_are_rejected(arguments, said):
     server = FakeServer()
     with pytest.raises(ValueError, match=said):
         await server.client().generate([1], **arguments)
     assert server.asked == []
 
 
-async def test_respx_can_stand_in_for_the_server():
+async def test_respx_can_replace_the_server():
     with respx.mock(using="httpx") as router:
         route = router.post(f"{BASE_URL}/generate").respond(json=generation())
         async with SGLangClient(BASE_URL) as client:
@@ -154,7 +154,7 @@ async def test_health_is_the_status_of_the_health_endpoint(status, healthy):
     assert await FakeServer(paths={"/health": httpx.Response(status)}).client().health() is healthy
 
 
-async def test_health_of_a_server_that_cannot_be_reached_is_false():
+async def test_health_of_an_unreachable_server_is_false():
     async def refuse(_):
         raise httpx.ConnectError("refused")
 
@@ -174,7 +174,7 @@ def models(length):
     return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "max_model_len": length}]})
 
 
-async def test_the_context_length_is_asked_for_once():
+async def test_context_length_is_requested_once():
     server = FakeServer(paths={"/v1/models": models(512)})
     client = server.client()
     assert await asyncio.gather(*(client.context_length() for _ in range(20))) == [512] * 20
@@ -185,7 +185,7 @@ async def test_the_context_length_is_asked_for_once():
 @pytest.mark.parametrize(
     "answer", [httpx.Response(404), httpx.Response(200, json={"data": []}), models(None), models("512"), models(0)]
 )
-async def test_an_unknown_context_length_is_none_and_asked_for_again(answer):
+async def test_unknown_context_length_is_none_and_not_cached(answer):
     server = FakeServer(paths={"/v1/models": answer})
     client = server.client()
     assert await client.context_length() is None
@@ -193,7 +193,7 @@ async def test_an_unknown_context_length_is_none_and_asked_for_again(answer):
     assert await client.context_length() == 512
 
 
-async def test_a_failure_to_ask_for_the_context_length_is_not_remembered():
+async def test_failed_context_length_request_is_not_cached():
     server = FakeServer(paths={"/v1/models": httpx.Response(500)})
     client = server.client(max_retries=1)
     with pytest.raises(SGLangHTTPError):
@@ -202,7 +202,7 @@ async def test_a_failure_to_ask_for_the_context_length_is_not_remembered():
     assert await client.context_length() == 512
 
 
-async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_it_from_the_others():
+async def test_cancelled_context_length_request_serves_other_callers():
     async def respond(_):
         arrived.set()
         await go_on.wait()
@@ -218,13 +218,13 @@ async def test_a_caller_that_stops_waiting_for_the_context_length_does_not_take_
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-async def test_a_server_that_cannot_tokenize_is_asked_once_and_the_answer_is_none(status):
+async def test_server_that_cannot_tokenize_is_asked_once(status):
     server = FakeServer(paths={"/tokenize": httpx.Response(status, json={"message": "no tokenizer"})})
     assert await server.client(max_retries=5).tokenize("hello") is None
     assert len(server.bodies("/tokenize")) == 1
 
 
-async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no_such_endpoint():
+async def test_tokenize_adds_no_special_tokens():
     server = FakeServer(paths={"/tokenize": httpx.Response(200, json={"tokens": [1, 2], "count": 2})})
     assert await server.client().tokenize("hello") == [1, 2]
     assert server.bodies("/tokenize") == [{"prompt": "hello", "add_special_tokens": False}]
@@ -233,7 +233,7 @@ async def test_tokenize_asks_for_no_special_tokens_and_is_none_where_there_is_no
         await FakeServer(paths={"/tokenize": httpx.Response(200, json={})}).client().tokenize("hello")
 
 
-def test_settings_can_be_read_back_and_the_address_is_in_the_repr():
+def test_settings_are_attributes_and_repr_has_the_address():
     client = SGLangClient(
         " http://h:1/ ", max_connections=3, timeout=4.0, connect_timeout=5, max_retries=6, retry_delay=7
     )
@@ -260,12 +260,12 @@ def test_the_defaults_are_those_of_a_rollout():
         {"transport": "http"},
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_by_name(setting):
+def test_invalid_setting_is_rejected_by_name(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         SGLangClient("http://h:1", **setting)
 
 
-def test_a_client_of_slimes_router_has_its_address_and_its_concurrency():
+def test_client_from_slime_has_its_address_and_concurrency():
     args = Namespace(
         sglang_router_ip="10.0.0.1",
         sglang_router_port=3000,
@@ -295,14 +295,14 @@ async def test_a_transport_factory_is_called_once_per_event_loop():
     assert len(made) == 2
 
 
-def test_importing_the_client_loads_neither_aiohttp_nor_transformers():
+def test_client_import_loads_neither_aiohttp_nor_transformers():
     code = (
         "import strands_sglang.client, sys; print([m for m in ('httpx_aiohttp', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-async def test_headers_go_with_every_request():
+async def test_headers_are_sent_with_every_request():
     seen = []
 
     async def answer(request):
@@ -318,14 +318,14 @@ async def test_headers_go_with_every_request():
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504, 599])
-async def test_statuses_that_may_pass_are_tried_again(status):
+async def test_transient_statuses_are_retried(status):
     server = FakeServer(httpx.Response(status), OK)
     assert await server.client().generate([1]) == generation()
     assert len(server.bodies()) == 2
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
-async def test_statuses_that_stay_are_not_tried_again(status):
+async def test_permanent_statuses_are_not_retried(status):
     server = FakeServer(httpx.Response(status, json={"error": {"message": "no"}}))
     with pytest.raises(SGLangHTTPError) as caught:
         await server.client(max_retries=60).generate([1])
@@ -333,7 +333,7 @@ async def test_statuses_that_stay_are_not_tried_again(status):
     assert len(server.bodies()) == 1
 
 
-async def test_retries_end_and_the_error_says_how_many_there_were():
+async def test_retries_end_and_the_error_has_their_number():
     server = FakeServer(httpx.Response(500, text="boom"))
     with pytest.raises(SGLangHTTPError, match=r"POST http://sglang.test:30000/generate: HTTP 500: boom .*4 attempts"):
         await server.client(max_retries=3).generate([1])
@@ -341,7 +341,7 @@ async def test_retries_end_and_the_error_says_how_many_there_were():
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_busy_server_is_told_apart_once_retries_are_over(status):
+async def test_busy_server_is_a_throttled_error_after_retries(status):
     server = FakeServer(httpx.Response(status, json={"object": "error", "message": "The request queue is full."}))
     with pytest.raises(SGLangThrottledError, match="queue is full") as caught:
         await server.client(max_retries=0).generate([1])
@@ -367,13 +367,13 @@ UNDECODABLE = {
 
 
 @pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
-async def test_an_answer_that_is_no_generation_is_tried_again(body, said):
+async def test_invalid_response_is_retried(body, said):
     server = FakeServer(httpx.Response(200, content=body), OK)
     assert await server.client().generate([1]) == generation()
 
 
 @pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
-async def test_a_server_that_never_gives_a_generation_is_given_up_soon_and_its_answer_shown(body, said):
+async def test_server_without_valid_responses_is_given_up_soon(body, said):
     server = FakeServer(httpx.Response(200, content=body))
     with pytest.raises(SGLangDecodingError, match="is this an SGLang server") as caught:
         await server.client(max_retries=60).generate([1])
@@ -382,7 +382,7 @@ async def test_a_server_that_never_gives_a_generation_is_given_up_soon_and_its_a
     assert len(server.bodies()) == 4
 
 
-async def test_a_server_that_did_give_generations_gets_all_retries():
+async def test_server_with_valid_responses_gets_all_retries():
     server = FakeServer(OK, httpx.Response(200, content=b"?"))
     client = server.client(max_retries=9)
     await client.generate([1])
@@ -392,8 +392,8 @@ async def test_a_server_that_did_give_generations_gets_all_retries():
 
 
 @pytest.mark.parametrize("body", [body for body, _ in list(UNDECODABLE.values())[2:]])
-async def test_whole_answers_that_are_no_generations_are_given_up_soon_by_whatever_server(body):
-    """A15 (p9): each of them costs a generation, and the next one is the same."""
+async def test_complete_invalid_responses_are_given_up_soon(body):
+    """Each retry costs a generation, and its response is the same."""
     server = FakeServer(OK, httpx.Response(200, content=body))
     client = server.client(max_retries=60)
     await client.generate([1])
@@ -402,7 +402,7 @@ async def test_whole_answers_that_are_no_generations_are_given_up_soon_by_whatev
     assert len(server.bodies()) == 1 + 4
 
 
-async def test_a_broken_connection_is_aborted_on_the_server_before_the_next_attempt():
+async def test_broken_connection_is_aborted_before_the_retry():
     server = FakeServer(httpx.ReadError("reset"), OK)
     await server.client().generate([1])
     first, second = server.bodies()
@@ -411,19 +411,19 @@ async def test_a_broken_connection_is_aborted_on_the_server_before_the_next_atte
     assert second["rid"] != first["rid"]
 
 
-async def test_a_request_that_never_reached_the_server_is_not_aborted():
+async def test_request_that_never_reached_the_server_is_not_aborted():
     server = FakeServer(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), OK)
     await server.client().generate([1])
     assert [path for path, _ in server.asked] == ["/generate"] * 3
 
 
-async def test_a_server_that_was_never_there_is_given_up_after_a_while_whatever_the_retries():
+async def test_absent_server_is_given_up_after_a_while():
     server = FakeServer(httpx.ConnectError("refused"))
     with pytest.raises(SGLangConnectionError, match="could not connect.*no server has ever answered there"):
         await server.client(max_retries=10**9, unreachable_after=0.05).generate([1])
 
 
-async def test_a_server_that_was_there_before_gets_all_retries():
+async def test_server_that_answered_before_gets_all_retries():
     server = FakeServer(OK, httpx.ConnectError("refused"))
     client = server.client(max_retries=7, unreachable_after=0.0)
     await client.generate([1])
@@ -432,14 +432,14 @@ async def test_a_server_that_was_there_before_gets_all_retries():
     assert "ever answered" not in str(caught.value)
 
 
-async def test_an_error_of_the_transport_itself_is_not_disguised():
+async def test_error_of_a_custom_transport_is_raised_unchanged():
     server = FakeServer(KeyError("bug"))
     with pytest.raises(KeyError):
         await server.client().generate([1])
     assert len(server.asked) == 1
 
 
-async def test_an_outage_is_a_few_log_lines_however_many_requests_meet_it(caplog):
+async def test_outage_logs_a_few_lines_for_any_number_of_requests(caplog):
     caplog.set_level(logging.INFO, logger="strands_sglang")
     server = FakeServer(*[httpx.Response(500)] * 200, OK)
     client = server.client(max_retries=300)
@@ -460,7 +460,7 @@ CONTEXT_LENGTH = [
 
 
 @pytest.mark.parametrize("message", CONTEXT_LENGTH)
-async def test_every_wording_for_a_full_context_is_known(message):
+async def test_every_message_about_a_full_context_is_known(message):
     with pytest.raises(SGLangContextLengthError, match="HTTP 400") as caught:
         await FakeServer(httpx.Response(400, json={"error": {"message": message}})).client().generate([1])
     assert message in str(caught.value)
@@ -475,7 +475,7 @@ async def test_every_wording_for_a_full_context_is_known(message):
         (422, CONTEXT_LENGTH[0]),
     ],
 )
-async def test_other_errors_that_sound_like_it_are_not_a_full_context(status, message):
+async def test_similar_errors_are_not_a_full_context(status, message):
     with pytest.raises(SGLangHTTPError) as caught:
         await FakeServer(httpx.Response(status, json={"error": {"message": message}})).client().generate([1])
     assert not isinstance(caught.value, SGLangContextLengthError)
@@ -494,7 +494,7 @@ ERROR_BODIES = [
 
 
 @pytest.mark.parametrize(("body", "said"), ERROR_BODIES)
-async def test_the_servers_words_are_found_in_every_shape_of_error(body, said):
+async def test_servers_message_is_found_in_every_error_format(body, said):
     answer = httpx.Response(400, text=body) if isinstance(body, str) else httpx.Response(400, json=body)
     with pytest.raises(SGLangHTTPError) as caught:
         await FakeServer(answer).client().generate([1])
@@ -504,7 +504,7 @@ async def test_the_servers_words_are_found_in_every_shape_of_error(body, said):
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-async def test_a_server_without_generate_is_said_not_to_be_sglang(status):
+async def test_server_without_generate_is_reported_as_not_sglang(status):
     with pytest.raises(SGLangHTTPError, match="not an SGLang server"):
         await FakeServer(httpx.Response(status, text="<html>nope</html>")).client().generate([1])
 
@@ -541,7 +541,7 @@ def test_retry_after_is_read_as_a_date():
     assert seconds is not None and 98 <= seconds <= 100
 
 
-async def test_a_cancelled_request_is_aborted_on_the_server_and_not_tried_again():
+async def test_cancelled_request_is_aborted_and_not_retried():
     server = FakeServer(never)
     task = asyncio.create_task(server.client().generate([1]))
     await server.arrived.wait()
@@ -552,8 +552,8 @@ async def test_a_cancelled_request_is_aborted_on_the_server_and_not_tried_again(
     assert server.bodies("/abort_request") == [{"rid": sent["rid"]}]
 
 
-async def test_a_caller_that_anyio_has_cancelled_waits_for_the_partial_answer_idly():
-    """A11: a cancel scope cancels again in every round of the event loop."""
+async def test_caller_cancelled_by_anyio_waits_idly():
+    """A cancel scope cancels again on every cycle of the event loop."""
     server = FakeServer(never)
     client = server.client(abort_grace=0.5)
     with anyio.CancelScope() as scope:
@@ -566,7 +566,7 @@ async def test_a_caller_that_anyio_has_cancelled_waits_for_the_partial_answer_id
     assert len(server.bodies("/abort_request")) >= 1
 
 
-async def test_a_timed_out_attempt_is_aborted_on_the_server_and_tried_again_once():
+async def test_timed_out_attempt_is_aborted_and_retried_once():
     server = FakeServer(never)
     with pytest.raises(SGLangConnectionError, match="no response in time.*0.05 s.*2 attempts"):
         await server.client(timeout=0.05, max_retries=60).generate([1])
@@ -574,12 +574,12 @@ async def test_a_timed_out_attempt_is_aborted_on_the_server_and_tried_again_once
     assert len(server.bodies()) == 2
 
 
-async def test_the_answer_after_a_timeout_counts():
+async def test_answer_after_a_timeout_counts():
     server = FakeServer(never, OK)
     assert await server.client(timeout=0.3).generate([1]) == generation()
 
 
-async def test_a_request_cancelled_with_a_time_limit_is_aborted_too():
+async def test_request_cancelled_by_a_time_limit_is_aborted():
     server = FakeServer(never)
     task = asyncio.create_task(server.client(timeout=60).generate([1]))
     await server.arrived.wait()
@@ -589,7 +589,7 @@ async def test_a_request_cancelled_with_a_time_limit_is_aborted_too():
     assert len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_request_cancelled_between_attempts_is_not_tried_again():
+async def test_request_cancelled_between_attempts_is_not_retried():
     server = FakeServer(httpx.Response(500))
     task = asyncio.create_task(server.client(retry_delay=8.0).generate([1]))
     await server.arrived.wait()
@@ -600,7 +600,7 @@ async def test_a_request_cancelled_between_attempts_is_not_tried_again():
     assert len(server.bodies()) == 1
 
 
-async def test_requests_beyond_the_limit_wait_and_leave_no_trace_when_cancelled():
+async def test_requests_beyond_the_limit_wait():
     server = FakeServer(never)
     client = server.client(max_connections=1)
     first, second = (asyncio.create_task(client.generate([token])) for token in (1, 2))
@@ -615,19 +615,19 @@ async def test_requests_beyond_the_limit_wait_and_leave_no_trace_when_cancelled(
     assert [path for path, _ in server.asked] == ["/generate", "/abort_request"]  # although all slots were taken
 
 
-def test_an_abort_gets_out_when_the_event_loop_ends():
+def test_abort_is_sent_when_the_event_loop_ends():
     server = FakeServer(never)
 
-    async def leave_behind():
+    async def start_and_return():
         client = server.client()
-        leave_behind.task = asyncio.create_task(client.generate([1]))  # type: ignore[attr-defined]
+        start_and_return.task = asyncio.create_task(client.generate([1]))  # type: ignore[attr-defined]
         await server.arrived.wait()
 
-    asyncio.run(leave_behind())
+    asyncio.run(start_and_return())
     assert len(server.bodies("/abort_request")) == 1
 
 
-def test_an_abort_that_is_already_on_its_way_gets_out_when_the_event_loop_ends():
+def test_abort_in_flight_survives_the_end_of_the_loop():
     heard = []
 
     async def respond(request):
@@ -635,18 +635,18 @@ def test_an_abort_that_is_already_on_its_way_gets_out_when_the_event_loop_ends()
         heard.append(request.url.path)
         return httpx.Response(200)
 
-    async def leave_behind():
+    async def start_and_return():
         client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
-        leave_behind.task = asyncio.create_task(client.abort("r"))  # type: ignore[attr-defined]
+        start_and_return.task = asyncio.create_task(client.abort("r"))  # type: ignore[attr-defined]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    asyncio.run(leave_behind())
+    asyncio.run(start_and_return())
     assert heard == ["/abort_request"]
 
 
 async def cancel_at_a_hung_server(*, grace):
-    """Seconds of wall clock and of CPU that the cancellation of a call takes."""
+    """Return the seconds of wall clock and CPU that canceling a call takes."""
 
     async def respond(request):
         arrived.set()
@@ -665,12 +665,12 @@ async def cancel_at_a_hung_server(*, grace):
     return asyncio.get_running_loop().time() - started, time.thread_time() - used
 
 
-async def test_a_server_that_does_not_take_aborts_holds_a_cancelled_caller_back_for_the_grace_at_most():
+async def test_unaborted_caller_waits_for_the_grace_at_most():
     seconds, _ = await cancel_at_a_hung_server(grace=0.3)
     assert seconds < 1.0
 
 
-async def test_the_wait_for_an_abort_that_gets_no_answer_is_not_a_busy_one():
+async def test_wait_for_an_unanswered_abort_is_idle():
     _, cpu_seconds = await cancel_at_a_hung_server(grace=1.0)
     assert cpu_seconds < 0.2
 
@@ -686,7 +686,7 @@ async def test_abort_sends_the_request_id_and_never_raises():
     await SGLangClient(BASE_URL, transport=httpx.MockTransport(refuse)).abort("r-1")
 
 
-async def test_a_caller_can_abort_its_request_by_the_id_it_gave_and_gets_what_there_is():
+async def test_caller_can_abort_by_its_own_id():
     aborted = {}
 
     async def respond(request):
@@ -711,7 +711,7 @@ async def test_a_caller_can_abort_its_request_by_the_id_it_gave_and_gets_what_th
     await other
 
 
-async def test_closing_aborts_what_is_in_flight_and_returns_what_the_server_gives_for_it():
+async def test_closing_aborts_and_returns_partial_answers():
     aborted = asyncio.Event()
 
     async def respond(request):
@@ -730,7 +730,7 @@ async def test_closing_aborts_what_is_in_flight_and_returns_what_the_server_give
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_a_request_that_waits_for_its_next_attempt_ends_when_the_client_is_closed():
+async def test_closing_ends_the_wait_for_a_retry():
     server = FakeServer(httpx.Response(500))
     client = server.client(retry_delay=0.1)
     task = asyncio.create_task(client.generate([1]))
@@ -748,7 +748,7 @@ async def test_a_closed_client_opens_again_when_it_is_used():
     assert await client.generate([1]) == generation()
 
 
-async def test_the_deadline_of_a_cancellation_counts_from_when_it_was_made_and_alone():
+async def test_only_the_deadline_of_a_cancellation_counts():
     server = FakeServer(never)
     cancellation = Cancellation(0.3)
     await asyncio.sleep(0.2)
@@ -769,7 +769,7 @@ async def test_the_deadline_of_a_cancellation_counts_from_when_it_was_made_and_a
         ("http://[::1]:30000", "http://[::1]:30000"),
     ],
 )
-def test_addresses_lose_white_space_and_slashes_at_their_ends(given, normal):
+def test_addresses_are_stripped_of_spaces_and_slashes(given, normal):
     assert normalize_base_url(given) == normal
 
 
@@ -791,7 +791,7 @@ def test_addresses_lose_white_space_and_slashes_at_their_ends(given, normal):
         (30000, "must be a string"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_with_what_to_write(given, said):
+def test_invalid_address_is_rejected_with_a_correction(given, said):
     with pytest.raises(ValueError, match="base_url") as caught:
         normalize_base_url(given)
     assert said in str(caught.value)
@@ -813,7 +813,7 @@ def slime_args(**changes):
         ({}, 8),
     ],
 )
-def test_slimes_concurrency_is_that_of_all_engines_with_any_way_to_leave_them_out(changes, connections):
+def test_slimes_concurrency_is_that_of_all_engines(changes, connections):
     assert slime_client_arguments(slime_args(**changes))["max_connections"] == connections
 
 
@@ -825,17 +825,17 @@ def test_slimes_router_address_may_be_of_either_ip_version(ip, base_url):
     assert slime_client_arguments(slime_args(sglang_router_ip=ip))["base_url"] == base_url
 
 
-def test_a_router_that_has_no_address_yet_is_told_unless_one_is_given():
+def test_router_without_an_address_is_an_error():
     with pytest.raises(ValueError, match="sglang_router_ip is None"):
         slime_client_arguments(slime_args(sglang_router_ip=None))
     assert slime_client_arguments(Namespace(), base_url="http://h:1")["base_url"] == "http://h:1"
 
 
-# === calls that end before their answer: what the server is told, and what becomes of the tokens ===
+# === Calls that end before their response: aborts, and partial answers ===
 
 
 class RouterInFront(FakeServer):
-    """Sends everything to one worker, and knows nothing of aborts."""
+    """A router that sends everything to one worker, and does not forward aborts."""
 
     def __init__(self, worker, listed, path="/workers"):
         super().__init__(worker, paths={"/abort_request": httpx.Response(404)})
@@ -856,13 +856,13 @@ def workers(*hosts):
 
 
 async def cancelled(network, worker, **settings):
-    """Cancel a call of a new client that the worker has; the partial answers."""
+    """Cancel a call of a new client once the worker has it; return the partial answers."""
     worker.arrived.clear()
     return await cancelled_call(network.client("router", **{"abort_grace": 2.0, **settings}), worker)
 
 
 async def cancelled_call(client, worker):
-    """Cancel a call once the worker has it; the partial answers."""
+    """Cancel a call once the worker has it; return the partial answers."""
     partial = []
     task = await start(worker, client, on_partial=partial.append)
     task.cancel()
@@ -879,7 +879,7 @@ async def cancelled_call(client, worker):
         ("/workers", {"workers": [{"url": "http://one@0"}, {"url": "http://one@1"}, {"url": "two"}]}),
     ],
 )
-async def test_the_workers_that_a_router_names_are_told_directly(path, listed):
+async def test_a_routers_workers_are_aborted_directly(path, listed):
     one, two = FakeServer(), AbortableServer([7, 8])
     network = Network(router=RouterInFront(two, listed, path), one=one, two=two)
     [partial] = await cancelled(network, two)
@@ -888,7 +888,7 @@ async def test_the_workers_that_a_router_names_are_told_directly(path, listed):
     assert one.bodies("/abort_request") == [rid]
 
 
-async def test_the_list_of_workers_is_used_again():
+async def test_list_of_workers_is_cached():
     worker = AbortableServer()
     router = RouterInFront(worker, workers("one"))
     client = Network(router=router, one=worker).client("router")
@@ -898,7 +898,7 @@ async def test_the_list_of_workers_is_used_again():
     assert {body["rid"] for body in worker.bodies("/abort_request")} == {f"r-{i}" for i in range(21)}
 
 
-async def test_a_list_that_names_a_worker_that_is_gone_is_read_again():
+async def test_list_with_a_missing_worker_is_fetched_again():
     worker = AbortableServer()
     router = RouterInFront(worker, workers("gone"))
     network = Network(router=router, gone=None, one=worker)
@@ -908,7 +908,7 @@ async def test_a_list_that_names_a_worker_that_is_gone_is_read_again():
     assert len(await cancelled_call(client, worker)) == 1
 
 
-async def test_a_worker_that_joined_since_the_list_was_read_is_found_when_the_first_abort_has_no_effect():
+async def test_new_worker_is_found_after_an_abort_without_effect():
     old, new = FakeServer(), AbortableServer()
     router = RouterInFront(new, workers("old"))
     client = Network(router=router, old=old, new=new).client("router", abort_grace=2.0)
@@ -917,13 +917,13 @@ async def test_a_worker_that_joined_since_the_list_was_read_is_found_when_the_fi
     assert len(await cancelled_call(client, new)) == 1
 
 
-async def test_a_router_that_names_nobody_does_not_hold_the_caller_back():
+async def test_router_without_workers_does_not_delay_the_caller():
     worker = AbortableServer()
     network = Network(router=RouterInFront(worker, {"workers": []}))
     assert await asyncio.wait_for(cancelled(network, worker, abort_grace=60.0), 10) == []
 
 
-async def test_a_routers_own_error_about_a_worker_aborts_the_request_on_the_workers():
+async def test_routers_error_about_a_worker_aborts_the_request():
     worker = FakeServer(httpx.Response(500, headers={"x-smg-error-code": "call_upstream_request_error"}))
     network = Network(router=RouterInFront(worker, workers("one")), one=worker)
     with pytest.raises(Exception, match="HTTP 500"):
@@ -931,7 +931,7 @@ async def test_a_routers_own_error_about_a_worker_aborts_the_request_on_the_work
     assert worker.bodies("/abort_request") == [{"rid": body["rid"]} for body in worker.bodies()]
 
 
-async def test_many_aborts_at_once_are_not_many_connections_at_once():
+async def test_many_aborts_open_few_connections():
     at_once, most, done = 0, 0, 0
 
     async def respond(request):
@@ -948,11 +948,11 @@ async def test_many_aborts_at_once_are_not_many_connections_at_once():
 
 
 @pytest.mark.parametrize("listed", [None, {}, [], {"workers": None}, {"workers": [{}, None, {"url": 3}]}, "x"])
-def test_a_list_that_names_nobody_is_empty(listed):
+def test_list_without_workers_is_empty(listed):
     assert worker_urls(listed) == ()
 
 
-def test_workers_that_speak_something_else_are_left_out():
+def test_workers_without_http_are_left_out():
     assert worker_urls({"workers": [{"url": "grpc://a:1"}, {"url": "http://b:2/"}, "c:3"]}) == (
         "http://b:2",
         "http://c:3",
@@ -971,7 +971,7 @@ async def ends(task):
     return caught.value
 
 
-async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes():
+async def test_cancelled_caller_gets_the_partial_answer():
     server, partial = AbortableServer([7, 8]), []
     task = await start(server, server.client(), on_partial=partial.append)
     task.cancel()
@@ -980,7 +980,7 @@ async def test_a_cancelled_caller_gets_the_partial_answer_before_it_goes():
     assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too():
+async def test_repeatedly_cancelled_caller_gets_the_partial_answer():
     server, partial = AbortableServer([7, 8], paths={}), []
     heard, go_on = asyncio.Event(), asyncio.Event()
 
@@ -1002,7 +1002,7 @@ async def test_a_caller_that_is_cancelled_again_and_again_gets_it_too():
     assert len(partial) == 1
 
 
-async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_as_it_is():
+async def test_answer_complete_before_the_abort_is_passed_on():
     server, partial = AbortableServer(finish="stop"), []
     task = await start(server, server.client(), on_partial=partial.append)
     task.cancel()
@@ -1010,7 +1010,7 @@ async def test_an_answer_that_was_complete_before_the_abort_came_is_handed_over_
     assert partial[0]["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_handed_over():
+async def test_short_answer_aborted_in_the_queue_is_passed_on():
     server, partial = AbortableServer(), []
     short = {
         "text": "",
@@ -1029,7 +1029,7 @@ async def test_the_short_answer_of_a_request_that_was_aborted_in_the_queue_is_ha
     assert partial == [short]
 
 
-async def test_without_an_answer_within_the_grace_there_is_none():
+async def test_no_partial_answer_after_the_grace():
     server, partial = FakeServer(never), []
     task = await start(server, server.client(abort_grace=0.05), on_partial=partial.append)
     task.cancel()
@@ -1038,7 +1038,7 @@ async def test_without_an_answer_within_the_grace_there_is_none():
 
 
 @pytest.mark.parametrize("answer", [httpx.Response(500), httpx.Response(200, text="?"), httpx.ReadError("broken")])
-async def test_what_is_no_answer_is_not_handed_over(answer):
+async def test_invalid_partial_answer_is_not_passed_on(answer):
     server, partial = AbortableServer(), []
 
     async def fail(_):
@@ -1054,7 +1054,7 @@ async def test_what_is_no_answer_is_not_handed_over(answer):
     assert partial == []
 
 
-async def test_an_error_in_on_partial_does_not_take_the_place_of_the_cancellation():
+async def test_error_in_on_partial_does_not_hide_the_cancellation():
     def fail(_):
         raise RuntimeError("mine")
 
@@ -1088,7 +1088,7 @@ async def test_an_abort_that_overtook_its_request_is_sent_again():
     assert len(heard) == 2 and len(partial) == 1
 
 
-async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort():
+async def test_no_wait_for_an_abort_that_no_server_received():
     async def respond(request):
         if request.url.path != "/generate":
             raise httpx.ConnectError("refused")
@@ -1107,7 +1107,7 @@ async def test_nothing_is_waited_for_where_nobody_has_heard_of_the_abort():
 # --- the cancel signal ---
 
 
-async def test_a_signal_that_is_set_ends_the_call_with_what_there_is():
+async def test_set_signal_ends_the_call_with_the_partial_answer():
     server, signal, partial = AbortableServer([7, 8]), threading.Event(), []
     task = await start(server, server.client(), cancel_signal=signal, on_partial=partial.append)
     threading.Thread(target=signal.set).start()
@@ -1118,7 +1118,7 @@ async def test_a_signal_that_is_set_ends_the_call_with_what_there_is():
     assert len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_signal_that_was_set_before_sends_nothing():
+async def test_signal_set_before_the_call_sends_nothing():
     server, signal = FakeServer(), threading.Event()
     signal.set()
     with pytest.raises(SGLangCancelledError):
@@ -1126,7 +1126,7 @@ async def test_a_signal_that_was_set_before_sends_nothing():
     assert server.asked == []
 
 
-async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection():
+async def test_signal_ends_the_wait_for_a_retry_or_a_slot():
     server, signal = FakeServer(httpx.Response(500)), threading.Event()
     retrying = await start(server, server.client(retry_delay=8.0), cancel_signal=signal)
     busy = FakeServer(never)
@@ -1141,7 +1141,7 @@ async def test_a_signal_ends_the_wait_for_the_next_attempt_and_for_a_connection(
     await ends(first)
 
 
-async def test_a_signal_that_is_cleared_once_it_was_seen_ends_the_call_all_the_same():
+async def test_signal_cleared_after_it_was_seen_ends_the_call():
     class ClearedWhenSeen(threading.Event):
         def is_set(self):
             was_set = super().is_set()
@@ -1166,7 +1166,7 @@ async def test_a_signal_that_is_cleared_once_it_was_seen_ends_the_call_all_the_s
     await ends(first)
 
 
-async def test_an_answer_that_is_there_counts_although_the_signal_is_set():
+async def test_complete_answer_counts_although_the_signal_is_set():
     signal = threading.Event()
 
     async def answer(_):
@@ -1176,7 +1176,7 @@ async def test_an_answer_that_is_there_counts_although_the_signal_is_set():
     assert await FakeServer(answer).client().generate([1], cancel_signal=signal) == generation()
 
 
-async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monkeypatch):
+async def test_one_timer_per_loop_checks_all_signals(monkeypatch):
     loop, timers = asyncio.get_running_loop(), []
     call_later = loop.call_later
 
@@ -1205,13 +1205,13 @@ async def test_a_loop_has_one_timer_for_all_signals_and_none_without_calls(monke
 # --- timeouts and deadlines ---
 
 
-async def test_an_answer_that_comes_just_too_late_for_its_attempt_still_counts():
+async def test_answer_just_after_its_timeout_still_counts():
     server = AbortableServer([7, 2], finish="stop")
     assert (await server.client(timeout=0.05).generate([1]))["output_ids"] == [7, 2]
     assert len(server.bodies()) == 1
 
 
-async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once():
+async def test_longest_partial_answer_is_passed_on_once():
     lengths = [3, 1]
 
     async def respond(request):
@@ -1233,7 +1233,7 @@ async def test_the_longest_partial_answer_of_all_attempts_is_handed_over_once():
     assert [len(answer["output_ids"]) for answer in partial] == [3]
 
 
-async def test_a_call_that_is_answered_in_the_end_hands_over_nothing():
+async def test_answered_call_passes_on_no_partial_answer():
     aborted, partial = asyncio.Event(), []
 
     async def respond(request):
@@ -1250,7 +1250,7 @@ async def test_a_call_that_is_answered_in_the_end_hands_over_nothing():
     assert partial == []
 
 
-async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_there_is():
+async def test_deadline_error_has_the_partial_answer():
     server, partial = AbortableServer([7, 8]), []
     with pytest.raises(SGLangDeadlineError, match=r"deadline has passed after 2 tokens, 0\.05 s after") as caught:
         await server.client(deadline=0.05).generate([1], on_partial=partial.append)
@@ -1258,7 +1258,7 @@ async def test_at_the_deadline_the_request_is_aborted_and_the_error_has_what_the
     assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
 
 
-async def test_a_complete_answer_just_after_the_deadline_still_counts():
+async def test_answer_just_after_the_deadline_still_counts():
     server = AbortableServer([7, 2], finish="stop")
     assert (await server.client(deadline=0.05).generate([1]))["output_ids"] == [7, 2]
 
@@ -1272,14 +1272,14 @@ async def test_the_deadline_covers_retries_and_names_the_last_failure():
     assert 2 <= len(server.bodies()) < 30
 
 
-async def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for():
+async def test_retry_after_the_deadline_is_not_awaited():
     started = asyncio.get_running_loop().time()
     with pytest.raises(SGLangDeadlineError):
         await FakeServer(httpx.Response(500)).client(deadline=4.0, retry_delay=8.0).generate([1])
     assert asyncio.get_running_loop().time() - started < 3.0
 
 
-async def test_the_deadline_covers_the_wait_for_a_connection():
+async def test_deadline_covers_the_wait_for_a_slot():
     server = FakeServer(never)
     client = server.client(max_connections=1, deadline=0.1)
     first, second = (asyncio.create_task(client.generate([1])) for _ in range(2))
@@ -1288,7 +1288,7 @@ async def test_the_deadline_covers_the_wait_for_a_connection():
     assert len(server.bodies()) == 1
 
 
-async def test_connections_that_were_given_up_are_there_for_others():
+async def test_abandoned_slots_are_free_for_others():
     server = FakeServer(never)
     client = server.client(max_connections=1, deadline=0.05)
     await asyncio.gather(*(client.generate([1]) for _ in range(20)), return_exceptions=True)
@@ -1299,7 +1299,7 @@ async def test_connections_that_were_given_up_are_there_for_others():
 # --- closing ---
 
 
-async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_attempt():
+async def test_closing_ends_waiting_calls():
     server, broken = AbortableServer(), FakeServer(httpx.Response(500))
     client = server.client(max_connections=1)
     first = await start(server, client)
@@ -1315,7 +1315,7 @@ async def test_closing_ends_calls_that_wait_for_a_connection_or_for_their_next_a
     assert len(server.bodies()) == 1
 
 
-# === the servers that a client has: their addresses, connections and turns, and the clients that are shared ===
+# === Servers: addresses, connections and load balancing, and shared clients ===
 
 
 URLS = ("http://one", "http://two", "http://three")
@@ -1347,7 +1347,7 @@ def test_idle_servers_take_turns():
     assert Counter(servers.choose().base_url for _ in range(30)) == dict.fromkeys(URLS, 10)
 
 
-def test_a_key_stays_on_its_server_however_busy_it_is():
+def test_key_stays_on_its_busy_server():
     servers = Servers(URLS)
     first = servers.choose("a")
     for _ in range(10):
@@ -1356,12 +1356,12 @@ def test_a_key_stays_on_its_server_however_busy_it_is():
     assert servers.choose("b") is not first
 
 
-def test_keys_are_spread_evenly_although_nothing_is_in_flight():
+def test_keys_are_spread_evenly_without_load():
     servers = Servers(URLS)
     assert Counter(servers.choose(str(i)).base_url for i in range(300)) == dict.fromkeys(URLS, 100)
 
 
-def test_only_so_many_keys_are_remembered(monkeypatch):
+def test_number_of_remembered_keys_is_limited(monkeypatch):
     monkeypatch.setattr(servers_module, "MAX_KEYS", 10)
     servers = Servers(URLS)
     for i in range(1000):
@@ -1369,7 +1369,7 @@ def test_only_so_many_keys_are_remembered(monkeypatch):
     assert sum(server.keys for server in servers.all) == 10
 
 
-def test_a_retry_goes_elsewhere_and_leaves_the_key_where_it_is():
+def test_retry_uses_another_server_and_keeps_the_key():
     servers = Servers(URLS)
     first = servers.choose("a")
     assert servers.choose("a", avoid=first) is not first
@@ -1384,10 +1384,10 @@ def test_a_single_server_is_always_chosen():
     assert not only.is_out
 
 
-# --- leaving out and taking back ---
+# --- rotation ---
 
 
-def test_a_server_that_takes_no_connections_is_out_and_its_keys_move():
+def test_unreachable_server_loses_its_keys():
     servers = Servers(URLS)
     first = servers.choose("a")
     servers.note_failure(first, FailureKind.UNREACHABLE)
@@ -1400,7 +1400,7 @@ def test_a_server_that_takes_no_connections_is_out_and_its_keys_move():
     assert first in servers.up()
 
 
-def test_one_broken_connection_is_no_reason_but_several_in_a_row_are():
+def test_several_broken_connections_take_a_server_out():
     servers = Servers(URLS)
     server = servers.all[0]
     for _ in range(10):
@@ -1413,14 +1413,14 @@ def test_one_broken_connection_is_no_reason_but_several_in_a_row_are():
 
 
 @pytest.mark.parametrize("kind", [FailureKind.REFUSED, FailureKind.TIMED_OUT, FailureKind.UNDECODABLE])
-def test_a_server_that_answers_or_is_slow_is_not_left_out(kind):
+def test_slow_or_failing_server_stays_in_rotation(kind):
     servers = Servers(URLS)
     for _ in range(10):
         servers.note_failure(servers.all[0], kind)
     assert servers.up() == servers.all
 
 
-def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch):
+def test_server_out_of_rotation_is_probed_ever_less(monkeypatch):
     now = 0.0
     monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
     servers = Servers(URLS)
@@ -1436,7 +1436,7 @@ def test_a_server_that_is_out_is_probed_at_growing_intervals(monkeypatch):
     assert gaps == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[60.0] * (len(gaps) - 6)]
 
 
-def test_with_all_servers_out_requests_go_on_and_show_who_is_back():
+def test_with_all_servers_out_requests_still_try_them():
     servers = Servers(URLS)
     for server in servers.all:
         servers.note_failure(server, FailureKind.UNREACHABLE)
@@ -1450,7 +1450,7 @@ def test_with_all_servers_out_requests_go_on_and_show_who_is_back():
 # --- a client with several servers ---
 
 
-async def test_requests_are_spread_and_keys_are_sent_as_header_and_field():
+async def test_requests_are_spread_and_keys_are_sent():
     network = Network(one=FakeServer(), two=FakeServer())
     client = network.client()
     for _ in range(4):
@@ -1466,14 +1466,14 @@ async def test_requests_are_spread_and_keys_are_sent_as_header_and_field():
 
 
 @pytest.mark.parametrize("key", ["", " a", "a\nb", "\u00e4", 3, b"a"])
-async def test_a_key_that_is_no_header_value_is_refused(key):
+async def test_key_that_is_not_a_header_value_is_rejected(key):
     server = FakeServer()
     with pytest.raises(ValueError, match="routing_key"):
         await server.client().generate([1], routing_key=key)
     assert server.asked == []
 
 
-async def test_requests_to_a_dead_server_go_to_another_one_at_once():
+async def test_requests_to_a_dead_server_move_at_once():
     network = Network(one=None, two=FakeServer())
     client = network.client(retry_delay=8.0)
     started = asyncio.get_running_loop().time()
@@ -1486,8 +1486,8 @@ async def test_requests_to_a_dead_server_go_to_another_one_at_once():
     assert network.hosts()[before:] == ["two"] * 10
 
 
-async def test_a_server_that_is_healthy_again_is_taken_back(monkeypatch):
-    # Servers that are out are asked for their health at every request.
+async def test_healthy_server_returns_to_rotation(monkeypatch):
+    # Servers out of rotation are probed at every request.
     monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
     monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
     network = Network(one=None, two=FakeServer())
@@ -1507,7 +1507,7 @@ async def test_a_server_that_is_healthy_again_is_taken_back(monkeypatch):
     assert Counter(network.hosts()[before:]) == {"one": 2, "two": 2}
 
 
-async def test_a_refused_request_is_tried_elsewhere():
+async def test_refused_request_is_retried_on_another_server():
     network = Network(one=FakeServer(httpx.Response(503)), two=FakeServer())
     client = network.client()
     for i in range(6):
@@ -1516,7 +1516,7 @@ async def test_a_refused_request_is_tried_elsewhere():
     assert all(after == "two" for before, after in zip(hosts, hosts[1:], strict=False) if before == "one")
 
 
-async def test_an_abort_goes_to_the_server_that_has_the_request():
+async def test_abort_is_sent_to_the_server_of_the_request():
     network = Network(one=FakeServer(never), two=FakeServer(never))
     client = network.client()
     tasks = [asyncio.create_task(client.generate([1])) for _ in range(2)]
@@ -1533,13 +1533,13 @@ async def test_an_abort_goes_to_the_server_that_has_the_request():
         assert {body["rid"] for body in server.bodies()} == {body["rid"] for body in server.bodies("/abort_request")}
 
 
-async def test_with_all_servers_dead_the_error_says_so():
+async def test_error_with_all_servers_dead():
     client = Network(one=None, two=None).client(max_retries=3, unreachable_after=60.0)
     with pytest.raises(SGLangConnectionError, match="could not connect.*4 attempts.*no server has ever answered"):
         await client.generate([1])
 
 
-async def test_a_server_that_never_answered_is_no_reason_to_give_up_while_another_one_does():
+async def test_absent_server_does_not_end_retries_on_others():
     network = Network(one=None, two=FakeServer(OK))
     client = network.client(unreachable_after=60.0)
     assert await asyncio.gather(*(client.generate([1]) for _ in range(4))) == [generation()] * 4
@@ -1584,12 +1584,12 @@ async def test_each_server_can_be_asked_for_its_model():
         ([3], "string"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(base_url, said):
+def test_invalid_addresses_are_rejected(base_url, said):
     with pytest.raises(ValueError, match=said):
         SGLangClient(base_url)
 
 
-async def test_a_thousand_requests_to_a_server_that_is_down_give_a_few_lines(caplog):
+async def test_thousand_failed_requests_log_a_few_lines(caplog):
     caplog.set_level(logging.INFO, "strands_sglang")
     network = Network(one=None, two=None)
     client = network.client(retry_delay=0.01, max_retries=10**6, unreachable_after=60.0)
@@ -1627,13 +1627,13 @@ async def reset(request):
 
 
 @pytest.mark.parametrize("fault", [hang_up, half_an_answer, reset])
-async def test_a_connection_that_breaks_is_aborted_and_tried_again(
+async def test_broken_real_connection_is_aborted_and_retried(
     fault,
 ):
     seen = []
 
     async def first_then_answer(request):
-        """Break the first `/generate`, and treat everything else well."""
+        """Break the first `/generate`, and answer everything else."""
         if request.path == "/generate" and not seen:
             seen.append(request)
             await fault(request)
@@ -1648,7 +1648,7 @@ async def test_a_connection_that_breaks_is_aborted_and_tried_again(
     assert first["rid"] != second["rid"]
 
 
-async def test_an_answer_that_is_not_http_is_named_as_such():
+async def test_response_that_is_not_http_is_reported_as_such():
     async def banner(request):
         request.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
         request.writer.close()
@@ -1658,7 +1658,7 @@ async def test_an_answer_that_is_not_http_is_named_as_such():
             await client.generate([1])
 
 
-async def test_a_port_where_nobody_listens_is_told_as_such():
+async def test_closed_port_is_reported_as_such():
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     async with SGLangClient(url, retry_delay=0.0, unreachable_after=0.0) as client:
         with pytest.raises(SGLangConnectionError, match="could not connect.*start one .*, or correct") as caught:
@@ -1681,7 +1681,7 @@ async def test_https_to_a_plain_http_port_fails_at_once():
     server.close()
 
 
-async def test_a_server_that_comes_up_late_is_waited_for():
+async def test_server_that_starts_late_is_awaited():
     port = free_port("127.0.0.1")
     tries = asyncio.Event()
 
@@ -1713,7 +1713,7 @@ async def test_more_requests_than_connections_are_all_answered():
     assert len({request.writer for request in server.requests}) == 2
 
 
-async def test_an_abort_gets_out_while_every_connection_is_taken():
+async def test_abort_is_sent_while_all_connections_are_busy():
     arrived, aborted = asyncio.Event(), asyncio.Event()
 
     async def respond(request):
@@ -1731,7 +1731,7 @@ async def test_an_abort_gets_out_while_every_connection_is_taken():
         assert await task == generation()
 
 
-async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_timeout_is_needed():
+async def test_connections_use_tcp_keepalive():
     seen = []
 
     async def look(request):
@@ -1754,18 +1754,18 @@ async def test_a_connection_asks_whether_its_peer_is_still_there_so_that_no_time
 
 @pytest.fixture
 def threaded_server():
-    """A server in a thread of its own, for tests that run event loops of theirs."""
+    """A server in its own thread, for tests that run their own event loops."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(RawServer(answer)) as server:
         yield server.base_url
 
 
-def test_one_client_works_in_one_event_loop_after_the_other(threaded_server):
+def test_client_works_in_consecutive_event_loops(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     for _ in range(3):
         assert asyncio.run(client.generate([1])) == generation()
 
 
-def test_one_client_works_in_several_threads_at_a_time(threaded_server):
+def test_client_works_in_several_threads_at_once(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     answers = []
 
@@ -1792,7 +1792,7 @@ def test_connections_of_loops_that_ended_leave_no_warnings(threaded_server, capl
     assert caplog.records == []
 
 
-def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server, caplog):
+def test_unclosed_client_leaves_no_warnings(threaded_server, caplog):
     async def use_and_lose():
         await SGLangClient(threaded_server, max_retries=0).generate([1])
         cycle = [SGLangClient(threaded_server, max_retries=0)]
@@ -1809,7 +1809,7 @@ def test_a_client_that_nobody_closes_leaves_no_warnings(threaded_server, caplog)
     assert caplog.records == []
 
 
-def test_connections_of_a_loop_that_was_just_closed_are_let_go(threaded_server, caplog):
+def test_connections_of_a_closed_loop_are_dropped(threaded_server, caplog):
     client = SGLangClient(threaded_server, max_retries=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1823,7 +1823,7 @@ def test_connections_of_a_loop_that_was_just_closed_are_let_go(threaded_server, 
     assert caplog.records == []
 
 
-def test_closing_a_client_closes_the_connections_of_other_threads_too(threaded_server):
+def test_closing_a_client_closes_other_threads_connections(threaded_server):
     client = SGLangClient(threaded_server, max_retries=0)
     used, closed = threading.Event(), threading.Event()
     answers = []
@@ -1859,7 +1859,7 @@ def test_the_same_slime_arguments_give_the_same_client():
     assert (client.base_url, client.max_connections) == ("http://shared:3", 4)
 
 
-def test_settings_that_cannot_be_compared_are_refused():
+def test_unhashable_settings_are_rejected():
     with pytest.raises(ValueError, match="hashable"):
         get_client("http://shared:1", timeout=[])
     with pytest.raises(TypeError, match="nonsense"):
@@ -1868,7 +1868,7 @@ def test_settings_that_cannot_be_compared_are_refused():
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What transformers was asked to load; "broken" cannot be."""
+    """The paths that transformers had to load; "broken" fails."""
     asked = []
 
     def from_pretrained(path, **kwargs):
@@ -1894,7 +1894,7 @@ def test_a_tokenizer_is_loaded_once_from_any_thread(tmp_path, loads):
     assert get_tokenizer(tmp_path, use_fast=False) is not found[0]
 
 
-def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path, loads):
+def test_failed_tokenizer_is_loaded_again(tmp_path, loads):
     (tmp_path / "broken").mkdir()
     for _ in range(2):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
@@ -1903,8 +1903,8 @@ def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(tmp_path, loads):
 
 
 @pytest.mark.parametrize("path", ["{tmp}/missing", "./missing", "~/no-such-model", "a/b/c", "missing/"])
-def test_a_path_that_does_not_exist_is_called_that(tmp_path, loads, path):
-    """Row D6."""
+def test_missing_path_is_reported_as_such(tmp_path, loads, path):
+    """transformers takes minutes for this, or reports an invalid name."""
     path = path.format(tmp=tmp_path)
     with pytest.raises(FileNotFoundError, match=f"^{path}: no such folder$"):
         get_tokenizer(path)
@@ -1915,8 +1915,8 @@ def test_a_path_that_does_not_exist_is_called_that(tmp_path, loads, path):
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(tmp_path, loads, monkeypatch, is_cached):
-    """Row D6."""
+def test_unreachable_hub_is_an_error_without_a_cached_model(tmp_path, loads, monkeypatch, is_cached):
+    """transformers takes minutes for this, or reports an invalid name."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -1931,13 +1931,13 @@ def test_a_hub_that_cannot_be_reached_is_told_unless_the_model_is_in_the_cache(t
     assert bool(loads) is is_cached
 
 
-def test_clients_with_the_same_headers_are_one():
+def test_equal_headers_give_the_same_client():
     with_key = get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer a"})
     assert with_key is not get_client("http://127.0.0.1:9", headers={"Authorization": "Bearer b"})
 
 
-def test_the_same_servers_give_the_same_client_in_any_spelling():
+def test_equal_servers_give_the_same_client_in_any_spelling():
     both = get_client(["http://a:1", "http://b:1/"])
     assert both is get_client(("http://a:1/", "http://b:1"))
     assert both.base_urls == ("http://a:1", "http://b:1")

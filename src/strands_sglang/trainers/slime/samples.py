@@ -225,7 +225,7 @@ def to_slime_samples(
 
     Returns:
         The sample. With `fan_out` always a list of samples with one `rollout_id`; the given sample is among them and
-        has the main conversation.
+            has the main conversation.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -703,8 +703,8 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
         samples: Batch of samples.
 
     Returns:
-        The raw rewards and the normalized ones, in the order of the samples. Removed samples have a normalized reward
-        of 0.0.
+        Raw rewards, in the order of the samples.
+        Normalized rewards, in the same order; 0.0 for removed samples.
 
     Raises:
         ValueError: A sample has no `group_index`.
