@@ -1,4 +1,4 @@
-"""Environments and evaluations for tests: what they play, what was run, and rewards."""
+"""Environments, rewards, tasks and samples for tests."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ ASK = Action(message="What is 25 * 17?", task_context=TaskContext(id="product", 
 
 
 class Contains(RewardFunction):
-    """1.0 if the answer contains the ground truth; counts how often it was asked."""
+    """1.0 if the answer contains the ground truth; counts its calls in `asked`."""
 
     def __init__(self):
         self.asked = 0
@@ -38,7 +38,7 @@ class Contains(RewardFunction):
 
 
 class Gives(RewardFunction):
-    """Gives what it has: a value, what an async function returns, an exception by raising it."""
+    """Return a value or the result of an async function, or raise an exception."""
 
     def __init__(self, outcome):
         self.outcome = outcome
@@ -50,7 +50,7 @@ class Gives(RewardFunction):
 
 
 class CalculatorEnv(Environment):
-    """Notes in `steps` what happened to it and in `ran` what its tools were given."""
+    """Records resets and cleanups in `steps`, and arguments of tools in `ran`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def scripted_env(
     client=None,
     **settings,
 ):
-    """An environment whose model is one `SGLangModel` on a scripted server."""
+    """Create an environment whose steps share one `SGLangModel` with a scripted server."""
     scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
     shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(**(client or {})), **(model or {}))
     settings = {"reward_fn": Contains(), **settings}
@@ -96,7 +96,7 @@ def scripted_env(
 
 
 def worked_examples(values):
-    """What makes a small model call tools: the calculator asked for each expression, which has the value."""
+    """Return a chat that makes a small model call tools: calculator calls for the expressions, with their values."""
     messages = []
     for expression, value in values.items():
         function = {"name": "calculator", "arguments": {"expression": expression}}
@@ -110,12 +110,12 @@ def worked_examples(values):
 
 
 def task(ground_truth=None, message="What is it?"):
-    """A task with a right answer."""
+    """Create a task with a ground truth."""
     return Action(message=message, task_context=TaskContext(id="t1", ground_truth=ground_truth))
 
 
 def answered(text):
-    """An episode that ended with a text, or without one."""
+    """Create the result of an episode that ended with a text, or without one."""
     messages = [{"role": "user", "content": [{"text": "What is it?"}]}]
     if text is not None:
         messages.append({"role": "assistant", "content": [{"text": text}]})
@@ -152,7 +152,7 @@ def sample(reward, text="4", *, finished=True, prompt="p", **fields):
 
 
 class StubEnvironment:
-    """Plays `play(action)`, a result or a function that makes one; counts its episodes."""
+    """Returns the result of `play(action)` from each step; records its actions in `episodes`."""
 
     def __init__(self, play=None, *, reward_fn=True):
         self.play = play or (lambda action: step_result())
@@ -172,5 +172,5 @@ class StubEnvironment:
 
 
 def lines(path):
-    """The records of a file, read with nothing but the standard library."""
+    """Read the records of a file, with the standard library only."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

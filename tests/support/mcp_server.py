@@ -1,4 +1,4 @@
-"""A small MCP server over stdio that keeps state: `add` and `count`. Run as a script; with `silent`, it has no list."""
+"""A small MCP server over stdio that keeps state. Run it as a script; with `silent`, it never lists its tools."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ except ImportError:  # mcp 1.x
 
 
 class Server(MCPServer):
-    """Lists its tools, or not."""
+    """A server that never lists its tools if the arguments contain `silent`."""
 
     async def list_tools(self, *args, **kwargs):
-        """The tools."""
+        """List the tools."""
         if "silent" in sys.argv:
             threading.Event().wait()
         return await super().list_tools(*args, **kwargs)
@@ -35,32 +35,32 @@ def add(a: int, b: int) -> str:
 
 @server.tool()
 def count() -> str:
-    """How often `add` was called, and the server's process."""
+    """Return the number of calls of `add`, and the server's process id."""
     return f"{calls} {os.getpid()}"
 
 
 @server.tool()
 def fail() -> str:
-    """Raises."""
+    """Raise an error."""
     raise ValueError("it broke")
 
 
 @server.tool()
 def die() -> str:
-    """Ends the server."""
+    """End the server."""
     os._exit(1)
 
 
 @server.tool()
 def freeze() -> str:
-    """Stops the server as it is."""
+    """Stop the server with SIGSTOP."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return "never"
 
 
 @server.tool()
 def write(length: int) -> str:
-    """A long text."""
+    """Return a long text."""
     return "x" * length
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: examples run as their users do, sandboxes, and what is to be gone."""
+"""Processes of this machine: running examples, and finding processes of sandboxes."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ PATIENCE_S = 60
 
 
 def has_ended(pid):
-    """Whether a process ends: the kernel delivers a SIGKILL in its own time. One that nobody has reaped has ended."""
+    """Wait for a process to end, and return whether it did. A zombie has ended."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -23,7 +23,7 @@ def has_ended(pid):
 
 
 def processes():
-    """The parent and the command line of each process."""
+    """Return the parent and the command line of each process."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def processes():
 
 
 def watchers(owner):
-    """The processes that watch one owner's programs in the sandbox, from the outermost one on."""
+    """Return the processes that watch one owner's programs in the sandbox, outermost first."""
     return sorted(
         pid
         for pid, (_, command) in processes().items()
@@ -42,9 +42,9 @@ def watchers(owner):
 
 
 def running(owner, folder):
-    """Processes of the sandbox of one owner: what watches, and programs that have their folder under `folder`.
+    """Return the sandbox processes of one owner: watchers, and programs with their folder under `folder`.
 
-    The programs in a namespace end with the process that watches there, which looks like the one outside.
+    Programs in a namespace end with the watcher inside it, which looks like the one outside.
     """
     found = watchers(owner)
     for pid in processes():

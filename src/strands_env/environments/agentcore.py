@@ -1,4 +1,4 @@
-"""An agent that runs Python in a session of AWS Bedrock AgentCore's code interpreter."""
+"""An environment whose agent runs Python in AWS Bedrock AgentCore's code interpreter."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from ..core.supervision import invoke
 from .backends import BackendError, EndOnBackendErrors
 
 MAX_OUTPUT_CHARS = 32_000
-"""Characters."""
+"""Most characters of a program's output."""
 
 
 class AgentCoreCodeEnvironment(Environment):
-    """Tasks for an agent that runs Python in AgentCore's code interpreter.
+    """An environment with the tool `execute_python_code`, which runs Python in AgentCore's code interpreter.
 
-    Each step has a session of its own, opened when the first program runs and stopped by `cleanup`; what a program
-    defines is there for the next one. One environment runs one step at a time: make one per step.
+    Each step has its own session, which starts with the first program and is stopped by `cleanup`. Variables are kept
+    between the programs of a step. An environment runs one step at a time; create one per step. If the service does not
+    work, the episode ends with the outcome `infrastructure_error` and without a reward.
+
+    Needs the `agentcore` extra.
     """
 
     default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "code_interpreter.md"
@@ -39,28 +42,28 @@ class AgentCoreCodeEnvironment(Environment):
         client_factory: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Set up the environment; nothing is opened yet.
+        """Create the environment. No session is opened before the first program.
 
         Args:
-            model_factory: As for `Environment`.
-            reward_fn: As for `Environment`.
-            system_prompt: As for `Environment`.
-            *args: As for `Environment`.
-            region: AWS region.
-            identifier: The code interpreter.
-            session_timeout: Seconds after which AWS ends a session by itself.
-            client_factory: Makes the client of a session, with `start`, `invoke` and `stop` like those of AgentCore's
-                `CodeInterpreter`; None for that.
-            **kwargs: As for `Environment`.
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            reward_fn: Reward function, as for `Environment`.
+            system_prompt: System prompt, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            region: AWS region; required unless `client_factory` is given.
+            identifier: Identifier of the code interpreter.
+            session_timeout: Seconds after which AWS ends a session.
+            client_factory: Function that returns the client of a session, with the methods `start`, `invoke` and `stop`
+                of AgentCore's `CodeInterpreter`; None for a `CodeInterpreter`.
+            **kwargs: Other keyword arguments of `Environment`.
 
         Raises:
-            ImportError: `bedrock_agentcore` is not installed, and there is no other client.
-            ValueError: Neither a region nor a client is given.
+            ImportError: The `agentcore` extra is not installed, and `client_factory` is None.
+            ValueError: Neither `region` nor `client_factory` is given.
         """
         super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
         if client_factory is None:
             if region is None:
-                raise ValueError("AgentCore's code interpreter needs a region")
+                raise ValueError("pass region= for AgentCore's code interpreter")
             client_factory = _own_client(region)
         self._client_factory = client_factory
         self._identifier = identifier
@@ -69,7 +72,7 @@ class AgentCoreCodeEnvironment(Environment):
         self._one_at_a_time = asyncio.Lock()
 
     def get_tools(self) -> Sequence[Any]:
-        """The tool that runs programs."""
+        """Return the tool that runs programs."""
 
         @tool
         async def execute_python_code(code: str) -> dict[str, Any]:
@@ -84,23 +87,23 @@ class AgentCoreCodeEnvironment(Environment):
         return [execute_python_code]
 
     def get_hooks(self) -> Sequence[HookProvider]:
-        """Ends the episode, without a reward, where the service does not work."""
+        """Return the hook that ends the episode if the service does not work."""
         return [EndOnBackendErrors()]
 
     async def cleanup(self) -> None:
-        """Stop the session; may be called again."""
+        """Stop the session. May be called twice."""
         async with self._one_at_a_time:
             client, self._client = self._client, None
             if client is not None:
                 await invoke(client.stop, grace=None)
 
     async def _execute(self, code: str) -> tuple[str, bool]:
-        """Run code in the session: its output, and whether it failed."""
-        # A session runs one program at a time, to its end: the next call has to find it in order.
+        """Run code in the session; return its output, and whether it failed."""
+        # A session runs one program at a time, to its end.
         async with self._one_at_a_time:
             try:
                 return await invoke(self._execute_now, code, grace=None)
-            except Exception as error:  # whatever it is, it is not the code's: that comes as a result
+            except Exception as error:  # failures of the code itself are results, not exceptions
                 raise BackendError(f"the code interpreter does not answer: {error}") from error
 
     def _execute_now(self, code: str) -> tuple[str, bool]:
@@ -115,20 +118,18 @@ def _own_client(region: str) -> Callable[[], Any]:
     try:
         from bedrock_agentcore.tools.code_interpreter_client import CodeInterpreter
     except ImportError as error:
-        raise ImportError(
-            "AgentCore's code interpreter needs bedrock-agentcore: pip install 'strands-sglang[agentcore]'"
-        ) from error
+        raise ImportError("bedrock-agentcore is not installed: pip install 'strands-sglang[agentcore]'") from error
     return lambda: CodeInterpreter(region)
 
 
 def _read(answer: Mapping[str, Any]) -> tuple[str, bool]:
-    """What the service's event stream says: the output, and whether the code failed."""
+    """Read the service's event stream; return the output, and whether the code failed."""
     texts: list[str] = []
     failed = False
     for event in answer.get("stream") or ():
-        if "result" not in event:  # an exception of the service, named by its key
-            name, what = next(iter(event.items()), ("nothing", ""))
-            raise RuntimeError(f"the code interpreter answered with {name}: {what}")
+        if "result" not in event:  # an exception of the service: its key is the name
+            name, details = next(iter(event.items()), ("nothing", ""))
+            raise RuntimeError(f"the code interpreter answered with {name}: {details}")
         result = event["result"]
         failed = failed or bool(result.get("isError"))
         structured = result.get("structuredContent") or {}

@@ -1,6 +1,6 @@
-"""What becomes of an episode whose tools cannot work: it ends as an infrastructure error, and not with a bad reward.
+"""Failures of what an environment's tools run on: they end the episode as an infrastructure error, without a reward.
 
-Strands shows whatever a tool raises to the model, which would then be judged for a machine's fault.
+Strands shows exceptions of tools to the model, which would then be judged for a failure of the machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from strands_sglang import SGLangClientError
 
 
 class BackendError(SGLangClientError):
-    """What an environment's tools run on does not work; the cause says what. Ends an episode as a server does."""
+    """The backend of an environment's tools failed: a sandbox, a service or an MCP server. The cause has the details.
+
+    A tool that raises it ends its episode with the outcome `infrastructure_error`.
+    """
 
 
 class EndOnBackendErrors(HookProvider):
-    """Ends the episode when a tool raised one of some errors."""
+    """Ends the episode when a tool raises one of the given errors."""
 
     def __init__(self, *errors: type[Exception]) -> None:
-        """Name the errors that say nothing of the policy."""
+        """Set the errors that say nothing about the policy."""
         self._errors = errors
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
@@ -30,7 +33,7 @@ class EndOnBackendErrors(HookProvider):
 
     async def _check(self, event: AfterToolCallEvent) -> None:
         error = event.exception
-        if isinstance(error, BackendError):  # raised here before: Strands asks again for what a hook raises
+        if isinstance(error, BackendError):  # Strands calls the hook again with what it raised
             raise error
         if isinstance(error, self._errors):
             raise BackendError(f"{event.tool_use['name']}: {error}") from error

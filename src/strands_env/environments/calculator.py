@@ -1,7 +1,7 @@
-"""An agent with a calculator: the value of an arithmetic expression, without `eval` and within bounds.
+"""An environment with a calculator, which evaluates arithmetic expressions without `eval` and within limits.
 
-Whole numbers are exact and have at most 3,000 digits; what would be larger is refused before it is computed. Nesting
-and length are bounded, so every expression takes well under 0.1 s.
+Integers are exact and have at most 3,000 digits; larger results are refused before they are computed. Nesting and
+length are limited, so every expression takes well under 0.1 s.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..core import Environment
 Number = int | float
 
 MAX_EXPRESSION_CHARS = 1000
-"""Characters."""
+"""Most characters of an expression."""
 MAX_BITS = 9966
-"""Bits of a whole number: 3,000 digits."""
+"""Most bits of an integer: 3,000 digits."""
 MAX_NESTING = 60
 MAX_FACTORIAL = 1000
 
@@ -31,7 +31,7 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-",
 
 
 class ArithmeticExpressionError(ValueError):
-    """An expression has no value here; the message is for whoever wrote it."""
+    """An expression cannot be evaluated. The message is written for the model that sent it."""
 
 
 @tool
@@ -49,27 +49,46 @@ async def calculator(expression: str) -> dict[str, Any]:
 
 
 class CalculatorEnvironment(Environment):
-    """Tasks for an agent with a calculator."""
+    """An environment with the tool `calculator`.
+
+    It evaluates arithmetic without `eval`, and refuses results that would be too large before computing them. It takes
+    all arguments of [`Environment`][strands_env.core.Environment].
+
+    Examples:
+        >>> env = CalculatorEnvironment(model_factory, MathReward(), max_tool_iterations=5)
+    """
 
     default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "calculator.md"
 
     def get_tools(self) -> Sequence[Any]:
-        """The calculator."""
+        """Return the calculator."""
         return [calculator]
 
 
 def evaluate(expression: str) -> Number:
-    """Compute an expression.
+    """Evaluate an arithmetic expression.
 
-    Numbers; `+ - * / // % **`, with `^` for `**`; parentheses; `pi`, `e`, `tau`; and the functions that the error text
-    for an unknown one lists. `/` gives a whole number where it comes out even.
+    It may contain numbers, `+ - * / // % **` (also `^` for `**`), parentheses, the constants `pi`, `e` and `tau`, and
+    the functions `abs`, `ceil`, `comb`, `cos`, `exp`, `factorial`, `floor`, `gcd`, `lcm`, `ln`, `log`, `log10`, `log2`,
+    `max`, `min`, `round`, `sin`, `sqrt` and `tan`. Integers are exact. `/` returns an integer if the division is even.
+
+    Args:
+        expression: Expression of at most 1,000 characters.
+
+    Returns:
+        The value: a finite number, with at most 3,000 digits if it is an integer.
 
     Raises:
-        ArithmeticExpressionError: It is anything else, too long or nested, too large, or has no real value.
+        ArithmeticExpressionError: The expression is invalid, too long or too deeply nested, or its value is too large
+            or not a real number.
+
+    Examples:
+        >>> evaluate("2^10 + 1")
+        1025
     """
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ArithmeticExpressionError(
-            f"the expression has {len(expression)} characters, and {MAX_EXPRESSION_CHARS} are allowed"
+            f"the expression has {len(expression)} characters; {MAX_EXPRESSION_CHARS} are allowed"
         )
     text = expression.translate(_SIGNS).replace("\0", "**").strip()
     try:
@@ -89,7 +108,7 @@ def evaluate(expression: str) -> Number:
 
 
 def as_text(value: Number) -> str:
-    """A value as a calculator shows it: 15 digits, whole numbers in full."""
+    """Format a value as a calculator does: 15 digits, integers in full."""
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return str(int(value))
     return f"{value:.15g}"
@@ -102,7 +121,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _checked(number)
         case ast.BinOp() if type(node.op) in _BINARY:
-            # Long sums nest to the left: that is length, and no depth.
+            # Long sums nest to the left; this counts as length, not as depth.
             left: ast.expr = node
             chain = []
             while isinstance(left, ast.BinOp) and (operation := _BINARY.get(type(left.op))):
@@ -123,8 +142,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         case ast.Call(ast.Name(name), keywords=[]):
             raise ArithmeticExpressionError(f"there is no function {name}; there are {', '.join(_FUNCTIONS)}")
     raise ArithmeticExpressionError(
-        "only numbers, + - * / // % ** (or ^), parentheses and functions are allowed; here stands something else:"
-        f" {_shown(ast.unparse(node))}"
+        f"only numbers, + - * / // % ** (or ^), parentheses and functions are allowed, not {_shown(ast.unparse(node))}"
     )
 
 
@@ -158,28 +176,28 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _factorial(value: Number) -> int:
-    whole = _whole(value)
-    if not 0 <= whole <= MAX_FACTORIAL:
+    integer = _integer(value)
+    if not 0 <= integer <= MAX_FACTORIAL:
         raise ArithmeticExpressionError(f"factorial takes 0 to {MAX_FACTORIAL}, not {as_text(value)}")
-    return math.factorial(whole)
+    return math.factorial(integer)
 
 
 def _choose(n: Number, k: Number) -> int:
-    if not 0 <= _whole(k) <= MAX_FACTORIAL:
+    if not 0 <= _integer(k) <= MAX_FACTORIAL:
         raise ArithmeticExpressionError(f"comb takes a second number of 0 to {MAX_FACTORIAL}, not {as_text(k)}")
-    return math.comb(_whole(n), _whole(k))
+    return math.comb(_integer(n), _integer(k))
 
 
-def _whole(value: Number) -> int:
+def _integer(value: Number) -> int:
     if value != int(value):
         raise ArithmeticExpressionError(f"{as_text(value)} is not a whole number")
     return int(value)
 
 
 def _round(value: Number, digits: Number = 0) -> Number:
-    if not -400 <= _whole(digits) <= 400:
+    if not -400 <= _integer(digits) <= 400:
         raise ArithmeticExpressionError("round takes -400 to 400 digits")
-    return round(value, _whole(digits))
+    return round(value, _integer(digits))
 
 
 def _root(value: Number) -> Number:
@@ -206,8 +224,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": math.exp,
     "factorial": _factorial,
     "floor": math.floor,
-    "gcd": lambda *values: math.gcd(*(_whole(value) for value in values)),
-    "lcm": lambda *values: math.lcm(*(_whole(value) for value in values)),
+    "gcd": lambda *values: math.gcd(*(_integer(value) for value in values)),
+    "lcm": lambda *values: math.lcm(*(_integer(value) for value in values)),
     "ln": math.log,
     "log": math.log,
     "log10": math.log10,

@@ -1,4 +1,4 @@
-"""Any MCP server as an environment: its tools are the agent's."""
+"""An environment with the tools of MCP servers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 MAX_RESULT_CHARS = 32_000
 _FAILED = ("Tool execution failed", TOOL_TIMEOUT_PREFIX)
-"""How the result of a call begins that no server answered; Strands' also that of one that a server found no call."""
+"""Starts of results of calls that no server answered. Strands also uses its own for calls that a server refused."""
 
 ClientFactory = Callable[[], "MCPClient | Sequence[MCPClient] | Awaitable[MCPClient | Sequence[MCPClient]]"]
 
 
 @dataclass
 class _Servers:
-    """The servers of one step.
+    """The MCP servers of one step.
 
     Attributes:
-        environment: Whose step it is.
-        own: The clients that the step has started.
-        tools: The tools of all its servers.
+        environment: Environment of the step.
+        own: Clients that the step has started.
+        tools: Tools of all its servers.
     """
 
     environment: MCPEnvironment
@@ -47,14 +47,21 @@ _servers_of_step: ContextVar[_Servers] = ContextVar("strands_env_mcp_servers")
 
 
 class MCPEnvironment(Environment):
-    """Tasks for an agent with the tools of one or several MCP servers.
+    """An environment with the tools of one or several MCP servers.
 
-    With a factory each step has servers of its own, started by `reset` and stopped by `cleanup`: state that a server
-    keeps is not seen by other episodes, and steps may run at once. With running clients all steps share them, and who
-    started them stops them.
+    With a client factory, each step starts its own servers in `reset` and stops them in `cleanup`. Episodes then share
+    no server state, and steps may run concurrently. With running clients, all steps share the servers, and the caller
+    stops them.
 
-    An episode whose server does not answer ends without a reward: one that has died or was stopped, and also one that
-    a tool blocks for longer than `tool_timeout` and `answer_timeout` together.
+    If a server does not start, dies or no longer answers, the episode ends with the outcome `infrastructure_error` and
+    without a reward. A server also counts as silent if one of its tools blocks it for longer than `tool_timeout` and
+    `answer_timeout` together.
+
+    Examples:
+        ```python
+        server = StdioServerParameters(command="python", args=["my_server.py"])
+        env = MCPEnvironment(model_factory, reward_fn, clients=lambda: MCPClient(lambda: stdio_client(server)))
+        ```
     """
 
     def __init__(
@@ -68,34 +75,36 @@ class MCPEnvironment(Environment):
         max_result_chars: int | None = MAX_RESULT_CHARS,
         **kwargs: Any,
     ) -> None:
-        """Set up the environment; nothing is started yet.
+        """Create the environment. No server is started before the first step.
 
         Args:
-            model_factory: As for `Environment`.
-            reward_fn: As for `Environment`.
-            system_prompt: As for `Environment`.
-            *args: As for `Environment`.
-            clients: Makes the clients of a step, one or several; or clients that run already, for all steps.
-            answer_timeout: Seconds in which a server has to list its tools: at the start, and after a call that failed.
-            max_result_chars: Characters of a tool's result that the model sees; a note says that it was cut. None for
-                any number.
-            **kwargs: As for `Environment`.
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            reward_fn: Reward function, as for `Environment`.
+            system_prompt: System prompt, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            clients: Function, sync or async, that returns one or several clients for a step; or clients that are
+                already running, for all steps.
+            answer_timeout: Seconds in which a server must list its tools. Servers are asked at the start of a step and
+                after a failed call.
+            max_result_chars: Characters of a tool result that the model sees; a note is added to a truncated result.
+                None for no limit.
+            **kwargs: Other keyword arguments of `Environment`.
 
         Raises:
-            ValueError: A limit cannot work.
+            ValueError: A limit is invalid.
         """
         super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
         if not answer_timeout > 0:
-            raise ValueError(f"answer_timeout must be above 0 seconds, not {answer_timeout!r}")
+            raise ValueError(f"answer_timeout must be more than 0 seconds, not {answer_timeout!r}")
         if max_result_chars is not None and (isinstance(max_result_chars, bool) or not max_result_chars >= 1):
-            raise ValueError(f"max_result_chars must be at least 1 or None, not {max_result_chars!r}")
+            raise ValueError(f"max_result_chars must be at least 1, or None, not {max_result_chars!r}")
         self._clients = clients
         self._answer_timeout = answer_timeout
         self._max_result_chars = max_result_chars
         self._outside_of_steps = _Servers(self)
 
     async def step(self, action: Action) -> StepResult:
-        """Run one episode, with servers of its own; as `Environment.step`."""
+        """Run one episode with its own servers, as `Environment.step` does."""
         token = _servers_of_step.set(_Servers(self))
         try:
             return await super().step(action)
@@ -108,10 +117,10 @@ class MCPEnvironment(Environment):
         return servers if servers.environment is self else self._outside_of_steps
 
     async def reset(self) -> None:
-        """Start the step's servers, and ask all for their tools.
+        """Start the step's servers, and list the tools of all servers.
 
         Raises:
-            BackendError: A server does not start, or does not say what tools it has.
+            BackendError: A server does not start, or does not list its tools.
         """
         await super().reset()
         given: Any = self._clients
@@ -135,21 +144,21 @@ class MCPEnvironment(Environment):
             servers.own.append(client)
 
         try:
-            await invoke(start, grace=None)  # it cannot be stopped before it has started
-        except Exception as error:  # such a client has stopped itself
+            await invoke(start, grace=None)  # a client cannot be stopped before it has started
+        except Exception as error:  # a client that fails to start stops itself
             raise BackendError(f"an MCP server did not start: {error}") from error
 
     def get_tools(self) -> Sequence[Any]:
-        """The servers' tools, by their names and with the clients' prefixes."""
+        """Return the servers' tools, with the clients' prefixes in their names."""
         return self._servers.tools
 
     def get_hooks(self) -> Sequence[HookProvider]:
-        """Ends the episode, without a reward, where a server has died; cuts results that are too long."""
+        """Return the hook that ends the episode if a server has died, and that truncates long results."""
         clients = {tool.tool_name: tool.mcp_client for tool in self._servers.tools}
         return [_WatchServers(clients, self._answer_timeout, self._max_result_chars)]
 
     async def cleanup(self) -> None:
-        """Stop the step's own servers; may be called again."""
+        """Stop the step's own servers. May be called twice."""
         servers = self._servers
         clients, servers.own, servers.tools = servers.own, [], []
         await asyncio.gather(*map(_stop, clients))
@@ -157,13 +166,13 @@ class MCPEnvironment(Environment):
 
 
 class _WatchServers(EndOnBackendErrors):
-    """Looks at what servers answer.
+    """Checks the results of MCP tools.
 
-    Ends the episode when a tool failed and its server no longer answers: Strands tells that to the model only.
+    Ends the episode when a tool has failed and its server no longer answers; Strands reports this only to the model.
     """
 
     def __init__(self, clients: Mapping[str, MCPClient], answer_timeout: float, max_chars: int | None) -> None:
-        """Take the client of each tool, by the tool's name, and the limits of a server and of a result."""
+        """Set the client of each tool, by the tool's name, and the limits for servers and results."""
         super().__init__()
         self._clients = clients
         self._answer_timeout = answer_timeout
@@ -181,26 +190,26 @@ class _WatchServers(EndOnBackendErrors):
             except Exception as error:
                 raise BackendError(f"{name}: an MCP server no longer answers: {error}") from error
         if self._max_chars is not None:
-            event.result = _cut(event.result, self._max_chars)
+            event.result = _truncated(event.result, self._max_chars)
 
 
-def _cut(result: Any, most: int) -> Any:
-    """A tool's result without what is beyond so many characters, and with a note that says so."""
+def _truncated(result: Any, limit: int) -> Any:
+    """Truncate a tool result to a number of characters, and add a note if text was removed."""
     blocks = [{"text": json.dumps(block["json"])} if "json" in block else block for block in result["content"]]
     total = sum(len(block.get("text", "")) for block in blocks)
     unread = {name: value for name, value in result.items() if name in ("structuredContent", "metadata")}
-    if total <= most and len(json.dumps(unread, default=str)) <= most:
+    if total <= limit and len(json.dumps(unread, default=str)) <= limit:
         return result
-    left, kept = most, []
+    remaining, content = limit, []
     for block in blocks:
         if "text" in block:
-            block = {**block, "text": block["text"][:left]}
-            left -= len(block["text"])
+            block = {**block, "text": block["text"][:remaining]}
+            remaining -= len(block["text"])
         if block.get("text") != "":
-            kept.append(block)
-    if total > most:
-        kept.append({"text": f"[the result was cut: its first {most} of {total} characters are above]"})
-    return {**{name: value for name, value in result.items() if name not in unread}, "content": kept}
+            content.append(block)
+    if total > limit:
+        content.append({"text": f"[the result was cut: its first {limit} of {total} characters are above]"})
+    return {**{name: value for name, value in result.items() if name not in unread}, "content": content}
 
 
 async def _stop(client: MCPClient) -> None:
@@ -211,11 +220,11 @@ async def _stop(client: MCPClient) -> None:
 
 
 async def _tools_of(client: MCPClient, seconds: float) -> list[Any]:
-    """The tools of a server.
+    """List the tools of a server.
 
     Raises:
-        TimeoutError: It does not answer in time.
-        Exception: It has no answer.
+        TimeoutError: The server does not answer in time.
+        Exception: The server cannot be asked, or answers with an error.
     """
     try:
         return await asyncio.wait_for(run_in_thread(_list_tools, client), seconds)

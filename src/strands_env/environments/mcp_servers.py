@@ -1,4 +1,4 @@
-"""MCP servers named by plain data, as a command line gives them."""
+"""An environment with MCP servers that are given as plain data, such as options of a command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _HTTP = {"url", "prefix"}
 
 
 class MCPServersEnvironment(MCPEnvironment):
-    """Tasks for an agent with the tools of MCP servers that are started, or connected to, for each step."""
+    """An `MCPEnvironment` with servers given as plain data. Each step starts them or connects to them.
+
+    Examples:
+        >>> MCPServersEnvironment(model_factory, servers=[{"command": "python", "args": ["server.py"]}])
+        >>> MCPServersEnvironment(model_factory, servers=[{"url": "http://localhost:8000/mcp", "prefix": "shop"}])
+    """
 
     def __init__(
         self,
@@ -29,22 +34,22 @@ class MCPServersEnvironment(MCPEnvironment):
         servers: Sequence[Mapping[str, Any]],
         **kwargs: Any,
     ) -> None:
-        """Set up the environment; nothing is started yet.
+        """Create the environment. No server is started before the first step.
 
         Args:
-            model_factory: As for `Environment`.
-            reward_fn: As for `Environment`.
-            system_prompt: As for `Environment`.
-            *args: As for `Environment`.
-            servers: For each `command` with `args`, `env` and `cwd` (stdio), or `url` (streamable HTTP); and a `prefix`
-                of its tools' names, if they are to have one.
-            **kwargs: As for `Environment`.
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            reward_fn: Reward function, as for `Environment`.
+            system_prompt: System prompt, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            servers: One mapping per server: `command` with optional `args`, `env` and `cwd` (stdio), or `url`
+                (streamable HTTP). An optional `prefix` is added to the names of its tools.
+            **kwargs: Other keyword arguments of `MCPEnvironment`, except `clients`.
 
         Raises:
-            ValueError: There is none, or one is neither.
+            ValueError: `servers` is empty, or a server has unknown keys, or neither `command` nor `url`.
         """
         if isinstance(servers, Mapping | str) or not servers:
-            raise ValueError('servers is a list such as [{"command": "python", "args": ["server.py"]}]')
+            raise ValueError('servers must be a list such as [{"command": "python", "args": ["server.py"]}]')
         for server in servers:
             _check(server)
         super().__init__(
@@ -58,24 +63,24 @@ class MCPServersEnvironment(MCPEnvironment):
 
     @override
     def identity(self) -> dict[str, Any]:
-        """What makes the environment: the servers without what may be secret."""
-        told = super().identity()
-        arguments = {name: value for name, value in told["arguments"].items() if name != "clients"}
+        """Describe the environment, with the servers but without their `env`, which may contain secrets."""
+        identity = super().identity()
+        arguments = {name: value for name, value in identity["arguments"].items() if name != "clients"}
         shown = [{key: value for key, value in one.items() if key != "env"} for one in arguments["servers"]]
-        return {**told, "arguments": {**arguments, "servers": shown}}
+        return {**identity, "arguments": {**arguments, "servers": shown}}
 
 
 def _check(server: Any) -> None:
     known = _STDIO if isinstance(server, Mapping) and "command" in server else _HTTP
     if not isinstance(server, Mapping) or not known >= set(server) or not {"command", "url"} & set(server):
         raise ValueError(
-            f"an MCP server has a command ({', '.join(sorted(_STDIO))}) or a url ({', '.join(sorted(_HTTP))}), not"
+            f"an MCP server needs a command ({', '.join(sorted(_STDIO))}) or a url ({', '.join(sorted(_HTTP))}), not"
             f" {server!r:.200}"
         )
     if "command" in server:
         StdioServerParameters.model_validate({name: value for name, value in server.items() if name != "prefix"})
     elif not str(server["url"]).startswith(("http://", "https://")):
-        raise ValueError(f"the url of an MCP server begins with http:// or https://, not as {server['url']!r}")
+        raise ValueError(f"the url of an MCP server must begin with http:// or https://, not {server['url']!r}")
 
 
 def _client(server: Mapping[str, Any]) -> MCPClient:
@@ -83,13 +88,13 @@ def _client(server: Mapping[str, Any]) -> MCPClient:
         return MCPClient(lambda: _http(server["url"]), prefix=server.get("prefix"))
     parameters = StdioServerParameters(**{name: value for name, value in server.items() if name != "prefix"})
     connect: Any = stdio_client
-    # Not whatever stood in `sys.stderr` when mcp was imported, such as a notebook's, which is no file.
+    # Not the `sys.stderr` at the time when mcp was imported: a notebook's is not a file.
     return MCPClient(lambda: connect(parameters, errlog=sys.__stderr__), prefix=server.get("prefix"))
 
 
 def _http(url: str) -> Any:
     from mcp.client import streamable_http as transport
 
-    # Its name in mcp 2, and in mcp 1.
+    # The function's name in mcp 2, and in mcp 1.
     connect: Any = getattr(transport, "streamable_http_client", None) or getattr(transport, "streamablehttp_client")  # noqa: B009
     return connect(url)

@@ -1,4 +1,4 @@
-"""An agent that runs Python programs, in the sandbox of this package."""
+"""An environment whose agent runs Python programs in `strands_env.sandbox`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ _NOTES = {
 
 
 class PythonEnvironment(Environment):
-    """Tasks for an agent that writes programs and sees what they print.
+    """An environment with the tool `execute_python_code`, which runs Python programs and returns what they print.
 
-    Each program runs in a `PythonSandbox` of its own, with an empty folder, without network.
+    Each program runs on its own in a `PythonSandbox`, with an empty folder and without network access; it fails by
+    itself if it exceeds the limits or attacks its sandbox. If the sandbox does not work, the episode ends with the
+    outcome `infrastructure_error` and without a reward.
 
     Attributes:
-        sandbox: Where programs run.
+        sandbox: Sandbox in which programs run.
+
+    Examples:
+        >>> env = PythonEnvironment(model_factory, MathReward(), min_mode="namespaces")
     """
 
     default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "python.md"
@@ -46,41 +51,44 @@ class PythonEnvironment(Environment):
         unsafe: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Set up the environment; the first one in a process tries out what this machine allows.
+        """Create the environment. The first one in a process finds out which sandbox mode the machine supports.
 
         Args:
-            model_factory: As for `Environment`.
-            reward_fn: As for `Environment`.
-            system_prompt: As for `Environment`.
-            *args: As for `Environment`.
-            sandbox: Where programs run; None for one with default limits, which all environments share.
-            min_mode: The least sandbox that will do; see `PythonSandbox`.
-            unsafe: Run programs without protection if this machine gives none; see `PythonSandbox`.
-            **kwargs: As for `Environment`.
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            reward_fn: Reward function, as for `Environment`.
+            system_prompt: System prompt, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            sandbox: Sandbox in which programs run; None for one with default limits, shared by all environments.
+            min_mode: Weakest sandbox mode to accept, as for [`PythonSandbox`][strands_env.sandbox.PythonSandbox].
+            unsafe: Whether to run programs without isolation if the machine supports none, as for `PythonSandbox`.
+            **kwargs: Other keyword arguments of `Environment`.
 
         Raises:
-            SandboxUnavailableError: This machine does not give the least mode that will do.
-            ValueError: `sandbox` is given, too, which has a mode already.
+            SandboxUnavailableError: The machine does not support the required sandbox mode.
+            ValueError: Both `sandbox` and `min_mode` are given.
         """
         super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
         if sandbox is not None and min_mode is not None:
-            raise ValueError("give min_mode to the sandbox itself")
+            raise ValueError("pass min_mode to the PythonSandbox, not together with sandbox")
         self.sandbox = sandbox or _shared_sandbox(min_mode, unsafe)
 
     def get_tools(self) -> Sequence[Any]:
-        """The tool that runs programs."""
+        """Return the tool that runs programs."""
         return [python_tool(self.sandbox)]
 
     def get_hooks(self) -> Sequence[HookProvider]:
-        """Ends the episode, without a reward, where the sandbox does not work."""
+        """Return the hook that ends the episode if the sandbox does not work."""
         return [EndOnBackendErrors(SandboxError)]
 
 
 def python_tool(sandbox: PythonSandbox) -> Any:
-    """A tool that runs programs in a sandbox, for agents of one's own.
+    """Create the tool `execute_python_code`, for your own agents and environments.
 
     Args:
-        sandbox: Where programs run.
+        sandbox: Sandbox in which programs run.
+
+    Returns:
+        A Strands tool.
     """
 
     @tool
@@ -101,7 +109,7 @@ def python_tool(sandbox: PythonSandbox) -> Any:
 
 
 def described(ran: Execution, limits: SandboxLimits) -> str:
-    """A run as a model is told of it: the output, with a last line on anything unusual."""
+    """Format a run for the model: the output, and a last line about anything unusual."""
     note = ""
     if ran.ended != "exited":
         sizes = {"memory": limits.memory_bytes >> 20, "disk": limits.disk_bytes >> 20}

@@ -220,7 +220,7 @@ def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command,
         ({"--reward": "regex", "--reward-args": '{"pattern": "("}'}, "--reward regex: "),
         ({"--reward": "env", "--reward-args": '{"a": 1}'}, "--reward-args does not apply"),
         ({"--env": "mcp"}, "servers"),
-        ({"--env": "mcp", "--env-args": '{"servers": []}'}, "servers is a list such as"),
+        ({"--env": "mcp", "--env-args": '{"servers": []}'}, "servers must be a list such as"),
         ({"--env": "mcp", "--env-args": '{"servers": [{"comand": "x"}]}'}, "an MCP server has a command"),
     ],
 )

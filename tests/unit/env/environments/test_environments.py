@@ -41,7 +41,7 @@ SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
 
 @pytest.fixture
 def factory(chatml_tokenizer):
-    """Makes a model factory whose models "sample" the given texts."""
+    """Create a model factory whose models "sample" the given texts."""
 
     def make(*answers):
         server = ScriptedSGLang(chatml_tokenizer, list(answers))
@@ -51,7 +51,7 @@ def factory(chatml_tokenizer):
 
 
 def tool_results(result):
-    """Status and text of each tool result of an episode."""
+    """Return status and text of each tool result of an episode."""
     return [
         (block["toolResult"]["status"], "".join(part.get("text", "") for part in block["toolResult"]["content"]))
         for message in result.observation.messages
@@ -60,7 +60,7 @@ def tool_results(result):
     ]
 
 
-async def test_an_agent_computes_and_is_rewarded(factory):
+async def test_agent_calculates_and_is_rewarded(factory):
     answers = [call("calculator", expression="2^10"), call("calculator", expression="1/0"), "It is \\boxed{1024}."]
     environment = CalculatorEnvironment(factory(*answers), MathReward())
     result = await environment.step(task("1024", message="What is 2^10?"))
@@ -70,7 +70,7 @@ async def test_an_agent_computes_and_is_rewarded(factory):
     assert "calculator" in (environment.system_prompt or "")
 
 
-async def test_an_agent_runs_programs(factory):
+async def test_agent_runs_programs(factory):
     sandbox = PythonSandbox(SandboxLimits(wall_s=1.0), unsafe=True)
     programs = ["print(6 * 7)", "x = 1", "1 / 0", "import time\ntime.sleep(100)", "import os; os.kill(os.getpid(), 11)"]
     answers = [call("execute_python_code", code=code) for code in programs]
@@ -84,7 +84,7 @@ async def test_an_agent_runs_programs(factory):
     assert result.reward is not None and result.reward.reward == 1.0
 
 
-async def test_an_episode_that_runs_out_of_time_ends_its_program(factory, tmp_path):
+async def test_timed_out_episode_ends_its_program(factory, tmp_path):
     sandbox = PythonSandbox(unsafe=True)
     code = "import time\nwhile True: time.sleep(0.01)"
     environment = PythonEnvironment(
@@ -97,7 +97,7 @@ async def test_an_episode_that_runs_out_of_time_ends_its_program(factory, tmp_pa
         assert time.monotonic() < deadline
 
 
-async def test_a_sandbox_that_does_not_work_is_no_reward(factory, monkeypatch):
+async def test_broken_sandbox_is_an_infrastructure_error(factory, monkeypatch):
     sandbox = PythonSandbox(unsafe=True)
     answers = [call("execute_python_code", code="print(1)"), "done"]
     environment = PythonEnvironment(factory(*answers), ExactMatchReward(), sandbox=sandbox)
@@ -107,8 +107,8 @@ async def test_a_sandbox_that_does_not_work_is_no_reward(factory, monkeypatch):
     assert result.reward is None and "no process could be started" in (result.error or "")
 
 
-async def test_a_program_that_ends_its_own_sandbox_has_failed(factory):
-    # B2: a policy that could make its worst samples count as none would be better than it is
+async def test_program_that_kills_its_sandbox_has_failed(factory):
+    # Otherwise a policy could have its worst samples dropped, and would look better than it is.
     answers = [call("execute_python_code", code="import os; os.kill(os.getppid(), 9); print('on')"), "42"]
     environment = PythonEnvironment(
         factory(*answers), ExactMatchReward(), sandbox=PythonSandbox(unsafe=True, mode="unsafe")
@@ -133,7 +133,7 @@ def mcp_client(*options):
 
 
 def servers():
-    """The MCP servers of this process."""
+    """Return the MCP servers of this process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def servers():
     return found
 
 
-async def test_the_tools_of_a_server_are_the_agents(factory):
+async def test_agent_has_the_tools_of_the_server(factory):
     answers = [call("add", a=2, b=3), call("fail"), call("count"), "5"]
     environment = MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client)
     result = await environment.step(task("5"))
@@ -154,13 +154,13 @@ async def test_the_tools_of_a_server_are_the_agents(factory):
     assert servers() == []
 
 
-async def test_each_step_has_a_server_of_its_own(factory):
+async def test_each_step_has_its_own_server(factory):
     environment = MCPEnvironment(factory(*[call("add", a=1, b=1), call("count"), "2"] * 2), clients=mcp_client)
     counts = [tool_results(await environment.step(task()))[1][1] for _ in range(2)]
     assert [count.split()[0] for count in counts] == ["1", "1"] and len(set(counts)) == 2
 
 
-async def test_running_clients_are_shared_and_left_running(factory):
+async def test_running_clients_are_shared_and_not_stopped(factory):
     with mcp_client() as client:
         environment = MCPEnvironment(factory(*[call("add", a=1, b=1), call("count"), "2"] * 2), clients=client)
         counts = [tool_results(await environment.step(task()))[1][1].split()[0] for _ in range(2)]
@@ -168,7 +168,7 @@ async def test_running_clients_are_shared_and_left_running(factory):
     assert servers() == []
 
 
-async def test_several_servers_have_prefixes(factory):
+async def test_several_servers_with_prefixes(factory):
     def clients():
         command = StdioServerParameters(command=sys.executable, args=[str(SERVER)])
         return [MCPClient(lambda: stdio_client(command), prefix=name) for name in ("left", "right")]
@@ -178,7 +178,7 @@ async def test_several_servers_have_prefixes(factory):
     assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
 
 
-async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(factory):
+async def test_server_that_does_not_start_is_an_infrastructure_error(factory):
     def clients():
         broken = StdioServerParameters(command="/does/not/exist")
         return [mcp_client(), MCPClient(lambda: stdio_client(broken), startup_timeout=5)]
@@ -189,7 +189,7 @@ async def test_a_server_that_does_not_start_has_no_reward_and_leaves_no_other(fa
     assert servers() == []
 
 
-async def test_a_server_that_dies_in_the_middle_is_no_reward(factory):
+async def test_server_that_dies_is_an_infrastructure_error(factory):
     environment = MCPEnvironment(
         factory(call("add", a=1, b=1), call("die"), "5"), ExactMatchReward(), clients=mcp_client
     )
@@ -199,15 +199,15 @@ async def test_a_server_that_dies_in_the_middle_is_no_reward(factory):
     assert [status for status, _ in tool_results(result)][:1] == ["success"] and servers() == []
 
 
-async def test_what_a_model_does_wrong_with_a_servers_tools_is_its_own_matter(factory):
+async def test_wrong_arguments_are_errors_of_the_model(factory):
     answers = [call("add", a="x", b=[]), call("add"), call("add", a=1, b=1), "2"]
     result = await MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client).step(task("2"))
     assert [status for status, _ in tool_results(result)] == ["error", "error", "success"]
     assert result.reward is not None and result.reward.reward == 1.0
 
 
-async def test_steps_at_once_have_a_server_each():
-    # B10; the cleanup of one leaves the other's server alone
+async def test_concurrent_steps_have_their_own_servers():
+    # The cleanup of one step must not stop the server of another.
     begun, is_over = asyncio.Event(), asyncio.Event()
 
     class Waiting(ScriptedModel):
@@ -230,7 +230,7 @@ async def test_steps_at_once_have_a_server_each():
     assert servers() == []
 
 
-async def test_a_server_that_was_stopped_is_no_reward(factory):
+async def test_frozen_server_is_an_infrastructure_error(factory):
     answers = [call("freeze"), call("add", a=1, b=1), "2"]
     limits = {"tool_timeout": 0.5, "answer_timeout": 0.5}
     environment = MCPEnvironment(factory(*answers), ExactMatchReward(), clients=mcp_client, **limits)
@@ -239,21 +239,21 @@ async def test_a_server_that_was_stopped_is_no_reward(factory):
     assert "freeze: an MCP server no longer answers" in (result.error or "") and servers() == []
 
 
-async def test_a_server_that_does_not_list_its_tools_does_not_hang_the_step(factory):
+async def test_silent_server_does_not_hang_the_step(factory):
     environment = MCPEnvironment(factory("x"), clients=lambda: mcp_client("silent"), answer_timeout=0.5)
     result = await environment.step(task("x"))
     assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
     assert "does not list its tools: it was silent for 0.5 seconds" in (result.error or "") and servers() == []
 
 
-async def test_a_long_result_is_cut_with_a_note(factory):
+async def test_long_result_is_truncated_with_a_note(factory):
     answers = [call("write", length=8_000_000), call("write", length=5), "done"]
     environment = MCPEnvironment(factory(*answers), clients=mcp_client, max_result_chars=1_000)
     result = await environment.step(task())
     (_, long), (_, short) = tool_results(result)
     assert long == "x" * 1_000 + "[the result was cut: its first 1000 of 8000000 characters are above]"
     assert short.startswith("xxxxx") and "cut" not in short
-    assert len(str(result.observation.messages)) < 10_000  # nowhere else either
+    assert len(str(result.observation.messages)) < 10_000  # nor anywhere else
     with pytest.raises(ValueError, match="max_result_chars"):
         MCPEnvironment(factory(), clients=mcp_client, max_result_chars=0)
 
@@ -262,7 +262,7 @@ async def test_a_long_result_is_cut_with_a_note(factory):
 
 
 class FakeInterpreter:
-    """Answers as the service does: an event stream. Keeps variables, runs one program at a time."""
+    """A stub of the service: answers with event streams, keeps variables, runs one program at a time."""
 
     made: list[FakeInterpreter] = []
 
@@ -310,7 +310,7 @@ def interpreters():
 agentcore = functools.partial(AgentCoreCodeEnvironment, client_factory=FakeInterpreter, session_timeout=60)
 
 
-async def test_programs_of_a_step_share_a_session_that_is_stopped(factory, interpreters):
+async def test_programs_of_a_step_share_one_session(factory, interpreters):
     codes = ["names['x'] = 6", "print(names['x'] * 7)", "1 / 0"]
     answers = [call("execute_python_code", code=code) for code in codes]
     result = await agentcore(factory(*answers, "42")).step(task())
@@ -324,19 +324,19 @@ async def test_programs_of_a_step_share_a_session_that_is_stopped(factory, inter
     assert interpreter.stopped == 1
 
 
-async def test_a_step_that_runs_nothing_opens_no_session(factory, interpreters):
+async def test_step_without_a_program_opens_no_session(factory, interpreters):
     await agentcore(factory("42")).step(task())
     assert interpreters == []
 
 
-async def test_parallel_programs_run_one_after_the_other(factory, interpreters):
+async def test_parallel_programs_run_one_by_one(factory, interpreters):
     both = call("execute_python_code", code="print(1)") + "\n" + call("execute_python_code", code="print(2)")
     result = await agentcore(factory(both, "done")).step(task())
     assert sorted(text for _, text in tool_results(result)) == ["1", "2"]
     assert len(interpreters) == 1
 
 
-async def test_an_error_of_the_service_is_no_reward_and_the_session_is_stopped(factory, interpreters):
+async def test_service_error_is_an_infrastructure_error(factory, interpreters):
     environment = agentcore(factory(call("execute_python_code", code="throttle"), "done"), reward_fn=ExactMatchReward())
     result = await environment.step(task("done"))
     assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
@@ -344,7 +344,7 @@ async def test_an_error_of_the_service_is_no_reward_and_the_session_is_stopped(f
     assert interpreters[0].stopped == 1
 
 
-def test_without_its_package_it_says_what_to_install(monkeypatch, factory):
+def test_missing_package_is_an_error_with_install_command(monkeypatch, factory):
     monkeypatch.setitem(sys.modules, "bedrock_agentcore", None)
     with pytest.raises(ImportError, match=r"strands-sglang\[agentcore\]"):
         AgentCoreCodeEnvironment(factory(), region="us-west-2")
@@ -365,12 +365,12 @@ def test_importing_environments_imports_no_optional_package():
 
 
 @pytest.mark.parametrize("environment", [CalculatorEnvironment, PythonEnvironment, AgentCoreCodeEnvironment])
-def test_their_system_prompts_are_there(environment):
+def test_default_system_prompts_exist(environment):
     path = environment.default_system_prompt_path
     assert path is not None and "boxed" in Path(path).read_text()
 
 
-# --- the calculator: Python's own arithmetic on what is small, and a clear error at once on what is not ---
+# --- the calculator: Python's arithmetic for small expressions, an immediate error for others ---
 
 
 NUMBERS = st.one_of(
@@ -393,7 +393,7 @@ EXPRESSIONS = st.recursive(
 
 @settings(max_examples=500)
 @given(EXPRESSIONS)
-def test_small_expressions_have_the_value_that_python_gives_them(expression):
+def test_small_expressions_have_pythons_value(expression):
     try:
         expected = eval(expression)
     except (ZeroDivisionError, OverflowError):
@@ -408,7 +408,7 @@ def test_small_expressions_have_the_value_that_python_gives_them(expression):
 
 
 @given(st.integers(-(10**40), 10**40), st.integers(-(10**40), 10**40), st.sampled_from(["+", "-", "*"]))
-def test_whole_numbers_are_exact(left, right, sign):
+def test_integers_are_exact(left, right, sign):
     assert as_text(evaluate(f"{left} {sign} ({right})")) == str(eval(f"{left} {sign} ({right})"))
 
 
@@ -419,7 +419,7 @@ def test_any_text_has_a_value_or_an_error(text):
         assert math.isfinite(evaluate(text))
     except ArithmeticExpressionError as error:
         assert 0 < len(str(error)) < 600
-    except OverflowError:  # a whole number beyond what math.isfinite takes
+    except OverflowError:  # an integer too large for math.isfinite
         pass
 
 
@@ -446,7 +446,7 @@ def test_any_text_has_a_value_or_an_error(text):
         ("1" + "+1" * 499, "500"),
     ],
 )
-def test_results_look_as_a_calculator_shows_them(expression, shown):
+def test_results_are_formatted_like_a_calculators(expression, shown):
     got = as_text(evaluate(expression))
     assert got == shown or float(got) == pytest.approx(float(shown), rel=1e-14)
 
@@ -503,7 +503,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("expression", HOSTILE.keys(), ids=lambda text: text[:20])
-def test_what_cannot_be_computed_says_why_at_once(expression):
+def test_invalid_expressions_are_refused_at_once_with_a_reason(expression):
     began = time.process_time()
     with pytest.raises(ArithmeticExpressionError, match=HOSTILE[expression]) as refused:
         evaluate(expression)
@@ -511,7 +511,7 @@ def test_what_cannot_be_computed_says_why_at_once(expression):
     assert len(str(refused.value)) < 600
 
 
-async def test_the_tool_gives_errors_to_the_model_and_does_not_raise():
+async def test_calculator_reports_errors_to_the_model():
     results = []
     for expression in ("2^10", "1/0"):
         use = {"toolUseId": "1", "name": "calculator", "input": {"expression": expression}}
