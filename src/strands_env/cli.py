@@ -408,7 +408,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             metrics = evaluator.compute_metrics(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
     except (CheckpointError, EvaluationStoppedError, SGLangClientError) as error:
-        told = re.sub(r"; name another file( for this one)?$", "; use another --output", one_line(error))
+        told = re.sub(r"; use another file( for this one)?$", "; use another --output", one_line(error))
         tell(f"strands-env: {told}")
         return FAILED
     except DuplicateTaskError as error:

@@ -1,4 +1,4 @@
-"""Evaluation: many samples of many tasks, kept as they finish, and metrics with their uncertainty."""
+"""Evaluation: run many samples of many tasks, store each result, and compute metrics with confidence intervals."""
 
 from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results, read_results
 from .evaluator import EvaluationStoppedError, Evaluator

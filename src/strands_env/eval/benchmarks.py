@@ -1,4 +1,4 @@
-"""Tasks: benchmarks by name, files and tables. Rows become actions; one that is no task is refused with its place."""
+"""Tasks from benchmarks and files. Each row becomes an action; an invalid row is refused with its position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ID_FIELDS = ("id", "unique_id", "task_id", "problem_id")
 
 
 class TaskError(ValueError):
-    """A file has no tasks, or a row of it is none."""
+    """A benchmark or a file cannot be loaded, has no tasks, or has an invalid row."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Benchmark:
     """A benchmark on the Hugging Face Hub.
 
     Attributes:
-        name: Its name here.
-        repository: Its dataset on the Hub.
-        subset: Which of the dataset's configurations.
-        split: Which split.
-        size: How many tasks it has.
-        question_field: The question.
-        answer_field: The ground truth.
-        read_answer: Makes the ground truth of the answer field.
+        name: Name in this package and on the command line.
+        repository: Dataset on the Hub.
+        subset: Configuration of the dataset; None for the default.
+        split: Split of the dataset.
+        size: Number of tasks.
+        question_field: Field with the question.
+        answer_field: Field with the answer.
+        read_answer: Function that converts the answer to the ground truth.
     """
 
     name: str
@@ -48,14 +48,17 @@ class Benchmark:
 
 
 def gsm8k_answer(text: Any) -> str:
-    """What stands behind `####` in a worked solution, without thousands separators.
+    """Return what follows `####` in a worked solution of GSM8K, without thousands separators.
+
+    Args:
+        text: The solution.
 
     Raises:
-        TaskError: There is no `####`.
+        TaskError: The solution has no `####` with a result.
     """
     _, mark, answer = str(text).rpartition("####")
     if not mark or not answer.strip():
-        raise TaskError("its answer has no '#### result'")
+        raise TaskError("the answer has no '#### result'")
     return answer.strip().replace(",", "")
 
 
@@ -77,25 +80,25 @@ def load_benchmark(
     limit: int | None = None,
     check_truth: Callable[[Any], None] | None = None,
 ) -> list[Action]:
-    """The tasks of a benchmark.
+    """Load the tasks of a benchmark.
 
     Args:
-        name: One of `BENCHMARKS`.
-        path: A local file of its rows, with the fields that it has on the Hub or with their usual names; None to load
-            it with the package `datasets`, from its cache or from the Hub.
-        limit: The first so many tasks only; None for all.
-        check_truth: As in `load_tasks`.
+        name: Name of the benchmark: `aime-2024`, `aime-2025`, `gsm8k` or `math-500`.
+        path: Local file with its rows, in the fields of the Hub or in fields with usual names; None to load it with the
+            package `datasets` (extra `datasets`), from its cache or from the Hub.
+        limit: Most tasks to load, from the start; None for all.
+        check_truth: Function that checks each ground truth, as for `load_tasks`.
 
     Raises:
-        TaskError: There is no such benchmark, `datasets` is not installed or cannot load it, or a row is no task.
+        TaskError: The benchmark is unknown, `datasets` is not installed or cannot load it, or a row is invalid.
     """
     benchmark = BENCHMARKS.get(name)
     if benchmark is None:
-        raise TaskError(f"there is no benchmark {name!r}: {', '.join(BENCHMARKS)}")
+        raise TaskError(f"there is no benchmark {name!r}; choose one of {', '.join(BENCHMARKS)}")
     if path is not None:
 
         def read_answer(answer: Any) -> Any:
-            # A local file may have the bare results already.
+            # A local file may contain only the results.
             return benchmark.read_answer(answer) if "####" in str(answer) else str(answer)
 
         return load_tasks(path, read_answer=read_answer, limit=limit, check_truth=check_truth)
@@ -103,7 +106,7 @@ def load_benchmark(
         from datasets import load_dataset
     except ImportError as error:
         raise TaskError(
-            f"{name} is loaded with the package datasets: pip install -e '.[datasets]', or name a local file"
+            f"loading {name} needs the package datasets: pip install -e '.[datasets]', or pass a local file"
         ) from error
     try:
         rows = load_dataset(benchmark.repository, benchmark.subset, split=benchmark.split)
@@ -133,28 +136,36 @@ def load_tasks(
     limit: int | None = None,
     check_truth: Callable[[Any], None] | None = None,
 ) -> list[Action]:
-    """The tasks of a file.
+    """Load tasks from a file.
 
-    JSON lines (`.jsonl`), a JSON list (`.json`), a table whose first line names its fields (`.csv`, `.tsv`), or Parquet
-    (`.parquet`, needs pyarrow).
-
-    Fields are looked for under their usual names, whatever their case, if none is named; `a.b` is the field `b` of the
-    object `a`. All further fields are kept in the task's context. A row with `message` and `task_context` is taken as
-    an `Action` as it is.
+    Supported formats are JSON Lines (`.jsonl`, `.ndjson`), a JSON list (`.json`), tables whose first line names the
+    fields (`.csv`, `.tsv`), and Parquet (`.parquet`; needs pyarrow). A field name `a.b` means the field `b` of the
+    object `a`. Additional fields are kept in the task's context. A row with `message` and `task_context` is an `Action`
+    and is used unchanged.
 
     Args:
-        path: The file.
-        question_field: Which field is the question: text, or a chat list.
-        answer_field: Which field is the ground truth.
-        id_field: Which field names the task; without one it is named by its content.
-        needs_answer: Whether a row without an answer is refused.
-        read_answer: Makes the ground truth of a row's answer (None, where it may be without one).
-        limit: The first so many tasks only; None for all.
-        check_truth: Raises a ValueError for a ground truth that cannot be compared with: a reward's `check_truth`.
+        path: File to read.
+        question_field: Field with the question, a string or a chat. None for the first of `question`, `problem`,
+            `prompt`, `input` and `message`, in any case.
+        answer_field: Field with the ground truth. None for the first of `answer`, `ground_truth`, `label`, `target` and
+            `expected_answer`, in any case.
+        id_field: Field with the id of the task. None for the first of `id`, `unique_id`, `task_id` and `problem_id`, in
+            any case; without one of these, the task gets an id from its content.
+        needs_answer: Whether a row without an answer is an error.
+        read_answer: Function that converts a row's answer to the ground truth. It receives None if the row has none.
+        limit: Most tasks to load, from the start; None for all.
+        check_truth: Function that raises a ValueError for an unusable ground truth, such as a reward function's
+            `check_truth`.
+
+    Returns:
+        The tasks, in the order of the rows.
 
     Raises:
-        TaskError: The file cannot be read, is empty, or a row is no task; the message has its line, or its number from
-            1 where a file has no lines.
+        TaskError: The file cannot be read or has no tasks, or a row is invalid. The message contains its line, or its
+            number from 1 in files without lines.
+
+    Examples:
+        >>> tasks = load_tasks("tasks.jsonl", check_truth=reward_fn.check_truth)
     """
     path = Path(path)
     return _actions(
@@ -169,7 +180,7 @@ def load_tasks(
 
 
 Fields = tuple["str | None", "str | None", "str | None"]
-"""Which field of a row is the question, the answer and the id; None to look for it under its usual names."""
+"""Fields with the question, the answer and the id; None to look for a usual name."""
 
 
 def _actions(
@@ -182,7 +193,7 @@ def _actions(
     limit: int | None,
     check_truth: Callable[[Any], None] | None,
 ) -> list[Action]:
-    """The tasks of rows, each with its place for messages."""
+    """Convert rows, each with its position for messages, to tasks."""
     actions: list[Action] = []
     for place, row in itertools.islice(rows, limit):
         try:
@@ -195,7 +206,7 @@ def _actions(
             raise TaskError(f"{source}, {place}: {_line(error)}") from error
         actions.append(action)
     if not actions:
-        raise TaskError(f"{source}: no tasks in it")
+        raise TaskError(f"{source}: the file has no tasks")
     return actions
 
 
@@ -209,7 +220,7 @@ def _action(
         action = Action.model_validate(dict(row))
         context = action.task_context
         if needs_answer and _is_missing(context.ground_truth):
-            raise TaskError("no ground_truth in its task_context")
+            raise TaskError("task_context has no ground_truth")
         if read_answer is not None:
             context.ground_truth = read_answer(context.ground_truth)
         return action
@@ -217,11 +228,11 @@ def _action(
     answer_name, answer = _field(row, fields[1], ANSWER_FIELDS, "answer", required=needs_answer)
     id_name, task_id = _field(row, fields[2], ID_FIELDS, "id", required=fields[2] is not None)
     if not isinstance(question, str | list | dict):
-        raise TaskError(f"{question_name} is no text and no chat: {question!r:.80}")
+        raise TaskError(f"{question_name} must be a string or a chat, not {question!r:.80}")
     if task_id is not None and not isinstance(task_id, str | int):
         task_id = str(task_id)
-    taken = {question_name, answer_name, id_name, "id", "ground_truth", "conversation_history"}
-    further = {name: value for name, value in row.items() if name not in taken}
+    used = {question_name, answer_name, id_name, "id", "ground_truth", "conversation_history"}
+    further = {name: value for name, value in row.items() if name not in used}
     if read_answer is not None:
         answer = read_answer(answer)
     history = row.get("conversation_history") or []
@@ -232,7 +243,7 @@ def _action(
 def _field(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], what: str, *, required: bool = True
 ) -> tuple[str | None, Any]:
-    """The name and value of a field; (None, None) if it is not there and need not be."""
+    """Return name and value of a field; (None, None) if an optional field is missing."""
     name = named
     if named is None:
         lower = {key.lower(): key for key in reversed(list(row))}
@@ -247,9 +258,9 @@ def _field(
     if not required:
         return name, None
     if name is not None and (named is None or name in row):
-        raise TaskError(f"its {what} is empty (field {name!r})")
-    looked = repr(named) if named is not None else ", ".join(usual)
-    raise TaskError(f"no {what}: looked for {looked} among {', '.join(map(str, row)) or 'no fields'}")
+        raise TaskError(f"the {what} is empty (field {name!r})")
+    expected = repr(named) if named is not None else ", ".join(usual)
+    raise TaskError(f"no {what}: looked for {expected} among {', '.join(map(str, row)) or 'no fields'}")
 
 
 def _is_missing(value: Any) -> bool:
@@ -261,7 +272,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place in it."""
+    """Read the rows of a file, each with its position."""
     try:
         if path.suffix == ".parquet":
             try:
@@ -272,13 +283,13 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 raise TaskError(f"{path}: no such file")
             try:
                 table = parquet.read_table(path).to_pylist()
-            except ValueError as error:  # pyarrow's own errors are
+            except ValueError as error:  # base class of pyarrow's errors
                 raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
             yield from _numbered(table)
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, list):
-                raise TaskError(f"{path}: a .json file of tasks holds one list")
+                raise TaskError(f"{path}: a .json file of tasks must contain a list")
             yield from _numbered(content)
         elif path.suffix in (".jsonl", ".ndjson"):
             with path.open(encoding="utf-8") as file:
@@ -290,22 +301,22 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                     except ValueError as error:
                         raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
         elif path.suffix in (".csv", ".tsv"):
-            with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin UTF-8 with a mark
+            with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
                 reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
                 limit = csv.field_size_limit(1 << 30)
                 try:
                     for row in reader:
-                        place = f"line {reader.line_num}"  # the last of those that a row spans
+                        place = f"line {reader.line_num}"  # the last line of the row
                         if None in row or None in row.values():
                             count = len(reader.fieldnames or ())
-                            raise TaskError(f"{path}, {place}: it has not the {count} fields that the first line names")
+                            raise TaskError(f"{path}, {place}: the row needs the {count} fields of the first line")
                         yield place, row
                 except csv.Error as error:
                     raise TaskError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
                 finally:
                     csv.field_size_limit(limit)
         else:
-            raise TaskError(f"{path}: tasks are read from .jsonl, .json, .csv, .tsv and .parquet files")
+            raise TaskError(f"{path}: unknown file type; use .jsonl, .json, .csv, .tsv or .parquet")
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

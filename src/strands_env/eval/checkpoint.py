@@ -1,36 +1,35 @@
-"""The files of an evaluation: results grow by whole records, survive whatever ends the process, and are read again.
+"""The files of an evaluation: complete records are appended, survive every end of the process, and are read again.
 
-A *prompt* is a task; a *sample* is one episode of it. A sample's key is a digest of the task's whole content, the
-sample's index and the configuration, so a record can be taken for another sample's only if all three are the same. Two
-tasks with equal content are two prompts: they are told apart by how often the content came before.
+A *prompt* is a task; a *sample* is one episode of it. A sample's key is a digest of the task's content, the sample's
+index and the configuration. Tasks with equal content are separate prompts, distinguished by their number of occurrence.
 
-A sample is *finished* unless the infrastructure failed, or something before the model was asked: such a sample says
-nothing of the policy, is kept apart with its cause, and is *dropped* from every metric until a later run finishes it.
-A finished sample is *errored* if it ought to have a reward and has none: the reward function, a judge, a tool or the
-environment failed, or the time was up. Whoever writes the answers may bring that about, so it counts as a wrong answer.
+A sample is *finished* unless the infrastructure failed, or something failed before the model was called. An unfinished
+sample says nothing about the policy: it is stored separately with its cause, and *dropped* from every metric until a
+later run finishes it. A finished sample is *errored* if it should have a reward and has none: the reward function, a
+judge, a tool or the environment failed, or the time was up. The answer may cause that, so the sample counts as wrong.
 
-For `results.jsonl` these are, in the same folder:
-- `results.jsonl`: one record per finished sample, appended as they finish;
-- `results.failures.jsonl`: the same of each sample that failed, with its cause, once per failure;
-- `results.run.json`: benchmark, configuration, how many samples of which prompts: what is to be in the first;
+The files of `results.jsonl`, in the same folder:
+- `results.jsonl`: one record per finished sample, appended as samples finish;
+- `results.failures.jsonl`: one record per failure of an unfinished sample, with its cause;
+- `results.run.json`: the benchmark, the configuration, the prompts and the number of samples;
 - `results.trajectories/KEY.safetensors`: all model calls of a finished sample, with `keep_trajectories`;
 - `results.lock`: held by the process that writes.
 
-A file holds the results of one configuration, and each record says what its environment was. Another one is refused,
-and told what differs.
+A file holds the results of one configuration, and each record describes its environment. Results of another one are
+refused with the difference.
 
-Promises of a file of records (`CheckpointFile`):
-- `append` is done when its record is on the disk (fsync), and not before. The event loop never waits for the disk: one
-  thread writes, and all records that came while it was busy share one fsync.
-- Nothing that was written is written again. Only what a killed process left behind the last whole record is cut off
-  when the file is opened, and a whole record that lacks just its newline gets it.
-- One process at a time: the file has a lock beside it, which ends with its process.
-- A record that could not be written whole (a full disk) leaves none of its bytes, and everything before it stays.
-- A file that is not of this kind is never touched.
+Guarantees of a file of records (`CheckpointFile`):
+- `append` is done when its record is on disk (fsync). The event loop never waits for the disk: one thread writes, and
+  all records that arrive while it is busy share one fsync.
+- Written records are never changed. When the file is opened, only what a killed process left after the last complete
+  record is removed, and a complete record without a newline gets one.
+- One process writes at a time: the file has a lock, which ends with its process.
+- A record that could not be written completely (a full disk) leaves no bytes, and everything before it is kept.
+- A file of another kind is never modified.
 
-An environment may put anything into a task or a message (sets, bytes, numpy numbers, half of a surrogate pair). A
-result that cannot be written would be a result that is lost, so writing never refuses a value: what JSON has no form
-for is written in the nearest one. `digest` is over the canonical form: sorted keys, so equal values have equal digests.
+Tasks and messages may contain any value (sets, bytes, NumPy numbers, half of a surrogate pair). A result that cannot be
+written would be lost, so writing never refuses a value: values without a JSON form are written in the nearest one.
+`digest` hashes the canonical form with sorted keys, so equal values have equal digests.
 """
 
 from __future__ import annotations
@@ -71,23 +70,23 @@ _NOT_THE_POLICY = frozenset(
 )
 
 RECORD_START = b'{"key":"'
-"""How every record begins: tells a torn record from a file that is someone else's."""
+"""The start of every record, which distinguishes an incomplete record from a file of another kind."""
 
 
 class EvalSample(BaseModel):
     """One episode of an evaluation.
 
     Attributes:
-        key: Names it among all samples of all configurations.
-        prompt_id: Names its prompt; results are grouped by it.
-        sample_index: Which of its prompt's samples it is, from 0.
+        key: Identifier among the samples of all configurations.
+        prompt_id: Identifier of its prompt. Results are grouped by it.
+        sample_index: Index among the samples of its prompt, from 0.
         action: The task.
-        step_result: The episode. Tokens only with `keep_tokens`; no trajectory.
-        seconds: How long the episode took.
-        is_finished: Whether its end says something of the policy; else it is dropped from metrics, and tried again on
-            resume.
-        environment: What made its environment the one that it was; None where that is not known, as in old files.
-        is_errored: Whether it is finished, ought to have a reward and has none; it counts as a wrong answer.
+        step_result: The episode, without its trajectory, and without tokens unless `keep_tokens` is set.
+        seconds: Duration of the episode.
+        is_finished: Whether its outcome says something about the policy. If not, the sample is dropped from metrics and
+            tried again by the next run.
+        is_errored: Whether it is finished and should have a reward, but has none. It counts as a wrong answer.
+        environment: Identity of its environment; None if it is unknown, as in old files.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -104,16 +103,20 @@ class EvalSample(BaseModel):
 
     @property
     def aborted(self) -> bool:
-        """Whether it is dropped: the opposite of `is_finished`."""
+        """Whether the sample is dropped: the opposite of `is_finished`."""
         return not self.is_finished
 
     @property
     def reward(self) -> float | None:
-        """Its reward; None if it has none."""
+        """The reward, or None if the sample has none."""
         return None if self.step_result.reward is None else self.step_result.reward.reward
 
     def to_record(self, config_digest: str) -> dict[str, Any]:
-        """The sample as JSON-like data. The key comes first; see `RECORD_START`."""
+        """Convert the sample to JSON-like data with the key first, as in a results file.
+
+        Args:
+            config_digest: Digest of the configuration.
+        """
         result = self.step_result
         observation: dict[str, Any] = {
             "messages": result.observation.messages,
@@ -143,14 +146,14 @@ class EvalSample(BaseModel):
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, is_finished: bool = True) -> EvalSample:
-        """The sample of a record.
+        """Create a sample from a record.
 
         Args:
-            record: What `to_record` made, read back.
-            is_finished: Whether it is one of a finished sample: the file that it is from tells.
+            record: Data as returned by `to_record`.
+            is_finished: Whether the sample is finished. The record's file decides this.
 
         Raises:
-            ValueError: It is not one.
+            ValueError: The data are not a record of a sample.
         """
         try:
             observation = record["observation"]
@@ -162,7 +165,7 @@ class EvalSample(BaseModel):
                 sample_index=record["sample_index"],
                 seconds=record["seconds"],
                 is_finished=is_finished,
-                is_errored=bool(record.get("is_errored")),  # like the other fields that old records lack
+                is_errored=bool(record.get("is_errored")),  # old records lack this field and some others
                 environment=record.get("environment"),
                 action=Action(
                     message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
@@ -185,27 +188,27 @@ class EvalSample(BaseModel):
 
 
 def with_finite_reward(result: StepResult) -> StepResult:
-    """An episode whose reward, if any, is a number: files have no NaN, and a resumed run must not differ."""
+    """Replace a reward that is not finite by an error: files cannot store NaN, and resuming must not change results."""
     if result.reward is None or math.isfinite(result.reward.reward):
         return result
-    said = f"a reward is a finite number, not {result.reward.reward}"
-    return result.model_copy(update={"reward": None, "reward_error": said, "error": result.error or said})
+    reason = f"a reward must be a finite number, not {result.reward.reward}"
+    return result.model_copy(update={"reward": None, "reward_error": reason, "error": result.error or reason})
 
 
 def is_conclusive(result: StepResult) -> bool:
-    """Whether an episode's end says something of the policy, so that the sample is finished."""
+    """Whether an episode's outcome says something about the policy, so that the sample is finished."""
     if result.reward is not None:
         return True
     if result.termination_reason in _NOT_THE_POLICY or result.reward_error_is_infrastructure:
         return False
     metrics = result.observation.metrics
-    # Of an agent that never asked its model: `reset` failed, say.
-    was_asked = metrics.get("model_calls") != 0 and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
-    return was_asked or result.termination_reason is not TerminationReason.AGENT_ERROR
+    # False if the agent never called its model, for example because `reset` failed.
+    was_called = metrics.get("model_calls") != 0 and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
+    return was_called or result.termination_reason is not TerminationReason.AGENT_ERROR
 
 
 def is_error(result: StepResult, *, is_judged: bool) -> bool:
-    """Whether an episode whose end says something of the policy ought to have a reward and has none.
+    """Whether a conclusive episode should have a reward and has none.
 
     Args:
         result: The episode.
@@ -216,11 +219,11 @@ def is_error(result: StepResult, *, is_judged: bool) -> bool:
 
 
 Results = dict[str, list[EvalSample]]
-"""All samples by prompt, in the order of the tasks and of the sample indices; dropped ones included."""
+"""All samples by prompt id, dropped ones included, in the order of the tasks and of the sample indices."""
 
 
 class Prompt(BaseModel):
-    """A task of an evaluation with the names that it goes by."""
+    """A task of an evaluation, with its id and the digest of its content."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -230,14 +233,14 @@ class Prompt(BaseModel):
 
 
 class DuplicateTaskError(ValueError):
-    """Two different tasks have one id."""
+    """Two different tasks have the same id."""
 
 
 def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
-    """Give every task its id and digest.
+    """Assign an id and a digest to every task.
 
-    The id is the task's own (`task_context.id`) or made of its digest. A task that comes again, equal in everything,
-    is a prompt of its own with `#2`, `#3` ... behind its id.
+    The id is `task_context.id`, or derived from the digest. A repeated task with equal content is a separate prompt,
+    with `#2`, `#3`, ... appended to its id.
 
     Raises:
         DuplicateTaskError: Two different tasks have the same id.
@@ -253,8 +256,8 @@ def name_prompts(actions: Iterable[Action]) -> list[Prompt]:
             prompt_id = f"{prompt_id}#{occurrence}"
         if prompt_id in positions:
             raise DuplicateTaskError(
-                f"tasks {positions[prompt_id]} and {position} (from 0) are different tasks with the same id "
-                f"{prompt_id!r}: results are kept by id, give each task its own"
+                f"tasks {positions[prompt_id]} and {position} (from 0) are different but have the same id "
+                f"{prompt_id!r}; results are stored by id, so give each task its own"
             )
         positions[prompt_id] = position
         prompts.append(
@@ -270,13 +273,13 @@ FORMAT = "strands-env evaluation 1"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What an evaluation is to hold.
+    """The plan of an evaluation: its configuration and its samples.
 
     Attributes:
-        benchmark: Its name.
+        benchmark: Name of the benchmark.
         config: The configuration, JSON-like.
-        n_samples_per_prompt: Samples of each prompt.
-        prompts: Digest by prompt id, in order.
+        n_samples_per_prompt: Number of samples of each prompt.
+        prompts: Digests by prompt id, in order.
     """
 
     benchmark: str
@@ -286,17 +289,17 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All of the configuration, by name."""
+        """The whole configuration, by name."""
         return {"benchmark": self.benchmark, **self.config}
 
     @property
     def config_digest(self) -> str:
-        """Tells the configuration from every other."""
+        """Digest of the configuration."""
         return digest([self.benchmark, self.config])
 
     @functools.cached_property
     def sample_keys(self) -> dict[str, tuple[str, int]]:
-        """Prompt id and sample index of every key that belongs to it, in order."""
+        """Prompt id and sample index by sample key, in order."""
         config = self.config_digest
         return {
             digest([content, index, config]): (prompt, index)
@@ -306,21 +309,21 @@ class Run:
 
 
 class StoredTokens(TokenObservation):
-    """Tokens that are on the disk, and read when they are asked for.
+    """Tokens that stay on disk and are read on access.
 
-    In memory a token takes 84 bytes, so those of a few thousand long episodes fill a machine.
+    In memory a token takes 84 bytes, so a few thousand long episodes would fill a machine.
     """
 
     _place: Place
 
     def __getattr__(self, name: str) -> Any:
-        """A field, from the disk."""
+        """Read a field from disk."""
         if name in TokenObservation.model_fields:
             return getattr(_read_tokens(self._place), name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def __eq__(self, other: Any) -> bool:
-        """Whether the tokens are the same, wherever they are."""
+        """Compare tokens by value, on disk or in memory."""
         return isinstance(other, TokenObservation) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
@@ -332,7 +335,7 @@ def _read_tokens(place: Place) -> TokenObservation:
 
 
 def _leave_tokens(sample: EvalSample, place: Place) -> None:
-    """Leave a sample's tokens on the disk."""
+    """Replace a sample's tokens by a reference to disk."""
     if sample.step_result.observation.tokens is not None:
         sample.step_result.observation.tokens = tokens = StoredTokens.model_construct()
         tokens._place = place
@@ -342,15 +345,15 @@ class Storage:
     """The files of one evaluation, opened for writing."""
 
     def __init__(self, path: str | os.PathLike[str], run: Run) -> None:
-        """Lock, open and repair the files, and read what is finished.
+        """Lock, open and repair the files, and read the finished samples.
 
         Args:
-            path: The results file, or a folder (which has it under `results.jsonl`).
-            run: What is going to be in it.
+            path: Results file, or a folder with `results.jsonl`.
+            run: Plan of the evaluation.
 
         Raises:
-            CheckpointError: The files cannot be used: written by someone else at the moment, damaged, of another
-                configuration, or not of an evaluation.
+            CheckpointError: Another process is writing to the files, or they are damaged, or belong to another
+                configuration, or are no files of an evaluation.
         """
         self.path = results_file(path)
         self._config_digest = run.config_digest
@@ -362,7 +365,7 @@ class Storage:
             if first is not None and first.get("config") != self._config_digest:
                 what = f": {_difference(read_run(self.path).facts, run.facts)}" if run_file.exists() else ""
                 raise CheckpointError(
-                    f"{self.path} has results of another configuration{what}; name another file for this one"
+                    f"{self.path} has results of another configuration{what}; use another file for this one"
                 )
             self._results = CheckpointFile(self.path)
             undo.callback(self._results.abandon)
@@ -374,41 +377,40 @@ class Storage:
         self.finished = {key: sample for key, sample in samples.items() if sample is not None}
         if len(self.finished) < len(samples):
             logger.warning(
-                "path=<%s>, records=<%d> | results of tasks or sample indices that are not in this run are left out",
+                "path=<%s>, records=<%d> | results of tasks or sample indices that are not in this run are ignored",
                 self.path,
                 len(samples) - len(self.finished),
             )
 
     def refuse_other_environment(self, key: str, identity: Mapping[str, Any]) -> None:
-        """Make sure that a finished sample is of the environment that would be made for it now.
+        """Check that a finished sample is from the environment that is now created for it.
 
         Args:
-            key: The sample's.
-            identity: What makes the environment the one that it is now.
+            key: Key of the sample.
+            identity: Identity of the environment that is now created.
 
         Raises:
-            CheckpointError: It was another one; says what differs.
+            CheckpointError: The sample is from another environment; says what differs.
         """
         known, new = _flat(self.finished[key].environment or {}), _flat(decode(encode(identity)))
         for one, other in ((known, new), (new, known)):
-            if not any(name.startswith("served.") for name in one):  # this server does not tell, or gave no answer
+            if not any(name.startswith("served.") for name in one):  # the server does not report its weights
                 for name in [name for name in other if name.startswith("served.")]:
                     del other[name]
         if known != new:
             raise CheckpointError(
-                f"{self.path} has results of another environment: {_difference(known, new)}; name another file for "
+                f"{self.path} has results of another environment: {_difference(known, new)}; use another file for "
                 "this one"
             )
 
     async def add(self, sample: EvalSample, *, trajectory: Trajectory | None = None) -> None:
-        """Put a sample on the disk, a dropped one into the failures; done once it is there.
+        """Write a sample to disk; a dropped one goes to the file of failures.
 
-        Its tokens are on the disk only from then on, and read when they are asked for.
-
-        A caller that is cancelled while it waits has not withdrawn it: `close` sees to it.
+        Afterwards the sample's tokens are only on disk, and read on access. If the caller is cancelled while it waits,
+        the sample is still written before `close` returns.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The sample cannot be written.
         """
 
         def line() -> bytes:
@@ -422,7 +424,7 @@ class Storage:
         _leave_tokens(sample, place)
 
     async def close(self) -> None:
-        """Write what waits, close the files, release the lock."""
+        """Write all pending records, close the files and release the lock."""
         try:
             try:
                 await self._results.close()
@@ -433,27 +435,27 @@ class Storage:
 
 
 def results_file(path: str | os.PathLike[str]) -> Path:
-    """The results file that a path means: itself, or the one in a folder.
+    """Return the results file of a path, which is a file or a folder.
 
-    A path that does not exist is a folder unless its name ends in `.jsonl`.
+    A path that does not exist is a folder unless its name ends with `.jsonl`.
     """
     path = Path(path)
     return path / "results.jsonl" if path.is_dir() or path.suffix != ".jsonl" else path
 
 
 def side_file(path: Path, ending: str) -> Path:
-    """A file that belongs to a results file."""
+    """Return the path of a file that belongs to a results file."""
     return path.with_name(path.name.removesuffix(".jsonl") + ending)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """What an evaluation's files are to hold.
+    """Read the plan of an evaluation.
 
     Args:
-        path: The results file, or its folder.
+        path: Results file, or its folder.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The file is missing or damaged.
     """
     file = side_file(results_file(path), ".run.json")
     try:
@@ -470,13 +472,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
-    """An evaluation's samples, also while it runs: finished ones, and the last failure of those that only failed.
+    """Read the samples of an evaluation. It may still be running.
 
     Args:
-        path: The results file, or its folder.
+        path: Results file, or its folder.
+
+    Returns:
+        The plan of the evaluation, and its samples: finished ones, and the last failure of the others.
 
     Raises:
-        CheckpointError: There are none, or they are damaged.
+        CheckpointError: The files are missing or damaged.
     """
     run = read_run(path)
     file = results_file(path)
@@ -493,7 +498,7 @@ def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
 
 
 def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, EvalSample | None]:
-    """The last record of each key; None for keys that do not belong to the run."""
+    """Return the last sample of each key; None for keys that do not belong to the run."""
     keys = run.sample_keys
     samples: dict[str, EvalSample | None] = {}
     for number, (place, record) in enumerate(read_records(path), 1):
@@ -516,7 +521,7 @@ def _difference(known: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Flatten nested mappings, with dotted names."""
     flat: dict[str, Any] = {}
     for name, item in value.items():
         flat.update(_flat(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item})
@@ -528,7 +533,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a record is: its file, and its bytes in it."""
+    """The position of a record: its file, and its bytes in the file."""
 
     path: Path
     start: int
@@ -536,24 +541,26 @@ class Place:
 
 
 class CheckpointError(Exception):
-    """A results file cannot be used or written. What was acknowledged before is on the disk."""
+    """A results file cannot be used or written. Samples that were reported as finished are on disk."""
 
 
 class CheckpointFile:
-    """An append-only file of JSON records. Use it from one event loop.
+    """An append-only file of JSON records, for use from one event loop.
 
-    Example:
+    Examples:
+        ```python
         file = CheckpointFile(path)
         records = [record for _, record in read_records(path)]
         await file.append(lambda: line)
         await file.close()
+        ```
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open or make the file, and repair what a killed process left.
+        """Open or create the file, and repair what a killed process left.
 
         Raises:
-            CheckpointError: It is no results file, is damaged, or cannot be opened.
+            CheckpointError: The file is not a results file, is damaged, or cannot be opened.
         """
         self.path = Path(path)
         try:
@@ -573,15 +580,15 @@ class CheckpointFile:
         self._failure: CheckpointError | None = None
 
     def append(self, line: Callable[[], bytes]) -> asyncio.Future[Place]:
-        """Append a record; the future is done once it is on the disk, and says where.
+        """Append a record; the future returns its position once it is on disk.
 
-        The record is taken at once: a caller that is cancelled while it waits has not withdrawn it.
+        The record is accepted at once: it is written even if the caller is cancelled while it waits.
 
         Args:
-            line: Makes the record's bytes, newline included; called in the writing thread.
+            line: Function that returns the record's bytes with a newline; called in the writing thread.
 
         Raises:
-            CheckpointError: (through the future) It cannot be written.
+            CheckpointError: The record cannot be written. The future raises it.
         """
         done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         if self._failure is not None:
@@ -593,13 +600,13 @@ class CheckpointFile:
         return done
 
     async def close(self) -> None:
-        """Write what is waiting, then close the file. A caller that is cancelled meanwhile still waits for it."""
+        """Write pending records, then close the file. A caller that is cancelled meanwhile still waits for it."""
         if self._fd < 0:
             return
         cancelled: asyncio.CancelledError | None = None
         while self._writing is not None:
             try:
-                # Once is enough: a cancel scope of anyio's cancels again in every round of the event loop.
+                # Once is enough: anyio's cancel scopes cancel again in every iteration of the event loop.
                 with anyio.CancelScope(shield=cancelled is not None):
                     await asyncio.shield(self._writing)
             except asyncio.CancelledError as error:
@@ -611,7 +618,7 @@ class CheckpointFile:
             raise cancelled
 
     def abandon(self) -> None:
-        """Close a file that nothing was appended to."""
+        """Close a file to which no record was appended."""
         os.close(self._fd)
 
     async def _write(self) -> None:
@@ -626,13 +633,13 @@ class CheckpointFile:
                             done.set_result(outcome)
                     elif not done.cancelled():
                         done.set_exception(outcome)
-                    else:  # its caller was cancelled and hears of nothing
-                        logger.error("error=<%s> | a record could not be written; a later run runs it again", outcome)
+                    else:  # its caller was cancelled and does not see the error
+                        logger.error("error=<%s> | a record could not be written; a later run repeats it", outcome)
         finally:
             self._writing = None
 
     def _commit(self, lines: list[Callable[[], bytes]]) -> list[Place | CheckpointError]:
-        """Write and sync; runs in the thread. Where each is, or what went wrong with it."""
+        """Write and sync records in the writing thread; return the position or the error of each."""
         start = self._end
         outcomes = [self._failure or self._put(line) for line in lines]
         try:
@@ -643,7 +650,7 @@ class CheckpointFile:
         return outcomes
 
     def _put(self, line: Callable[[], bytes]) -> Place | CheckpointError:
-        """Write a record, or none of it."""
+        """Write a record completely or not at all."""
         try:
             record = line()
         except Exception as error:
@@ -658,36 +665,36 @@ class CheckpointFile:
         return Place(self.path, start, len(record))
 
     def _fail(self, error: OSError, end: int) -> CheckpointError:
-        """Keep what is before a byte, and take no more."""
+        """Truncate the file at a byte, and refuse further records."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, end)
         self._end = end
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
         self._failure = CheckpointError(
-            f"{self.path}: {what}; every result reported as finished is kept, run again to go on"
+            f"{self.path}: {reason}; every result reported as finished is kept, run again to resume"
         )
         self._failure.__cause__ = error
         return self._failure
 
     def _repair(self) -> int:
-        """Cut off what is no whole record behind the last newline; return the file's length."""
+        """Remove an incomplete record after the last newline; return the file's length."""
         size = os.fstat(self._fd).st_size
         if not size:
             return 0
         with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as content:
             head, tail = content[: len(RECORD_START)], content[content.rfind(b"\n") + 1 :]
         if not _may_begin_a_record(head):
-            raise CheckpointError(f"{self.path} is not a results file of an evaluation: name another file")
+            raise CheckpointError(f"{self.path} is not a results file of an evaluation; use another file")
         if not tail:
             return size
         if not _may_begin_a_record(tail):
-            raise CheckpointError(f"{self.path} ends in what is no record: not touched")
+            raise CheckpointError(f"{self.path} ends with data that is not a record; the file was not changed")
         try:
             decode(tail)
         except ValueError:
             os.ftruncate(self._fd, size - len(tail))
             os.fsync(self._fd)
-            logger.warning("path=<%s>, bytes=<%d> | cut off a record that was never finished", self.path, len(tail))
+            logger.warning("path=<%s>, bytes=<%d> | removed an incomplete record", self.path, len(tail))
             return size - len(tail)
         os.pwrite(self._fd, b"\n", size)
         os.fsync(self._fd)
@@ -695,13 +702,13 @@ class CheckpointFile:
 
 
 def lock_file(path: Path) -> FileLock:
-    """Keep a second evaluation away, of this process or of another; ends with the process, however it ends.
+    """Acquire the lock that excludes other evaluations, in this and other processes. It ends with the process.
 
     Args:
-        path: Of the file that stands for it, made if need be and never removed.
+        path: Lock file, created if it is missing and never removed.
 
     Raises:
-        CheckpointError: Someone holds it, or it cannot be opened.
+        CheckpointError: Another evaluation holds the lock, or the file cannot be opened.
     """
     lock = FileLock(path, thread_local=False)
     try:
@@ -715,10 +722,10 @@ def lock_file(path: Path) -> FileLock:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The whole records of a results file with their places; a torn last line is left out. The file is only read.
+    """Read the complete records of a results file with their positions. An incomplete last line is ignored.
 
     Raises:
-        CheckpointError: A line is no record, or the file cannot be read.
+        CheckpointError: A line is not a record, or the file cannot be read.
     """
     path, start = Path(path), 0
     try:
@@ -737,10 +744,10 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str
 
 
 def read_record(place: Place) -> dict[str, Any]:
-    """One record.
+    """Read one record.
 
     Raises:
-        CheckpointError: It is no longer there.
+        CheckpointError: The record is no longer there.
     """
     try:
         with open(place.path, "rb") as file:
@@ -749,21 +756,21 @@ def read_record(place: Place) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{place.path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{place.path} has been changed: no record is at byte {place.start}") from error
+        raise CheckpointError(f"{place.path} has changed: there is no record at byte {place.start}") from error
 
 
 def _record_of(line: bytes) -> dict[str, Any]:
     record = decode(line)
     if not isinstance(record, dict) or "key" not in record:
-        raise ValueError("no record of a sample")
+        raise ValueError("not a record of a sample")
     return record
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file whole or not at all.
+    """Write a small file completely or not at all.
 
     Raises:
-        CheckpointError: It cannot be written; the old one is still there.
+        CheckpointError: The file cannot be written; the old one is unchanged.
     """
     new = path.with_name(f".{path.name}.new")
     try:
@@ -781,13 +788,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _may_begin_a_record(content: bytes) -> bool:
-    """Whether a killed process may have left this: a record's beginning, or the zeros of a block never written."""
+    """Whether a killed process may have left this: the start of a record, or the zeros of an unwritten block."""
     shared = min(len(content), len(RECORD_START))
     return content[:shared] == RECORD_START[:shared] or not content.strip(b"\0")
 
 
 def _sync_directory(path: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system takes it
+    with contextlib.suppress(OSError):  # not every file system supports it
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -799,11 +806,11 @@ def _sync_directory(path: Path) -> None:
 
 
 _MAX_DEPTH = 100
-"""Levels. Deeper values, those that contain themselves among them, are written as text from there on."""
+"""Most levels of nesting. Deeper values, and values that contain themselves, are written as text from there."""
 
 
 def encode(value: Any) -> bytes:
-    """One line of JSON, newline included."""
+    """Encode a value as one line of JSON, newline included."""
     try:
         return orjson.dumps(value, default=nearest, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
     except (TypeError, RecursionError, ValueError):  # a lone surrogate, an integer of more than 64 bits, a cycle
@@ -811,25 +818,25 @@ def encode(value: Any) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """The value of a line.
+    """Decode a line of JSON.
 
     Raises:
-        ValueError: It is not JSON.
+        ValueError: The line is not JSON.
     """
     try:
         return orjson.loads(line)
     except ValueError:
-        return json.loads(line)  # takes escaped lone surrogates and large integers
+        return json.loads(line)  # accepts escaped lone surrogates and large integers
 
 
 def digest(value: Any) -> str:
-    """32 hexadecimal digits that equal values share, whatever the order of their keys."""
+    """Return 32 hexadecimal digits that are equal for equal values, whatever the order of their keys."""
     text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def nearest(value: Any) -> Any:
-    """The nearest value that JSON has a form for; text as the last resort."""
+    """Convert a value to the nearest one that JSON supports; text as the last resort."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -840,7 +847,7 @@ def nearest(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, Mapping):
         return dict(value)
-    for name in ("tolist", "isoformat"):  # numpy's arrays and numbers, torch's tensors; dates
+    for name in ("tolist", "isoformat"):  # NumPy's arrays and numbers, PyTorch's tensors; dates
         if callable(convert := getattr(value, name, None)) and not isinstance(value, type):
             return convert()
     return str(value)
@@ -852,7 +859,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value) if value - value == 0 else None  # JSON has no infinity; orjson writes null as well
+        return float(value) if value - value == 0 else None  # JSON has no infinity; orjson also writes null
     if depth >= _MAX_DEPTH:
         return str(type(value))
     if isinstance(value, Mapping):

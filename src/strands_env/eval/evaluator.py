@@ -1,4 +1,4 @@
-"""`Evaluator`: many episodes at once, each kept as soon as it ends, and what they say of the policy."""
+"""`Evaluator`: runs many episodes concurrently, stores each one as it ends, and computes metrics."""
 
 from __future__ import annotations
 
@@ -37,25 +37,43 @@ from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_
 logger = logging.getLogger(__name__)
 
 _MAX_CHECKED = 10
-"""Environments that are made to compare them with those of earlier results."""
+"""Most environments that are created to compare them with those of earlier results."""
 
 
 class EvaluationStoppedError(Exception):
-    """So many samples failed one after the other that going on has no use."""
+    """`stop_after_failures` samples in a row were dropped or errored."""
 
 
 class Evaluator:
-    """Runs every task several times and computes metrics.
+    """Runs several samples of each task and computes metrics.
 
-    Subclasses set `benchmark_name` and override `load_dataset`.
+    A *prompt* is a task, and a *sample* is one episode of it. A sample ends in one of three ways:
 
-    Example:
-        evaluator = YourEvaluator(env_factory, n_samples_per_prompt=8, output_path="runs/first")
-        results = await evaluator.run(evaluator.load_dataset())
-        evaluator.compute_metrics(results)  # {"pass@1": 0.75, "pass@1_low": 0.61, ...}
+    - It is *finished*: the outcome says something about the policy.
+    - It is finished and *errored*: it should have a reward but has none, because the reward function, a judge, a tool
+      or the environment's code failed, or because the time was up. The answer may have caused this, so the sample
+      counts as wrong.
+    - It is *dropped*: the infrastructure failed (a server, a tool's machine, a judge's server), or the environment
+      could not be created. It says nothing about the policy, counts in no metric, and the next run tries it again.
+
+    With an `output_path`, each result is on disk before it counts as finished. Run the same evaluation again to resume
+    it: no finished sample is lost or repeated, however the previous run ended. A sample is identified by the content of
+    its task, its index and `config`. Each result also stores the identity of its environment
+    ([`Environment.identity`][strands_env.core.Environment.identity]): class, reward function, arguments, and the model
+    if its factory is one of `strands_env.core.models`, with the weights that an SGLang server reports. A results file
+    holds one configuration, one environment per task, and is written by one process at a time.
+
+    Subclasses set `benchmark_name` and override `load_dataset`, or pass any tasks to `run`.
 
     Attributes:
-        benchmark_name: Part of the configuration that results belong to.
+        benchmark_name: Name of the benchmark; part of the configuration of the results.
+
+    Examples:
+        ```python
+        evaluator = Evaluator(env_factory, n_samples_per_prompt=8, output_path="results/first")
+        results = await evaluator.run(load_tasks("tasks.jsonl"))
+        evaluator.compute_metrics(results)  # {"pass@1": 0.75, "pass@1_low": 0.61, "pass@1_high": 0.87, ...}
+        ```
     """
 
     benchmark_name: str = ""
@@ -77,39 +95,39 @@ class Evaluator:
         retry_errors: bool = False,
         show_progress: bool | None = None,
     ) -> None:
-        """Set up; nothing is opened before `run`.
+        """Create the evaluator. No file is opened before `run`.
 
         Args:
-            env_factory: Makes the environment of one sample; may be async. It gets the sample's own copy of the action.
-            n_samples_per_prompt: Episodes of each task.
-            max_concurrency: Episodes at once.
-            keep_tokens: Whether to keep each sample's `TokenObservation` (models that record tokens only). With an
-                `output_path` tokens are on the disk only, and read when they are asked for.
-            metrics_fns: Each takes all results and returns further metrics.
-            output_path: Results file (`*.jsonl`) or folder: results are kept there as they finish, and a later run
-                goes on from them. None keeps them in memory only.
-            config: What the results depend on beside the tasks and the environment, whose class, reward and arguments
-                are kept by themselves. JSON-like. Results of one configuration or environment are never taken for
-                another's, and a file with those of another is refused.
-            keep_trajectories: Whether to keep all model calls of each finished sample in a file of its own, beside the
-                results.
-            success_threshold: The least reward of a success.
-            answer_fn: What a sample answered, for majority votes.
-            stop_after_failures: After so many dropped or errored samples in a row, stop; None to go on whatever
-                happens.
-            retry_errors: Whether to run errored samples of an earlier run again, once what failed is mended. Else they
-                are finished: an answer that fails its grader is not given another try.
-            show_progress: Whether to show a progress bar; None for "if standard error is a terminal".
+            env_factory: Function, sync or async, that returns the environment of a sample. It receives the sample's own
+                copy of the action.
+            n_samples_per_prompt: Number of samples of each task.
+            max_concurrency: Most episodes at a time.
+            keep_tokens: Whether to store each sample's `TokenObservation`, for models that record tokens. With an
+                `output_path`, tokens stay on disk and are read on access.
+            metrics_fns: Functions that compute additional metrics from all results.
+            output_path: Results file (`*.jsonl`), or a folder for it. Results are stored there as samples finish, and a
+                later run resumes from them. None keeps results in memory only.
+            config: JSON-like facts that results depend on besides the tasks and the environment. Results of another
+                configuration or environment are never mixed with these; a file that contains them is refused.
+            keep_trajectories: Whether to store all model calls of each finished sample, in a file per sample next to
+                the results. Needs an `output_path`.
+            success_threshold: Least reward of a success.
+            answer_fn: Function that returns what a sample answered, for majority votes.
+            stop_after_failures: Number of consecutive dropped or errored samples after which `run` stops; None for no
+                limit.
+            retry_errors: Whether to run errored samples of an earlier run again, once the cause is fixed. By default
+                they stay finished, because an answer that breaks its grader gets no second try.
+            show_progress: Whether to show a progress bar; None to show it if standard error is a terminal.
 
         Raises:
-            ValueError: A number cannot work, or `keep_trajectories` has no place to keep them.
+            ValueError: A number is invalid, or `keep_trajectories` is set without an `output_path`.
         """
         if n_samples_per_prompt < 1 or max_concurrency < 1:
             raise ValueError("n_samples_per_prompt and max_concurrency must be at least 1")
         if stop_after_failures is not None and stop_after_failures < 1:
             raise ValueError("stop_after_failures must be at least 1, or None")
         if not math.isfinite(success_threshold):
-            raise ValueError(f"success_threshold is a finite number, not {success_threshold}")
+            raise ValueError(f"success_threshold must be a finite number, not {success_threshold}")
         if keep_trajectories and output_path is None:
             raise ValueError("keep_trajectories needs an output_path")
         self.env_factory = env_factory
@@ -126,29 +144,30 @@ class Evaluator:
         self.retry_errors = retry_errors
         self.show_progress = show_progress
         self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
-        self._identities: dict[str, dict[str, Any]] = {}  # one object for all samples that share it
+        self._identities: dict[str, dict[str, Any]] = {}  # shared by all samples with the same identity
 
     def load_dataset(self) -> Iterable[Action]:
-        """The tasks of the benchmark. Subclasses override it.
+        """Return the tasks of the benchmark. Subclasses override it.
 
         Raises:
-            NotImplementedError: The class is not of a benchmark.
+            NotImplementedError: The class does not override it.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no tasks of its own: override load_dataset")
+        raise NotImplementedError(f"{type(self).__name__} has no tasks: override load_dataset")
 
     async def run(self, actions: Iterable[Action] | AsyncIterable[Action]) -> Results:
-        """Run what is not finished yet of all samples.
+        """Run all samples that are not finished yet.
 
-        If it is cancelled, episodes under way are ended and everything that is finished is kept.
+        If it is cancelled, running episodes are ended, and finished samples are kept.
 
         Args:
-            actions: The tasks.
+            actions: Tasks to run.
 
         Returns:
-            All samples by prompt id, those of earlier runs and those that were dropped included.
+            All samples by prompt id, including those of earlier runs and dropped ones.
 
         Raises:
-            CheckpointError: The files cannot be used, or no longer written. What is finished is kept.
+            CheckpointError: The results file belongs to another configuration, environment or process, is damaged, or
+                cannot be written. Finished samples are kept.
             DuplicateTaskError: Two different tasks have the same id.
             EvaluationStoppedError: `stop_after_failures` samples in a row were dropped or errored.
         """
@@ -156,7 +175,7 @@ class Evaluator:
         prompts = name_prompts(tasks)
         run = Run(
             self.benchmark_name,
-            config=decode(encode(self.config)),  # as it is read back
+            config=decode(encode(self.config)),  # as it will be read from the file
             n_samples_per_prompt=self.n_samples_per_prompt,
             prompts={prompt.id: prompt.digest for prompt in prompts},
         )
@@ -169,12 +188,13 @@ class Evaluator:
             await storage.close()
 
     def compute_metrics(self, results: Results) -> dict[str, float]:
-        """Flat metrics: pass@k, pass^k, avg@k, majority@k, their intervals, counts, and those of `metrics_fns`.
-
-        `strands_env.eval.metrics` says what the keys mean.
+        """Compute pass@k, pass^k, avg@k, majority@k with their intervals, counts, and the metrics of `metrics_fns`.
 
         Args:
-            results: What `run` returned.
+            results: Return value of `run`.
+
+        Returns:
+            Values by key; see [`standard_metrics`][strands_env.eval.standard_metrics] for the keys.
         """
         metrics = standard_metrics(
             results,
@@ -195,8 +215,8 @@ class Evaluator:
             for key, (prompt, index) in keys.items()
             if key not in samples or (self.retry_errors and samples[key].is_errored)
         ]
-        waiting, again = iter(todo), {key for key, _, _ in todo}
-        kept = {key: sample for key, sample in samples.items() if key not in again}
+        waiting, unfinished = iter(todo), {key for key, _, _ in todo}
+        kept = {key: sample for key, sample in samples.items() if key not in unfinished}
         if storage is not None:
             await self._check_environments(storage, kept, by_id)
         failures_in_a_row = 0
@@ -225,7 +245,7 @@ class Evaluator:
             workers = [asyncio.ensure_future(work()) for _ in range(min(self.max_concurrency, len(todo)))]
             try:
                 await asyncio.gather(*workers)
-            finally:  # if one fails or the caller is cancelled, the others end before that is passed on
+            finally:  # if one fails or the caller is cancelled, the others end first
                 for worker in (*workers, ticking):
                     worker.cancel()
                 await asyncio.gather(*workers, ticking, return_exceptions=True)
@@ -235,20 +255,20 @@ class Evaluator:
         return results
 
     async def _sample(self, key: str, prompt: Prompt, index: int) -> tuple[EvalSample, Any]:
-        """Play one episode; return it and its trajectory, if that is to be kept."""
-        # A copy of its own: environments may write into the action, and the other samples must not see it.
+        """Run one sample; return it and its trajectory, if trajectories are kept."""
+        # A copy: environments may modify the action, which must not affect other samples.
         action = prompt.action.model_copy(deep=True)
         began = time.monotonic()
-        playing = asyncio.ensure_future(self._play(action))
+        running = asyncio.ensure_future(self._run_episode(action))
         try:
-            await asyncio.wait({playing})
+            await asyncio.wait({running})
         except asyncio.CancelledError:
-            playing.cancel()
-            await asyncio.wait({playing})
+            running.cancel()
+            await asyncio.wait({running})
             raise
-        # Cancelled by itself: the environment raised it.
+        # If the task is cancelled although this one is not, the environment raised CancelledError.
         cancelled = (_failed(asyncio.CancelledError()), True, None)
-        result, is_judged, identity = cancelled if playing.cancelled() else playing.result()
+        result, is_judged, identity = cancelled if running.cancelled() else running.result()
         is_finished = is_conclusive(result)
         observation = result.observation
         kept = Observation(
@@ -269,14 +289,14 @@ class Evaluator:
         )
         return sample, observation.trajectory if self.keep_trajectories else None
 
-    async def _play(self, action: Action) -> tuple[StepResult, bool, dict[str, Any] | None]:
-        """Run one episode; return how it ended, and of its environment whether it judges and what it is."""
+    async def _run_episode(self, action: Action) -> tuple[StepResult, bool, dict[str, Any] | None]:
+        """Run one episode; return its result, whether its environment has a reward function, and its identity."""
         try:
             env = await self._make(action)
         except (Exception, SystemExit) as error:
-            logger.warning("an environment could not be made", exc_info=True)
+            logger.warning("an environment could not be created", exc_info=True)
             result = _failed(error)
-            result.observation.metrics["model_calls"] = 0  # nothing that the policy did
+            result.observation.metrics["model_calls"] = 0  # so that the sample is dropped
             return result, True, None
         is_judged = getattr(env, "reward_fn", None) is not None
         identity = None if self.output_path is None else await self._identity(env)
@@ -291,44 +311,44 @@ class Evaluator:
         return env
 
     async def _identity(self, env: Any) -> dict[str, Any]:
-        """What makes an environment the one that it is, the weights that its server tells of included."""
+        """Return the identity of an environment, with the weights that its server reports."""
         own = getattr(env, "identity", None)
         identity = own() if callable(own) else describe(env)
         ask = getattr(getattr(env, "model_factory", None), "served", None)
         if ask is not None:
             if ask not in self._served:
-                self._served[ask] = asyncio.ensure_future(_answer_of(ask))  # asked once in a run
+                self._served[ask] = asyncio.ensure_future(_served_weights(ask))  # asked once per run
             identity = {**identity, "served": await asyncio.shield(self._served[ask])}
         return self._identities.setdefault(digest(identity), identity)
 
     async def _check_environments(
         self, storage: Storage, kept: Mapping[str, EvalSample], prompts: Mapping[str, Prompt]
     ) -> None:
-        """Refuse to go on from results of other environments than are made now for the same prompts.
+        """Refuse to resume results of environments other than those now created for the same prompts.
 
-        Of prompts whose environments were alike one is enough.
+        One prompt is checked for each stored identity.
         """
         self._served, self._identities = {}, {}
-        alike = {digest(sample.environment): sample for sample in kept.values() if sample.environment}
-        for sample in list(alike.values())[:_MAX_CHECKED]:
+        by_identity = {digest(sample.environment): sample for sample in kept.values() if sample.environment}
+        for sample in list(by_identity.values())[:_MAX_CHECKED]:
             try:
                 env = await self._make(prompts[sample.prompt_id].action.model_copy(deep=True))
             except (Exception, SystemExit):
-                logger.warning("an environment could not be made, so its results are not checked", exc_info=True)
+                logger.warning("an environment could not be created, so its results are not checked", exc_info=True)
             else:
                 storage.refuse_other_environment(sample.key, await self._identity(env))
 
 
-async def _answer_of(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
+async def _served_weights(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
     try:
         return await ask()
     except SGLangClientError as error:
-        logger.warning("error=<%s> | the server does not tell which weights it serves", error)
+        logger.warning("error=<%s> | the server does not report which weights it serves", error)
         return {}
 
 
 def _failed(error: BaseException) -> StepResult:
-    """The result of an episode of which nothing is left but what it raised."""
+    """Return the result of an episode that only raised an exception."""
     reason = termination_reason(error)
     if (
         reason in (TerminationReason.CANCELLED, TerminationReason.ABORTED)
@@ -343,19 +363,19 @@ def _failed(error: BaseException) -> StepResult:
 
 
 class Progress(tqdm):
-    """A progress bar with rate, remaining time and running reward; nothing where nobody looks at a terminal.
+    """A progress bar with rate, remaining time, mean reward and number of failures.
 
-    The mean reward is over the rewards seen so far, of finished samples of earlier runs too.
+    The mean reward includes finished samples of earlier runs.
     """
 
     def __init__(self, description: str, total: int, done: Sequence[EvalSample], *, shown: bool | None = None) -> None:
-        """Begin.
+        """Start the bar.
 
         Args:
-            description: In front of the bar.
-            total: All samples.
-            done: Those that are finished already; they don't count for the rate.
-            shown: Whether to show it; None for "if standard error is a terminal".
+            description: Text in front of the bar.
+            total: Number of all samples.
+            done: Samples that are finished already; they do not count for the rate.
+            shown: Whether to show the bar; None to show it if standard error is a terminal.
         """
         super().__init__(
             desc=description,
@@ -373,7 +393,7 @@ class Progress(tqdm):
             self._count(sample)
 
     def add(self, sample: EvalSample) -> None:
-        """Count one that ended."""
+        """Count a sample that has ended."""
         self._count(sample)
         self.update()
 

@@ -221,7 +221,7 @@ def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command,
         ({"--reward": "env", "--reward-args": '{"a": 1}'}, "--reward-args does not apply"),
         ({"--env": "mcp"}, "servers"),
         ({"--env": "mcp", "--env-args": '{"servers": []}'}, "servers must be a list such as"),
-        ({"--env": "mcp", "--env-args": '{"servers": [{"comand": "x"}]}'}, "an MCP server has a command"),
+        ({"--env": "mcp", "--env-args": '{"servers": [{"comand": "x"}]}'}, "an MCP server needs a command"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsys):
@@ -271,7 +271,7 @@ def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, caps
     assert told in capsys.readouterr().err
 
 
-def test_what_is_missing_is_told(tmp_path, capsys):
+def test_missing_package_and_benchmark_are_reported(tmp_path, capsys):
     assert run(["eval", "--env", "calculator", "--output", tmp_path]) == 2
     assert "--dataset FILE or --benchmark NAME must be given" in capsys.readouterr().err
     assert run(["eval", "--dataset", "x.jsonl"]) == 2

@@ -1348,7 +1348,7 @@ async def test_results_of_another_environment_are_refused_with_what_differs(tmp_
     await run(Scripted, tmp_path)
     before, steps = lines(tmp_path / "results.jsonl"), Scripted.steps
     for count in (2, 3):  # whether or not anything is left to do
-        with pytest.raises(CheckpointError, match="has results of another environment: .*name another file") as caught:
+        with pytest.raises(CheckpointError, match="has results of another environment: .*use another file") as caught:
             await run(changed, tmp_path, count)
         assert told in str(caught.value)
     assert lines(tmp_path / "results.jsonl") == before and Scripted.steps == steps

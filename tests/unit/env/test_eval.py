@@ -82,12 +82,12 @@ def write(path, rows):
         {"message": "1+1?", "task_context": {"id": "x", "ground_truth": "2"}},
     ],
 )
-def test_usual_fields_are_found_by_themselves(tmp_path, row):
+def test_usual_fields_are_found(tmp_path, row):
     (action,) = load_tasks(write(tmp_path / "t.jsonl", [row]))
     assert (action.message, action.task_context.ground_truth, action.task_context.id) == ("1+1?", "2", "x")
 
 
-def test_fields_can_be_named_and_further_ones_are_kept(tmp_path):
+def test_fields_can_be_named_and_others_are_kept(tmp_path):
     row = {"q": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": 0}, "level": 5}
     (action,) = load_tasks(
         write(tmp_path / "t.jsonl", [row]), question_field="q", answer_field="reward_model.ground_truth"
@@ -100,24 +100,24 @@ def test_fields_can_be_named_and_further_ones_are_kept(tmp_path):
     ("row", "told"),
     [
         ({"answer": "2"}, "line 2: no question: looked for question, problem"),
-        ({"question": " ", "answer": "2"}, "line 2: its question is empty"),
+        ({"question": " ", "answer": "2"}, "line 2: the question is empty"),
         ({"question": "?"}, "line 2: no answer"),
-        ({"question": "?", "answer": None}, "line 2: its answer is empty"),
-        ({"question": 7, "answer": "2"}, "line 2: question is no text"),
+        ({"question": "?", "answer": None}, "line 2: the answer is empty"),
+        ({"question": 7, "answer": "2"}, "line 2: question must be a string"),
         (["question"], "line 2: not an object"),
     ],
 )
-def test_a_row_that_is_no_task_is_refused_with_its_number(tmp_path, row, told):
+def test_invalid_row_is_refused_with_its_line(tmp_path, row, told):
     path = write(tmp_path / "t.jsonl", [{"question": "?", "answer": 0}, row])
     with pytest.raises(TaskError, match=told):
         load_tasks(path)
 
 
-def test_answers_may_be_left_out_where_nobody_needs_them(tmp_path):
+def test_answers_may_be_missing_if_not_needed(tmp_path):
     assert len(load_tasks(write(tmp_path / "t.jsonl", [{"question": "?"}]), needs_answer=False)) == 1
 
 
-def test_a_json_list_is_taken_too(tmp_path):
+def test_json_list_is_read(tmp_path):
     (tmp_path / "t.json").write_text('[{"question": "?", "answer": "1"}]')
     assert len(load_tasks(tmp_path / "t.json")) == 1
 
@@ -126,19 +126,19 @@ def test_a_json_list_is_taken_too(tmp_path):
     ("name", "content", "told"),
     [
         ("t.jsonl", "{broken\n", "line 1: not JSON"),
-        ("t.jsonl", "", "no tasks in it"),
-        ("t.json", "{}", "holds one list"),
-        ("t.txt", "a,b", "are read from"),
-        ("t.csv", "", "no tasks in it"),
-        ("t.csv", "question,answer\n", "no tasks in it"),
-        ("t.csv", "question,answer\n1,2\n1\n", "line 3: it has not the 2 fields"),
-        ("t.csv", "question,answer\n1,2,3\n", "line 2: it has not the 2 fields"),
+        ("t.jsonl", "", "the file has no tasks"),
+        ("t.json", "{}", "must contain a list"),
+        ("t.txt", "a,b", "unknown file type"),
+        ("t.csv", "", "the file has no tasks"),
+        ("t.csv", "question,answer\n", "the file has no tasks"),
+        ("t.csv", "question,answer\n1,2\n1\n", "line 3: the row needs the 2 fields"),
+        ("t.csv", "question,answer\n1,2,3\n", "line 2: the row needs the 2 fields"),
         ("t.csv", 'question,answer\n"1"x,2\n', "line 2: not CSV"),
         ("t.csv", "question,solution\n1,2\n", "line 2: no answer"),
         ("t.json", "[", "not JSON"),
     ],
 )
-def test_a_file_without_tasks_is_refused(tmp_path, name, content, told):
+def test_file_without_tasks_is_refused(tmp_path, name, content, told):
     (tmp_path / name).write_text(content)
     with pytest.raises(TaskError, match=told):
         load_tasks(tmp_path / name)
@@ -146,8 +146,8 @@ def test_a_file_without_tasks_is_refused(tmp_path, name, content, told):
         load_tasks(tmp_path / f"missing-{name}") if name != "t.txt" else load_tasks(tmp_path / "missing.jsonl")
 
 
-def test_tables_are_read_with_their_quotes_and_whatever_a_spreadsheet_puts_before_them(tmp_path):
-    """Row B15."""
+def test_tables_with_quotes_and_byte_order_mark(tmp_path):
+    """Files of spreadsheets lost quoted lines, or their first column."""
     text = '\ufeffid,Question,answer,level\r\nx,"two\nlines, ""quoted""",007,3\r\n,?,½,\r\n'
     (tmp_path / "t.csv").write_text(text, encoding="utf-8", newline="")
     first, second = load_tasks(tmp_path / "t.csv")
@@ -159,8 +159,8 @@ def test_tables_are_read_with_their_quotes_and_whatever_a_spreadsheet_puts_befor
     assert len(action.message) == 200_000 and action.task_context.ground_truth == "1,2"
 
 
-def test_a_ground_truth_that_the_reward_cannot_read_is_refused_with_its_file_and_line(tmp_path):
-    """Bad input, rows B3 and B15."""
+def test_unreadable_ground_truth_is_refused_with_file_and_line(tmp_path):
+    """A bad ground truth was noticed only after its episodes had run."""
 
     def check(truth):
         if truth == "?":
@@ -194,7 +194,7 @@ def test_benchmarks_are_read_from_a_local_file(tmp_path, name, row, answer):
     assert action.message == "?" and action.task_context.ground_truth == answer
 
 
-def test_benchmarks_are_loaded_with_the_package_datasets(monkeypatch):
+def test_benchmarks_are_loaded_with_datasets(monkeypatch):
     asked = []
     module = ModuleType("datasets")
     rows = {"question": "?", "problem": "?", "answer": "#### 5", "id": 1}
@@ -209,15 +209,15 @@ def test_benchmarks_are_loaded_with_the_package_datasets(monkeypatch):
         assert len(load_benchmark(name)) == 1
     assert ("openai/gsm8k", "main", "test") in asked and len(asked) == 4
     rows["answer"] = "5"
-    with pytest.raises(TaskError, match="gsm8k, row 1: its answer has no '#### result'"):
+    with pytest.raises(TaskError, match="gsm8k, row 1: the answer has no '#### result'"):
         load_benchmark("gsm8k")
 
 
-def test_what_is_missing_is_told(monkeypatch):
+def test_missing_package_and_benchmark_are_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TaskError, match=r"pip install -e '.\[datasets\]', or name a local file"):
+    with pytest.raises(TaskError, match=r"pip install -e '.\[datasets\]', or pass a local file"):
         load_benchmark("gsm8k")
-    with pytest.raises(TaskError, match="there is no benchmark 'gsm9k': aime-2024"):
+    with pytest.raises(TaskError, match="there is no benchmark 'gsm9k'; choose one of aime-2024"):
         load_benchmark("gsm9k")
 
 
@@ -239,20 +239,20 @@ def keys(path):
     return [one["key"] for _, one in read_records(path)]
 
 
-async def test_records_come_back_in_the_order_of_their_writing(tmp_path):
+async def test_records_are_read_in_the_order_of_writing(tmp_path):
     await write_records(tmp_path / "r.jsonl", range(50))
     assert keys(tmp_path / "r.jsonl") == [f"k{n}" for n in range(50)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data(), count=st.integers(1, 5))
-def test_a_file_cut_at_any_byte_keeps_its_whole_records_and_takes_more(tmp_path, data, count):
+def test_truncated_file_keeps_complete_records_and_grows(tmp_path, data, count):
     path = tmp_path / "cut.jsonl"
     path.write_bytes(b"".join(record(n) for n in range(count)))
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
-    # A record that lacks nothing but its newline is whole.
+    # A record that lacks only its newline is complete.
     expected = [f"k{n}" for n in range(count) if len(b"".join(record(m) for m in range(n + 1))) - 1 <= cut]
     asyncio.run(write_records(path, [99]))
     assert keys(path) == [*expected, "k99"]
@@ -260,7 +260,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_records_and_takes_more(tmp_path,
     assert path.read_bytes() == kept + record(99)
 
 
-async def test_a_record_is_acknowledged_after_its_fsync_and_those_that_wait_share_one(tmp_path, monkeypatch):
+async def test_records_are_acknowledged_after_a_shared_fsync(tmp_path, monkeypatch):
     synced = []
     fsync = os.fsync
     path = tmp_path / "r.jsonl"
@@ -283,7 +283,7 @@ async def test_a_record_is_acknowledged_after_its_fsync_and_those_that_wait_shar
     assert len(synced) <= 3
 
 
-async def test_a_cancelled_caller_has_not_withdrawn_its_record(tmp_path):
+async def test_record_of_a_cancelled_caller_is_written(tmp_path):
     file = CheckpointFile(tmp_path / "r.jsonl")
 
     async def one():
@@ -297,8 +297,8 @@ async def test_a_cancelled_caller_has_not_withdrawn_its_record(tmp_path):
     assert keys(tmp_path / "r.jsonl") == ["k1"]
 
 
-async def test_a_file_is_closed_idly_though_anyio_has_cancelled_the_caller(tmp_path, monkeypatch):
-    """A11: a cancel scope cancels again in every round of the event loop."""
+async def test_closing_in_a_cancelled_scope_does_not_spin(tmp_path, monkeypatch):
+    """A cancel scope cancels again in every iteration of the event loop."""
     path, fsync = tmp_path / "r.jsonl", os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.4) or fsync(fd))
     file = CheckpointFile(path)
@@ -313,7 +313,7 @@ async def test_a_file_is_closed_idly_though_anyio_has_cancelled_the_caller(tmp_p
     assert keys(path) == ["k1"]
 
 
-async def test_a_full_disk_is_a_clear_error_and_leaves_whole_records_only(tmp_path, monkeypatch):
+async def test_full_disk_is_a_clear_error_and_keeps_complete_records(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     file = CheckpointFile(path)
     await file.append(lambda: record(1))
@@ -333,7 +333,7 @@ async def test_a_full_disk_is_a_clear_error_and_leaves_whole_records_only(tmp_pa
     assert path.read_bytes() == record(1)
 
 
-async def test_of_records_that_wait_together_those_that_fit_are_kept(tmp_path, monkeypatch):
+async def test_full_disk_keeps_the_records_that_fit(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     file = CheckpointFile(path)
     pwrite, room = os.pwrite, 2 * len(record(1)) + 5
@@ -351,7 +351,7 @@ async def test_of_records_that_wait_together_those_that_fit_are_kept(tmp_path, m
     assert path.read_bytes() == record(0) + record(1)
 
 
-async def test_a_record_that_was_written_for_nobody_and_is_lost_is_logged(tmp_path, monkeypatch, caplog):
+async def test_lost_record_of_a_cancelled_caller_is_logged(tmp_path, monkeypatch, caplog):
     path, fsync = tmp_path / "r.jsonl", os.fsync
     file = CheckpointFile(path)
     waiting = [file.append(lambda n=n: record(n)) for n in range(3)]
@@ -364,12 +364,12 @@ async def test_a_record_that_was_written_for_nobody_and_is_lost_is_logged(tmp_pa
     waiting[1].cancel()
     await file.close()
     assert [isinstance(one.exception(), CheckpointError) for one in (waiting[0], waiting[2])] == [True, True]
-    assert len(caplog.messages) == 1 and "Input/output error" in caplog.text and "runs it again" in caplog.text
+    assert len(caplog.messages) == 1 and "Input/output error" in caplog.text and "later run repeats it" in caplog.text
     assert path.read_bytes() == b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-async def test_a_device_that_is_full_is_told_as_such():
+async def test_full_device_is_reported():
     with pytest.raises(CheckpointError):
         file = CheckpointFile("/dev/full")
         await file.append(lambda: record(1))
@@ -378,7 +378,7 @@ async def test_a_device_that_is_full_is_told_as_such():
 @pytest.mark.parametrize(
     "content", [b"question,answer\n1,2\n", b"torn text", b'{"question": "?"}\n', b'{"key":"a"}\nnot ours']
 )
-def test_a_file_that_is_someone_elses_is_not_touched(tmp_path, content):
+def test_file_of_another_kind_is_not_changed(tmp_path, content):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -386,14 +386,14 @@ def test_a_file_that_is_someone_elses_is_not_touched(tmp_path, content):
     assert path.read_bytes() == content
 
 
-def test_damage_in_the_middle_is_told_with_its_line(tmp_path):
+def test_damaged_record_is_reported_with_its_line(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_bytes(record(1) + record(2)[:-9] + b"\n" + record(3))
     with pytest.raises(CheckpointError, match="line 2: damaged"):
         list(read_records(path))
 
 
-def test_a_second_writer_is_refused_in_this_process_and_in_another(tmp_path):
+def test_second_writer_is_refused(tmp_path):
     lock = lock_file(tmp_path / "r.lock")
     with pytest.raises(CheckpointError, match="another evaluation is writing there"):
         lock_file(tmp_path / "r.lock")
@@ -409,7 +409,7 @@ def test_a_second_writer_is_refused_in_this_process_and_in_another(tmp_path):
     lock_file(tmp_path / "r.lock").release()
 
 
-async def test_a_record_is_read_again_from_where_it_was_written(tmp_path):
+async def test_record_is_read_from_its_position(tmp_path):
     file = CheckpointFile(tmp_path / "r.jsonl")
     places = await asyncio.gather(*(file.append(lambda n=n: record(n, 10 * n)) for n in range(5)))
     places.append(await file.append(lambda: record(5)))
@@ -417,12 +417,12 @@ async def test_a_record_is_read_again_from_where_it_was_written(tmp_path):
     assert [read_record(place)["key"] for place in places] == [f"k{n}" for n in range(6)]
     assert [place for place, _ in read_records(tmp_path / "r.jsonl")] == places
     (tmp_path / "r.jsonl").write_bytes(record(1))
-    with pytest.raises(CheckpointError, match="has been changed"):
+    with pytest.raises(CheckpointError, match="has changed"):
         read_record(places[3])
 
 
-async def test_the_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkeypatch):
-    """Bytes written per record, for the first of ten records and behind ten thousand: no more than its own."""
+async def test_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkeypatch):
+    """Bytes written per record among the first ten, and after ten thousand: no more than its own."""
     path = tmp_path / "r.jsonl"
     await write_records(path, range(10_000), size=200)
     written = []
@@ -441,17 +441,17 @@ async def test_the_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkey
         max_leaves=8,
     )
 )
-def test_json_like_values_come_back_as_they_were(value):
+def test_json_values_survive_a_round_trip(value):
     assert decode(encode(value)) == value
 
 
 @given(st.dictionaries(st.text(), st.integers() | st.text(), max_size=5))
-def test_equal_values_have_equal_digests_whatever_their_order(value):
+def test_equal_values_have_equal_digests(value):
     assert digest(value) == digest(dict(reversed(value.items())))
     assert digest({**value, "": object}) != digest(value)
 
 
-def test_what_json_has_no_form_for_is_written_in_the_nearest_one():
+def test_values_without_a_json_form_become_the_nearest_one():
     import numpy as np
 
     loop: list = []
@@ -510,7 +510,7 @@ async def test_the_documented_example_runs():
     assert all(type(value) is float for value in metrics.values())
 
 
-async def test_every_sample_gets_its_own_copy_of_the_action_and_of_no_more_at_once_than_asked_for():
+async def test_samples_have_own_actions_and_limited_concurrency():
     running = most = 0
 
     async def play(action):
@@ -527,7 +527,7 @@ async def test_every_sample_gets_its_own_copy_of_the_action_and_of_no_more_at_on
     assert most == 4
 
 
-async def test_a_second_run_repeats_nothing_and_has_the_same_results(tmp_path):
+async def test_second_run_repeats_nothing(tmp_path):
     stub = StubEnvironment(lambda action: step_result(random.random()))
     first = await evaluator(stub, n_samples_per_prompt=2, output_path=tmp_path / "out").run(tasks(3))
     assert len(stub.episodes) == 6
@@ -539,7 +539,7 @@ async def test_a_second_run_repeats_nothing_and_has_the_same_results(tmp_path):
     assert len(lines(tmp_path / "out" / "results.jsonl")) == 6
 
 
-async def test_more_samples_or_tasks_later_add_what_is_missing_only(tmp_path):
+async def test_later_run_adds_only_missing_samples(tmp_path):
     stub, path = StubEnvironment(), tmp_path / "r.jsonl"
     await evaluator(stub, n_samples_per_prompt=1, output_path=path).run(tasks(2))
     await evaluator(stub, n_samples_per_prompt=3, output_path=path).run(tasks(3))
@@ -549,7 +549,7 @@ async def test_more_samples_or_tasks_later_add_what_is_missing_only(tmp_path):
     assert {prompt: len(samples) for prompt, samples in fewer.items()} == {"t0": 1}
 
 
-async def test_a_task_whose_content_changed_is_run_anew(tmp_path):
+async def test_changed_task_is_run_again(tmp_path):
     stub, path = StubEnvironment(), tmp_path / "r.jsonl"
     await evaluator(stub, output_path=path).run(tasks(1))
     changed = Action(message="another question", task_context=TaskContext(id="t0", ground_truth="0"))
@@ -560,7 +560,7 @@ async def test_a_task_whose_content_changed_is_run_anew(tmp_path):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(data=st.data())
-def test_a_results_file_cut_at_any_byte_is_completed_without_repeating_a_whole_record(tmp_path, data):
+def test_truncated_results_are_completed_without_repeats(tmp_path, data):
     def offsets(content):
         start = 0
         for line in content.splitlines():
@@ -586,8 +586,8 @@ def test_a_results_file_cut_at_any_byte_is_completed_without_repeating_a_whole_r
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 @pytest.mark.parametrize("reward_fn", [None, True])
-async def test_a_reward_that_is_no_finite_number_is_the_same_in_a_run_and_its_resumption(tmp_path, reward, reward_fn):
-    """B15."""
+async def test_non_finite_reward_is_stable_over_a_resume(tmp_path, reward, reward_fn):
+    """NaN became null in the file, so a resumed run counted the sample differently."""
     stub = StubEnvironment(lambda action: step_result(reward), reward_fn=reward_fn)
     runs = [evaluator(stub, output_path=tmp_path / "r.jsonl") for _ in range(2)]
     first, second = [await run.run(tasks(2)) for run in runs]
@@ -624,7 +624,7 @@ UNREACHABLE = StepResult(
     ],
     ids=["infrastructure", "aborted", "cancelled", "judge's server", "raised"],
 )
-async def test_failures_of_the_infrastructure_go_to_a_file_of_their_own_and_are_tried_again(tmp_path, failed):
+async def test_infrastructure_failures_are_kept_apart_and_retried(tmp_path, failed):
     path = tmp_path / "r.jsonl"
     results = await evaluator(StubEnvironment(failing(failed)), output_path=path).run(tasks(2))
     assert [sample.aborted for samples in results.values() for sample in samples] == [True, True]
@@ -646,13 +646,13 @@ ERRORS = {
     "raised": RuntimeError("the environment itself"),
     "raised for its time": asyncio.TimeoutError("too long"),
     "asked to exit": SystemExit(3),
-    "cancelled by nobody": asyncio.CancelledError(),
+    "cancelled by no caller": asyncio.CancelledError(),
 }
 
 
 @pytest.mark.parametrize("failed", ERRORS.values(), ids=list(ERRORS))
-async def test_an_answer_that_makes_its_grader_or_environment_fail_is_a_wrong_answer(tmp_path, failed):
-    """Row B16: two of four answers are right, and the others do not leave the denominator by failing."""
+async def test_answer_that_breaks_its_grader_is_wrong(tmp_path, failed):
+    """Two of four answers are right, and the others must not leave the denominator by failing."""
 
     def play(action):
         return failing(failed)(action) if action.task_context.id in ("t1", "t2") else step_result()
@@ -671,8 +671,8 @@ async def test_an_answer_that_makes_its_grader_or_environment_fail_is_a_wrong_an
     assert [results[prompt][0].is_errored for prompt in ("t0", "t1", "t2", "t3")] == [False, True, True, False]
 
 
-async def test_errors_are_run_again_when_that_is_asked_for(tmp_path):
-    """Row B16."""
+async def test_retry_errors_runs_errored_samples_again(tmp_path):
+    """Errored samples must not be retried by default, but can be."""
     path = tmp_path / "r.jsonl"
     broken = step_result(None, error="reward function: KeyError: 'typo'")
     await evaluator(StubEnvironment(failing(broken)), output_path=path).run(tasks(3))
@@ -685,8 +685,8 @@ async def test_errors_are_run_again_when_that_is_asked_for(tmp_path):
     assert run.compute_metrics(results)["pass@1"] == 1.0 == run.compute_metrics(read_results(path)[1])["pass@1"]
 
 
-async def test_an_environment_that_cannot_be_made_says_nothing_of_the_policy():
-    """Row B16."""
+async def test_sample_without_an_environment_is_dropped():
+    """A failing factory counted as a wrong answer."""
 
     async def factory(action):
         raise RuntimeError("no sandbox")
@@ -696,8 +696,8 @@ async def test_an_environment_that_cannot_be_made_says_nothing_of_the_policy():
     assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
 
 
-async def test_who_judges_by_itself_and_leaves_a_reward_out_has_not_taken_the_sample_out():
-    """Row B16: an environment of one's own without a reward function, whose step fails to give some rewards."""
+async def test_missing_reward_of_a_self_judging_step_is_an_error():
+    """A step without a reward function that leaves out some rewards must not drop samples."""
     stub = StubEnvironment(lambda action: step_result(1.0 if action.task_context.id == "t0" else None), reward_fn=None)
     run = evaluator(stub)
     metrics = run.compute_metrics(await run.run(tasks(2)))
@@ -713,7 +713,7 @@ async def test_who_judges_by_itself_and_leaves_a_reward_out_has_not_taken_the_sa
         (step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR), False),
     ],
 )
-async def test_without_a_reward_function_the_end_alone_decides_what_is_finished(result, finished):
+async def test_without_a_reward_function_the_outcome_decides(result, finished):
     stub = StubEnvironment(lambda action: result, reward_fn=None)
     run = evaluator(stub)
     results = await run.run(tasks(1))
@@ -723,7 +723,7 @@ async def test_without_a_reward_function_the_end_alone_decides_what_is_finished(
     assert "pass@1" not in metrics and metrics["pass@1_dropped_prompts"] == 1
 
 
-async def test_a_cancelled_run_keeps_what_is_finished_and_ends_what_is_not(tmp_path):
+async def test_cancelled_run_keeps_finished_samples(tmp_path):
     ended = []
     third = asyncio.Event()
     is_hanging = [True]
@@ -753,7 +753,7 @@ async def test_a_cancelled_run_keeps_what_is_finished_and_ends_what_is_not(tmp_p
     assert pairs(path) == [(f"t{n}", 0) for n in range(9)]
 
 
-async def test_a_full_disk_ends_the_run_and_a_later_one_goes_on(tmp_path, monkeypatch):
+async def test_full_disk_ends_the_run_and_a_later_run_resumes(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     pwrite, calls = os.pwrite, []
 
@@ -775,7 +775,7 @@ async def test_a_full_disk_ends_the_run_and_a_later_one_goes_on(tmp_path, monkey
     assert len(stub.episodes) == 40 - kept and len(pairs(path)) == 40
 
 
-async def test_what_cannot_be_synced_is_told_kept_by_nobody_and_run_again(tmp_path, monkeypatch):
+async def test_unsynced_results_are_reported_and_run_again(tmp_path, monkeypatch):
     path, fsync, synced = tmp_path / "r.jsonl", os.fsync, []
 
     def failing(fd):
@@ -796,16 +796,16 @@ async def test_what_cannot_be_synced_is_told_kept_by_nobody_and_run_again(tmp_pa
     assert len(stub.episodes) == 40 - len(kept) and len(pairs(path)) == 40
 
 
-async def test_another_configuration_is_refused_and_told_what_differs(tmp_path):
+async def test_another_configuration_is_refused_with_the_difference(tmp_path):
     path = tmp_path / "r.jsonl"
     await evaluator(StubEnvironment(), output_path=path, config={"model": "a", "temperature": 1.0}).run(tasks(1))
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match="another configuration: temperature was 1.0 and is 0.5; name another"):
+    with pytest.raises(CheckpointError, match="another configuration: temperature was 1.0 and is 0.5; use another"):
         await evaluator(StubEnvironment(), output_path=path, config={"model": "a", "temperature": 0.5}).run(tasks(1))
     assert path.read_bytes() == before
 
 
-async def test_two_runs_at_once_on_one_file_are_refused(tmp_path):
+async def test_two_concurrent_runs_on_one_file_are_refused(tmp_path):
     path = tmp_path / "r.jsonl"
     gate = asyncio.Event()
 
@@ -822,7 +822,7 @@ async def test_two_runs_at_once_on_one_file_are_refused(tmp_path):
     assert len(lines(path)) == 1
 
 
-async def test_equal_tasks_are_prompts_of_their_own_and_different_ones_with_one_id_are_refused(tmp_path):
+async def test_equal_tasks_are_prompts_and_shared_ids_are_refused(tmp_path):
     action = Action(message="same", task_context=TaskContext(ground_truth=1))
     stub = StubEnvironment()
     results = await evaluator(stub, output_path=tmp_path / "r.jsonl").run([action, action, action])
@@ -830,12 +830,12 @@ async def test_equal_tasks_are_prompts_of_their_own_and_different_ones_with_one_
     await evaluator(stub, output_path=tmp_path / "r.jsonl").run([action, action, action])
     assert len(stub.episodes) == 3
     other = [Action(message=text, task_context=TaskContext(id=7)) for text in "ab"]
-    with pytest.raises(DuplicateTaskError, match=r"tasks 0 and 1 \(from 0\) are different tasks with the same id '7'"):
+    with pytest.raises(DuplicateTaskError, match=r"tasks 0 and 1 \(from 0\) are different but have the same id '7'"):
         await evaluator(stub).run(other)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_tokens_are_kept_if_asked_for_also_over_a_resume(tmp_path, keep):
+async def test_tokens_are_kept_over_a_resume(tmp_path, keep):
     tokens = TokenObservation(token_ids=[1, 2, 3], prompt_length=1, loss_mask=[0, 1, 1], logprobs=[None, -0.5, -0.25])
 
     def play(action):
@@ -849,8 +849,8 @@ async def test_tokens_are_kept_if_asked_for_also_over_a_resume(tmp_path, keep):
         assert sample.step_result.observation.tokens == (tokens if keep else None)
 
 
-async def test_kept_tokens_are_on_the_disk_and_not_in_memory(tmp_path):
-    """Row B15: 40 samples of 20,000 tokens, which took 84 bytes each."""
+async def test_kept_tokens_are_on_disk_and_not_in_memory(tmp_path):
+    """Tokens of 40 samples of 20,000 tokens each stayed in memory, with 84 bytes per token."""
     length = 20_000
 
     def play(action):
@@ -885,7 +885,7 @@ async def test_kept_tokens_are_on_the_disk_and_not_in_memory(tmp_path):
         assert one.model_dump()["step_result"]["observation"]["tokens"]["logprobs"][7] == 1.0
 
 
-async def test_what_json_has_no_form_for_is_no_reason_to_lose_a_result(tmp_path):
+async def test_results_with_any_value_are_written(tmp_path):
     def play(action):
         result = step_result()
         result.reward = RewardResult(reward=1.0, info={"set": {1}, "loop": print, "half": "\ud83d"})
@@ -899,17 +899,17 @@ async def test_what_json_has_no_form_for_is_no_reason_to_lose_a_result(tmp_path)
     assert path.read_bytes().count(b"\n") == 1
 
 
-async def test_it_stops_after_so_many_failures_in_a_row(tmp_path):
-    down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="nobody there")
+async def test_run_stops_after_consecutive_failures(tmp_path):
+    down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="no server")
     stub = StubEnvironment(lambda action: down)
     run = evaluator(stub, max_concurrency=1, stop_after_failures=3, output_path=tmp_path / "r.jsonl")
-    with pytest.raises(EvaluationStoppedError, match="3 samples in a row failed.*infrastructure_error: nobody there"):
+    with pytest.raises(EvaluationStoppedError, match="3 samples in a row failed.*infrastructure_error: no server"):
         await run.run(tasks(50))
     assert len(stub.episodes) == 3
     assert len(lines(tmp_path / "r.failures.jsonl")) == 3
 
 
-async def test_results_are_read_again_with_the_failures_that_are_left(tmp_path):
+async def test_read_results_includes_remaining_failures(tmp_path):
     def play(action):
         down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="down")
         return down if action.task_context.id == "t1" else step_result()
@@ -923,12 +923,12 @@ async def test_results_are_read_again_with_the_failures_that_are_left(tmp_path):
         read_results(tmp_path / "nowhere")
 
 
-async def test_metrics_of_ones_own_are_put_beside_the_standard_ones():
+async def test_custom_metrics_are_added():
     run = evaluator(StubEnvironment(), metrics_fns=[lambda results: {"prompts_seen": len(results)}])
     assert run.compute_metrics(await run.run(tasks(3)))["prompts_seen"] == 3.0
 
 
-async def test_actions_may_come_from_an_async_generator():
+async def test_actions_from_an_async_generator():
     async def source():
         for action in tasks(3):
             yield action
@@ -945,12 +945,12 @@ async def test_actions_may_come_from_an_async_generator():
         {"success_threshold": float("nan")},
     ],
 )
-def test_what_cannot_work_is_refused(arguments):
+def test_invalid_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
         Evaluator(StubEnvironment().factory, **arguments)
 
 
-def test_the_bar_has_rate_remaining_time_running_reward_and_failures(capsys):
+def test_progress_bar_shows_rate_time_reward_and_failures(capsys):
     with Progress("sums", 10, [sample(1.0), sample(0.0)], shown=True) as progress:
         progress.add(sample(1.0))
         progress.add(sample(None, finished=False))
@@ -960,16 +960,16 @@ def test_the_bar_has_rate_remaining_time_running_reward_and_failures(capsys):
     )
 
 
-def test_nothing_is_shown_where_nobody_looks_at_a_terminal(capsys):
+def test_no_progress_bar_without_a_terminal(capsys):
     with Progress("sums", 2, []) as progress:
         progress.add(sample(1.0))
     assert capsys.readouterr().err == ""
 
 
-# === flat metrics with their intervals, and the comparison of two evaluations ===
+# === metrics with intervals, and comparison of two evaluations ===
 
 
-def test_numbers_of_a_small_case_by_hand():
+def test_metrics_of_a_small_case():
     results = {
         "a": [sample(1.0, "4"), sample(1.0, "4"), sample(0.0, "5"), sample(0.0, "6")],
         "b": [sample(0.0, "1"), sample(0.0, "1"), sample(0.0, "2"), sample(0.5, "3")],
@@ -984,13 +984,13 @@ def test_numbers_of_a_small_case_by_hand():
     assert not any(key.endswith("_if_dropped_failed") for key in metrics)
 
 
-def test_a_success_is_a_reward_of_at_least_the_threshold():
+def test_success_is_a_reward_of_at_least_the_threshold():
     results = {"a": [sample(0.5)]}
     assert standard_metrics(results, n_samples_per_prompt=1)["pass@1"] == 0.0
     assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=0.5)["pass@1"] == 1.0
 
 
-def test_dropped_samples_are_told_by_metric_with_what_they_could_have_meant():
+def test_dropped_samples_are_reported_for_each_metric():
     results = {
         "a": [sample(1.0), sample(1.0)],
         "b": [sample(1.0), sample(None, finished=False)],
@@ -1004,12 +1004,12 @@ def test_dropped_samples_are_told_by_metric_with_what_they_could_have_meant():
     assert metrics["pass@2_if_dropped_failed"] == pytest.approx(2 / 3)
     assert metrics["pass^2_if_dropped_failed"] == pytest.approx(1 / 3)
     assert metrics["avg@2_if_dropped_failed"] == 0.5
-    # Nobody else votes in b; in c nobody votes at all.
+    # In b there is no other vote; in c there are no votes.
     assert metrics["majority@2_if_dropped_failed"] == pytest.approx(2 / 3)
 
 
-def test_an_error_is_never_better_than_a_wrong_answer():
-    """Row B16: where wrong answers cost something, failing costs as much."""
+def test_error_is_never_better_than_a_wrong_answer():
+    """If wrong answers cost something, failing must cost as much."""
     errored = sample(None)
     errored.is_errored = True
     results = {"a": [sample(1.0)], "b": [sample(-1.0)], "c": [errored], "d": [sample(None, finished=False)]}
@@ -1018,11 +1018,11 @@ def test_an_error_is_never_better_than_a_wrong_answer():
     assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=-2.0)["pass@1"] == pytest.approx(2 / 3)
 
 
-def test_nothing_at_all_is_no_error():
+def test_metrics_without_samples():
     assert standard_metrics({}, n_samples_per_prompt=4)["prompts"] == 0
 
 
-def test_sizes_are_powers_of_two_and_the_number_itself():
+def test_sample_sizes_are_powers_of_two_and_n():
     assert sample_sizes(1) == [1] and sample_sizes(6) == [1, 2, 4, 6] and sample_sizes(8) == [1, 2, 4, 8]
 
 
@@ -1034,7 +1034,7 @@ def test_sizes_are_powers_of_two_and_the_number_itself():
         (r"\boxed{never closed", r"\boxed{never closed"),
     ],
 )
-def test_an_answer_is_boxed_or_the_whole_text(text, answer):
+def test_answer_is_the_box_or_the_whole_text(text, answer):
     one = sample(1.0, text)
     assert one.step_result.reward is not None
     one.step_result.reward.info.clear()
@@ -1042,7 +1042,7 @@ def test_an_answer_is_boxed_or_the_whole_text(text, answer):
 
 
 @pytest.mark.parametrize("verdict", ["no_answer", "not_boxed", "no_match"])
-def test_a_sample_in_which_the_reward_found_no_answer_has_no_vote(verdict):
+def test_sample_without_an_answer_has_no_vote(verdict):
     lost = [sample(0.0, "I do not know") for _ in range(2)]
     for one in lost:
         one.step_result.reward.info.update({"verdict": verdict, "extracted": None})
@@ -1057,8 +1057,8 @@ def judged(extracted, reward=0.0, **info):
     return one
 
 
-def test_answers_of_one_value_have_one_vote_together():
-    """B14."""
+def test_answers_with_equal_values_vote_together():
+    """Votes for one value in several notations were split."""
     right = [judged(text, 1.0, verdict="correct", ground_truth="1/2") for text in ("1/2", "0.5", "0.50")]
     wrong = [judged("3", verdict="wrong"), judged("3.0", verdict="wrong")]
     metrics = standard_metrics({"a": [*right, *wrong]}, n_samples_per_prompt=5)
@@ -1081,31 +1081,31 @@ def test_answers_of_one_value_have_one_vote_together():
     ],
 )
 def test_answers_count_by_value(answers, count):
-    """B14."""
+    """Votes for one value in several notations were split."""
     assert len({answer_of(judged(text)) for text in answers}) == count
 
 
-def test_answers_that_are_no_mathematics_count_by_their_words():
+def test_other_answers_count_by_their_words():
     hostile = ["(" * 5000, "{" * 1900, "1+" * 900 + "1", "$" * 1001, "a" * 100_000]
     assert len({answer_of(judged(text)) for text in hostile}) == 5
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_and_pass_hat_k_are_what_counting_all_draws_gives(case):
+def test_pass_at_k_and_pass_hat_k_match_enumeration(case):
     n, c, k = case
     draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k([n], [c], k)[0] == pytest.approx(sum(map(any, draws)) / len(draws))
     assert pass_hat_k([n], [c], k)[0] == pytest.approx(sum(map(all, draws)) / len(draws))
 
 
-def test_large_numbers_agree_with_the_binomial_formula_and_do_not_overflow():
+def test_large_counts_match_the_binomial_formula():
     for n, c, k in [(1000, 3, 500), (2000, 1990, 1000), (256, 1, 128), (5000, 0, 5000)]:
         exact = 1 - math.comb(n - c, k) / math.comb(n, k)
         assert pass_at_k([n], [c], k)[0] == pytest.approx(exact, abs=1e-12)
         assert pass_hat_k([n], [c], k)[0] == pytest.approx(math.comb(c, k) / math.comb(n, k), abs=1e-12)
 
 
-def test_both_estimators_are_unbiased_for_a_policy_of_known_skill():
+def test_both_estimators_are_unbiased():
     rng = np.random.default_rng(7)
     skill, n = 0.3, 8
     c = rng.binomial(n, skill, size=200_000)
@@ -1127,14 +1127,14 @@ def test_majority_of_all_samples_is_the_most_frequent_answer():
     assert majority_at_k(["a", "b", "b"], [True, False, False], 3) == 0.0
 
 
-def test_a_tied_vote_is_shared_and_no_answer_does_not_vote():
+def test_ties_are_shared_and_missing_answers_do_not_vote():
     assert majority_at_k(["a", "b"], [True, False], 2) == 0.5
     assert majority_at_k(["a", None, None], [True, False, False], 3) == 1.0
     assert majority_at_k([None, None], [False, False], 2) == 0.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7), st.data())
-def test_majority_is_what_voting_in_every_draw_gives(samples, data):
+def test_majority_matches_enumeration(samples, data):
     k = data.draw(st.integers(1, len(samples)))
     expected = []
     for draw in itertools.combinations(samples, k):
@@ -1146,20 +1146,20 @@ def test_majority_is_what_voting_in_every_draw_gives(samples, data):
     assert majority_at_k(answers, successes, k) == pytest.approx(np.mean(expected))
 
 
-def test_majority_of_some_samples_agrees_with_a_closed_form():
+def test_majority_matches_a_closed_form():
     # 3 of 5 samples, two answers, 3 right ones: the majority is right if at least 2 of the 3 drawn are.
     expected = (math.comb(3, 3) + math.comb(3, 2) * math.comb(2, 1)) / math.comb(5, 3)
     assert majority_at_k(list("aaabb"), [True] * 3 + [False] * 2, 3) == pytest.approx(expected)
 
 
-def test_majority_of_many_samples_is_sampled_and_near_the_closed_form():
+def test_majority_of_many_samples_is_near_the_closed_form():
     answers, successes = ["a"] * 18 + ["b"] * 14, [True] * 18 + [False] * 14
     exact = sum(math.comb(18, right) * math.comb(14, 9 - right) for right in range(5, 10)) / math.comb(32, 9)
     assert majority_at_k(answers, successes, 9) == pytest.approx(exact, abs=0.04)
     assert majority_at_k(answers, successes, 9) == majority_at_k(answers, successes, 9)
 
 
-def test_the_interval_of_many_values_is_near_the_t_interval():
+def test_interval_of_many_values_is_near_the_t_interval():
     values = np.random.default_rng(3).normal(10, 2, size=4000)
     interval = mean_over_prompts(values)
     half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
@@ -1171,12 +1171,11 @@ def test_the_interval_of_many_values_is_near_the_t_interval():
 
 @pytest.mark.parametrize("prompts", [5, 6, 10, 30, 100, 500])
 @pytest.mark.parametrize("kind", ["pass@1", "pass@k", "difference of two policies"])
-def test_intervals_hold_the_truth_in_nine_of_ten_evaluations(prompts, kind):
-    """Row B12: 400 simulated evaluations of each of many policies whose rates are known.
+def test_intervals_contain_the_truth_in_nine_of_ten_runs(prompts, kind):
+    """Simulate 400 evaluations of each of many policies with known success rates.
 
-    A policy answers a prompt rightly with a rate of that prompt, from a beta distribution with the policy's rate as its
-    mean. The correlation is that of two samples of one prompt: with 0 all prompts are alike, with 1 a prompt is always
-    answered rightly or never.
+    The success rate of a prompt is drawn from a beta distribution whose mean is the policy's rate. The correlation is
+    between two samples of one prompt: with 0 all prompts are equal, with 1 each prompt always succeeds or never does.
     """
     rates = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
     draws, correlations, gains = ((1, 1), (8, 1)), (0.0, 0.3, 1.0), (None,)
@@ -1191,7 +1190,7 @@ def test_intervals_hold_the_truth_in_nine_of_ten_evaluations(prompts, kind):
         rate, (samples, k), correlation, gain = cell
 
         def successes(mean, samples=samples, correlation=correlation):
-            if samples == 1 or correlation == 1:  # of one sample the correlation changes nothing
+            if samples == 1 or correlation == 1:  # the correlation does not affect one sample
                 return rng.binomial(1, mean, (400, prompts)) * samples
             if correlation == 0:
                 return rng.binomial(samples, mean, (400, prompts))
@@ -1213,13 +1212,13 @@ def test_intervals_hold_the_truth_in_nine_of_ten_evaluations(prompts, kind):
         low, high = mean_bounds(values, scale=scale)
         held[cell] = np.mean((low <= truth + 1e-9) & (truth - 1e-9 <= high))
     assert len(held) >= 40
-    # Three standard errors below the 0.90 that is promised.
+    # Three standard errors below the documented 0.90.
     assert min(held.values()) >= 0.90 - 3 * math.sqrt(0.9 * 0.1 / 400), held
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
-def test_equal_values_still_leave_room_for_what_was_not_seen(value):
-    """Row B12: two of two right say next to nothing, and 30 of 30 not that every prompt is answered."""
+def test_equal_values_have_an_interval_of_positive_width(value):
+    """Two right answers of two say little, and 30 of 30 not that every prompt is answered."""
     for prompts, width in ((2, 0.9), (5, 0.4), (30, 0.05), (500, 0.002)):
         interval = mean_over_prompts([value] * prompts)
         assert interval.low <= interval.value <= interval.high
@@ -1229,19 +1228,19 @@ def test_equal_values_still_leave_room_for_what_was_not_seen(value):
     assert mean_over_prompts([0.0] * 5, scale=(-1, 1)).low < 0 < mean_over_prompts([0.0] * 5, scale=(-1, 1)).high
 
 
-def test_values_beyond_the_scale_widen_it_and_one_prompt_has_no_interval():
+def test_scale_is_extended_and_one_prompt_has_no_interval():
     interval = mean_over_prompts([-2.0, 0.5, 3.0, 1.0])
     assert -2.0 <= interval.low < 0 and 1 < interval.high <= 3.0
     assert (mean_over_prompts([1.0]).low, mean_over_prompts([1.0]).high) == (None, None)
-    with pytest.raises(ValueError, match="no prompts"):
+    with pytest.raises(ValueError, match="at least one prompt"):
         mean_over_prompts([])
 
 
-# --- two evaluations side by side ---
+# --- comparison of two evaluations ---
 
 
 def evaluation(rewards, *, errored=()):
-    """A run of prompts by id, whose content is their id."""
+    """Return an evaluation of prompts whose content is their id."""
     results = {
         prompt: [
             sample(
@@ -1258,7 +1257,7 @@ def evaluation(rewards, *, errored=()):
     return Run("b", {}, 2, {prompt: f"content-{prompt}" for prompt in rewards}), results
 
 
-def test_a_difference_is_by_prompt_over_the_prompts_of_both():
+def test_difference_is_by_common_prompt():
     first = evaluation({"a": [1.0, 0.0], "b": [0.0, 0.0], "only": [1.0, 1.0]})
     second = evaluation({"b": [1.0, 1.0], "a": [1.0, 0.0], "c": [0.0, 0.0], "d": [None, None]})
     told = compare(first, second)
@@ -1268,15 +1267,15 @@ def test_a_difference_is_by_prompt_over_the_prompts_of_both():
     assert "prompts in both: 2, in A only: 1, in B only: 1" in comparison_lines(told)
 
 
-def test_errors_count_as_wrong_in_a_comparison_too():
-    """Row B16."""
+def test_errors_count_as_wrong_in_a_comparison():
+    """Errored samples were left out of comparisons."""
     first = evaluation({"a": [1.0], "b": [1.0]})
     second = evaluation({"a": [1.0], "b": [None]}, errored=("b",))
     one = compare(first, second).differences[0]
     assert (one.first, one.second, one.worse) == (1.0, 0.5, 1)
 
 
-def test_pairing_finds_a_small_gain_that_two_intervals_do_not():
+def test_pairing_finds_a_small_gain():
     rng = np.random.default_rng(0)
     skills = rng.uniform(0, 0.9, size=100)
     first = evaluation({f"p{n}": list((rng.random(32) < skill).astype(float)) for n, skill in enumerate(skills)})
@@ -1291,13 +1290,13 @@ def test_pairing_finds_a_small_gain_that_two_intervals_do_not():
     assert alone[0].high > alone[1].low
 
 
-def test_two_evaluations_that_agree_in_every_prompt_may_still_differ():
-    """Row B12: no difference seen in a few prompts is not the certainty that there is none."""
+def test_equal_evaluations_may_still_differ():
+    """No difference in a few prompts does not prove that there is none."""
     same = evaluation({f"p{n}": [1.0, 1.0] for n in range(10)})
     for one in compare(same, same).differences:
         assert one.interval.low < -0.1 and one.interval.high > 0.1 and one.interval.value == 0.0
 
 
-def test_nothing_in_common_is_an_error():
+def test_comparison_without_common_prompts_is_an_error():
     with pytest.raises(ValueError, match="no prompt with scored samples in common"):
         compare(evaluation({"a": [1.0]}), evaluation({"b": [1.0]}))
