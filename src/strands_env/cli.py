@@ -157,15 +157,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def at_least_one(text: str) -> int:
     """Parse a positive whole number."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+    if not re.fullmatch(r"\+?0*[1-9][0-9]*", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def finite(text: str) -> float:
-    """Parse a number that is one: neither infinite nor NaN."""
-    number = float(text)
+    """Parse a finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return number
@@ -369,7 +371,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     try:
         model = model_config(arguments)
         with waiting("loading the model's tokenizer" if arguments.backend == "sglang" else "preparing the model"):
-            model_factory: Any = model_factory_of(model)
+            model_factory: Any = model_factory_of(arguments, model)
         with waiting(f"preparing {arguments.env}"):
             env_factory, reward = named_environment(arguments, model_factory)
         with waiting(f"loading and checking the tasks of {arguments.benchmark or arguments.dataset}"):
@@ -409,7 +411,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
     except (CheckpointError, EvaluationStoppedError, SGLangClientError) as error:
         told = re.sub(r"; use another file( for this one)?$", "; use another --output", one_line(error))
-        tell(f"strands-env: {told}")
+        tell(f"strands-env: {in_options(told)}")
         return FAILED
     except DuplicateTaskError as error:
         raise UsageError(error) from error
@@ -521,21 +523,32 @@ _OPTION_OF = {
 }
 
 
-def model_factory_of(model: dict[str, Any]) -> Any:
-    """Build the model factory; errors name options instead of fields.
+def in_options(text: str) -> str:
+    """A message with the options instead of the arguments that they set."""
+    return re.sub(rf"\b({'|'.join(_OPTION_OF)})\b", lambda match: _OPTION_OF[match[0]], text)
+
+
+def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> Any:
+    """Build the model factory; errors name options.
 
     Raises:
-        OSError: There is no such tokenizer.
-        ValueError: A value is wrong.
+        ValueError: A value is wrong, or there is no such tokenizer.
         ImportError: The backend's package is not installed.
     """
     from .core.models import build_model_factory
 
     try:
         return build_model_factory(model)
+    except OSError as error:
+        option = "--model" if arguments.tokenizer is None else "--tokenizer"
+        name = arguments.tokenizer or arguments.model
+        raise ValueError(f"{option} {name}: the tokenizer cannot be loaded: {error}") from error
     except ValueError as error:
-        pattern = re.compile(rf"\b({'|'.join(_OPTION_OF)})\b")
-        raise ValueError(pattern.sub(lambda match: _OPTION_OF[match[0]], str(error))) from error
+        told = in_options(str(error))
+        for option in ("client_args", "model_args", "sampling_params"):
+            if any(re.search(rf"\b{re.escape(name)}\b", told) for name in getattr(arguments, option)):
+                raise ValueError(f"--{option.replace('_', '-')}: {told}") from error
+        raise ValueError(told) from error
 
 
 def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
@@ -636,7 +649,10 @@ def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
             raise ValueError(f"{error}{hint}") from error
     if any(fields.values()):
         raise ValueError("--question-field, --answer-field and --id-field do not apply to --benchmark")
-    return load_benchmark(arguments.benchmark, arguments.dataset, **further)
+    try:
+        return load_benchmark(arguments.benchmark, arguments.dataset, **further)
+    except TaskError as error:
+        raise ValueError(str(error).replace("or pass a local file", "or pass a local copy as --dataset")) from error
 
 
 # --- what it prints ---

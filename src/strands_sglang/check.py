@@ -303,7 +303,8 @@ def _token_lines(tokens: list[str]) -> Iterator[str]:
 def _server_lines(server: RoundTrip) -> Iterator[str]:
     yield from fact_lines([("server", server.base_url)], column=17)
     if server.error is not None:
-        for line in fact_lines([("FAILED", server.error)], column=17):
+        told = server.error.replace("base_url", "--server")  # the option that sets it
+        for line in fact_lines([("FAILED", told)], column=17):
             yield line.replace("FAILED", paint("FAILED", "red"), 1)
         return
     counted = "one sequence" if server.sequences == 1 else f"{server.sequences} sequences"

@@ -106,10 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def port_number(text: str) -> int:
     """Parse a TCP port."""
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{number} is not between 0 and 65535")
-    return number
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 0 to 65535")
+    return int(text)
 
 
 def check(arguments: argparse.Namespace) -> int:

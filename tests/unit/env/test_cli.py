@@ -112,7 +112,7 @@ def test_a_server_that_gives_no_answer_is_one_line_and_exit_code_1(command, serv
     given = [*command, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 1, "retry_delay": 0.01}']
     assert run(given) == 1
     error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1 and "http://127.0.0.1:9" in error
+    assert len(error.splitlines()) == 1 and "http://127.0.0.1:9" in error and "correct --base-url" in error
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
@@ -207,7 +207,9 @@ def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command,
         ({"--env-args": '{"max_turnz": 1}'}, "max_turnz"),
         ({"--env-args": '{"max_turns": 0}'}, "--env calculator with --env-args: max_turns must be"),
         ({"--reward": "best"}, "neither one of math"),
-        ({"--tokenizer": "/no/such/folder"}, "/no/such/folder"),
+        ({"--tokenizer": "/no/such/folder"}, "--tokenizer /no/such/folder: the tokenizer cannot be loaded: "),
+        ({"--client-args": '{"max_retris": 1}'}, "--client-args: "),
+        ({"--model-args": '{"enable_thinkin": true}'}, "--model-args: "),
         ({"--base-url": "http://localhost:1/v1"}, "--base-url 'http://localhost:1/v1' ends in /v1"),
         ({"--config": "missing.json"}, "missing.json"),
         ({"--benchmark": "nothing"}, "there is no benchmark 'nothing'"),
@@ -324,6 +326,21 @@ def test_a_threshold_or_temperature_that_is_no_finite_number_is_refused(text, tm
     (tmp_path / "config.json").write_text('{"success_threshold": NaN}')
     assert run(["eval", "--config", tmp_path / "config.json"]) == 2
     assert "success_threshold cannot be NaN" in capsys.readouterr().err
+
+
+def test_a_benchmark_without_datasets_names_the_ways_to_get_it(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    place = command.index("--dataset")
+    assert run([*command[:place], *command[place + 2 :], "--benchmark", "gsm8k"]) == 2
+    assert "pip install -e '.[datasets]', or pass a local copy as --dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--n-samples=x", "--limit=0", "--concurrency=1.5", "--temperature=x"])
+def test_a_wrong_number_is_named_with_its_option(option, capsys):
+    with pytest.raises(SystemExit):
+        run(["eval", option])
+    name, _, value = option.partition("=")
+    assert f"argument {name}: {value} is not a " in capsys.readouterr().err
 
 
 def test_an_install_without_the_extra_says_what_is_missing():
