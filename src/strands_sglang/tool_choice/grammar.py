@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tool_parsers.reading.values import InvalidValueError, same_json, type_name, typed_value
+from ..tool_parsers.reading.schemas import same_json, type_name
+from ..tool_parsers.reading.values import InvalidValueError, typed_value
 from .schemas import Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
 
 Element = dict[str, Any]  # a part of a structural tag, which SGLang's documentation calls a format

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
-from ..tool_parsers.reading.values import (
+from ..tool_parsers.reading.schemas import (
     JSON_TYPES,
     allowed_types,
     resolve_reference,

@@ -28,7 +28,7 @@ from .reading.marks import (
     visible_text,
     without_reasoning,
 )
-from .reading.values import tool_schemas
+from .reading.schemas import tool_schemas
 from .results import (
     MAX_CALLS,
     BrokenCallError,

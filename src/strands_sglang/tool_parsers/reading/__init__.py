@@ -17,18 +17,15 @@ from .calls import (
     read_section,
 )
 from .marks import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
+from .schemas import JSON_TYPES, allowed_types, item_schema, property_schema
 from .values import (
-    JSON_TYPES,
     MAX_JSON_DEPTH,
     DecodedJSON,
     InvalidValueError,
-    allowed_types,
     decode_json,
     expect,
-    item_schema,
     json_or_python,
     next_item,
-    property_schema,
     read_arguments,
     read_literal,
     shorten,

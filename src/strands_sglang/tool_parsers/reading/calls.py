@@ -26,16 +26,8 @@ from ..results import (
     too_many_calls,
 )
 from .marks import CallSpan, Mark, MarkedText, MarkKind
-from .values import (
-    DecodedJSON,
-    InvalidValueError,
-    allowed_types,
-    decode_json,
-    property_schema,
-    shorten,
-    skip_space,
-    typed_value,
-)
+from .schemas import allowed_types, property_schema
+from .values import DecodedJSON, InvalidValueError, decode_json, shorten, skip_space, typed_value
 
 
 class Call(NamedTuple):

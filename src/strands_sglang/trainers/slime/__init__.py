@@ -8,8 +8,9 @@ when a function runs. Every object with slime's fields works.
 
 from __future__ import annotations
 
+from .rewards import check_reward_nonzero_std, grpo_rewards_by_group, make_reward
 from .rollout import EpisodeEnd, generate, make_generate
-from .samples import SlimeExportError, check_reward_nonzero_std, grpo_rewards_by_group, make_reward, to_slime_samples
+from .samples import SlimeExportError, to_slime_samples
 
 __all__ = [
     "EpisodeEnd",

@@ -48,11 +48,11 @@ from ...request_fields import checked_fields
 from ...tool_limiter import LoopLimitReachedError, ToolLimiter
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn, TurnStatus
+from .rewards import awaited
 from .samples import (
     RolloutSamples,
     SlimeExportError,
     as_reward,
-    awaited,
     context_limit,
     normalizes_by_group,
     to_slime_samples,

@@ -1,4 +1,4 @@
-"""slime's `Sample`s from a trajectory, for every outcome, and their rewards.
+"""slime's `Sample`s from a trajectory, for every outcome.
 
 docs/guides/slime.md has the table of outcomes. "All" tokens there are those of the sequence up to the last sampled one,
 since no call has shown later tool results to the model. Removed samples have a reward, because slime would otherwise
@@ -7,25 +7,15 @@ have its reward function score them.
 Prompt and response have at least one token each. Mask, logprobs and replayed data are aligned with the response's
 tokens; logprobs are finite, and 0.0 where the mask is 0. No field of an earlier run remains. Samples share no objects
 with the trajectory or with each other. An export raises only errors that the caller can fix.
-
-The reward functions are for `--custom-rm-path`, `--custom-reward-post-process-path` and
-`--dynamic-sampling-filter-path`. The samples of one rollout have one reward, which is requested once and counts once in
-its group. Removed samples get no reward from the function and do not affect their group's baseline. A reward that is
-missing or not finite removes its rollout, and never reaches the baseline or the loss.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import copy
-import inspect
 import logging
 import math
-import statistics
-import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,6 +136,12 @@ def main_sample(samples: Sequence[Any]) -> Any:
     """Return the sample with the main conversation of a rollout."""
     marked = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
     return next(marked, samples[-1])
+
+
+def rollout_of(sample: Any) -> Any:
+    """Return what the samples of one rollout share: `rollout_id`, or `index` as in slime; unique without either."""
+    known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
+    return next((one for one in known if one is not None), ("lone", id(sample)))
 
 
 class RolloutSamples(list[Any]):
@@ -292,7 +288,7 @@ def to_slime_samples(
         samples.append(target)
     if not fan_out:
         return samples[0]
-    rollout = _rollout_of(sample)  # slime rejects lists without a number; a new one is above every index
+    rollout = rollout_of(sample)  # slime rejects lists without a number; a new one is above every index
     rollout_id = uuid.uuid4().int >> 65 if isinstance(rollout, tuple) else int(rollout)
     for one in samples:
         one.rollout_id = rollout_id
@@ -618,168 +614,3 @@ def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tens
     import torch
 
     return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)
-
-
-# --- Rewards ---
-
-
-def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) -> Callable[..., Awaitable[Any]]:
-    """Make a function for `--custom-rm-path` from one that scores a single sample.
-
-    slime calls the result with a sample, or with a list of samples. All samples of a rollout get the reward of the one
-    with the main conversation. If the function raises, or returns None or a number that is not finite, the rollout's
-    samples are removed.
-
-    Args:
-        function: Function `function(args, sample, **kwargs)`, sync or async, that returns a number, or a dictionary
-            with `reward_key`. A sync function runs in its own thread.
-        failure_reward: Reward of removed samples.
-
-    Returns:
-        An async function for slime.
-
-    Examples:
-        >>> reward_func = make_reward(lambda args, sample, **kwargs: float(sample.label in sample.response))
-    """
-
-    async def score_rollout(args: Any, samples: list[Any], **kwargs: Any) -> Any:
-        failed = as_reward(args, failure_reward, evaluation=is_evaluation(samples[0]))
-        kept = [sample for sample in samples if not sample.remove_sample]
-        if not kept:
-            return failed if samples[0].reward is None else samples[0].reward
-        main = main_sample(kept)
-        try:
-            is_async = inspect.iscoroutinefunction(function)
-            called = function(args, main, **kwargs) if is_async else _in_own_thread(function, args, main, **kwargs)
-            reward = await awaited(await called)
-        except Exception:
-            logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
-        else:
-            if _value(args, reward, evaluation=is_evaluation(main)) is not None:
-                return reward
-            logger.warning("reward=<%r> | a reward is not a finite number", reward)
-        for sample in samples:
-            sample.remove_sample = True
-        return failed
-
-    async def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
-        """Return the reward of a sample, or a list of rewards for a list of samples."""
-        if not isinstance(samples, list):
-            return await score_rollout(args, [samples], **kwargs)
-        rollouts = _grouped(samples, _rollout_of)
-        scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
-        rewards = {id(sample): one for rollout, one in zip(rollouts, scored, strict=True) for sample in rollout}
-        return [rewards[id(sample)] for sample in samples]
-
-    return reward
-
-
-async def _in_own_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that may block or hang, outside the few threads that the whole process shares."""
-    called: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            called.set_result(function(*args, **kwargs))
-        except BaseException as error:
-            is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            called.set_exception(error if is_failure else RuntimeError(f"it raised {error!r}"))
-
-    threading.Thread(target=call, name="reward", daemon=True).start()
-    return await asyncio.wrap_future(called)
-
-
-def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """Normalize rewards by group, for `--custom-reward-post-process-path`.
-
-    slime's own normalization needs the same number of samples for each prompt; otherwise, as with `fan_out`, it treats
-    the whole batch as one group. Here a group is the samples with one `group_index`. Each rollout counts once, and a
-    rollout whose samples are all removed does not count. As in slime, the mean is subtracted, and for GRPO, GSPO and
-    CISPO the result is divided by the sample standard deviation (n - 1).
-
-    Args:
-        args: Parsed arguments of slime: `advantage_estimator`, `rewards_normalization`, `grpo_std_normalization`,
-            `reward_key`.
-        samples: Batch of samples.
-
-    Returns:
-        Raw rewards, in the order of the samples.
-        Normalized rewards, in the same order; 0.0 for removed samples.
-
-    Raises:
-        ValueError: A sample has no `group_index`.
-    """
-    values = [_value(args, sample.reward) for sample in samples]
-    for sample, value in zip(samples, values, strict=True):
-        if value is None:
-            # slime zeroes the masks of removed samples after this function has run.
-            logger.warning("reward=<%r> | a sample has no usable reward and is removed", sample.reward)
-            sample.remove_sample = True
-    raw = [0.0 if value is None else value for value in values]
-    if not normalizes_by_group(args):
-        return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
-    is_grpo = getattr(args, "advantage_estimator", "grpo") in ("grpo", "gspo", "cispo")
-    scaled = is_grpo and getattr(args, "grpo_std_normalization", True)
-    own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
-    trained = {id(sample): 0.0 for sample in samples}
-    for group in _grouped(samples, _prompt_of):
-        rollouts = _grouped((sample for sample in group if not sample.remove_sample), _rollout_of)
-        rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
-        mean = statistics.fmean(rewards) if rewards else 0.0
-        deviation = statistics.stdev(rewards) + 1e-6 if scaled and len(rewards) > 1 else 1.0
-        for rollout, reward in zip(rollouts, rewards, strict=True):
-            trained.update((id(sample), (reward - mean) / deviation) for sample in rollout)
-    return raw, [trained[id(sample)] for sample in samples]
-
-
-def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bool:
-    """Return whether a prompt's rollouts have different rewards, for `--dynamic-sampling-filter-path`.
-
-    This is slime's filter of the same name without removed samples: a group of equal rewards and one failure trains
-    nothing. It also accepts the lists from `fan_out`.
-
-    Args:
-        args: Parsed arguments of slime: `reward_key`.
-        samples: Samples of one prompt; a list of samples for each rollout with `fan_out`.
-        **kwargs: Further arguments from slime, which are ignored.
-    """
-    flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
-    kept = [sample for sample in flat if not sample.remove_sample]
-    rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, _rollout_of)]
-    known = [reward for reward in rewards if reward is not None]
-    return len(known) > 1 and max(known) - min(known) > 1e-6
-
-
-def _prompt_of(sample: Any) -> Any:
-    if sample.group_index is None:
-        raise ValueError(f"sample {sample.index} has no group_index, so its prompt is unknown")
-    return sample.group_index
-
-
-def _rollout_of(sample: Any) -> Any:
-    """Return what the samples of one rollout share: `rollout_id`, or `index` as in slime; unique without either."""
-    known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
-    return next((one for one in known if one is not None), ("lone", id(sample)))
-
-
-async def awaited(value: Any) -> Any:
-    """Return the result of a user's function, sync or async."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for sample in samples:
-        groups.setdefault(key(sample), []).append(sample)
-    return list(groups.values())
-
-
-def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
-    """Return a reward as a number; None if it is missing or not finite."""
-    if isinstance(reward, Mapping):
-        reward = reward.get(reward_key(args, evaluation=evaluation))
-    try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return value if math.isfinite(value) else None
