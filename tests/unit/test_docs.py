@@ -158,7 +158,9 @@ def test_the_outcome_table_is_that_of_the_code():
 
 
 async def test_the_table_of_masks_and_logprobs_is_what_is_recorded(chatml_tokenizer):
-    rows = table("What is recorded instead", "Tokens", "Loss mask", "Logprob", path=DOCS / "understand/tokens.md")
+    rows = table(
+        "Loss mask and logprob of each token", "Tokens", "Loss mask", "Logprob", path=DOCS / "understand/tokens.md"
+    )
     server = ScriptedSGLang(chatml_tokenizer, [MULTIPLY, "It is 425.", '{"product": 425}'])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     namespace = {}
