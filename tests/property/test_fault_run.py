@@ -4,12 +4,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import json
 import multiprocessing
 import random
 import threading
 from collections import Counter
 
 import pytest
+from httpx_aiohttp import AiohttpTransport
 
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangModel, TerminationReason, Trajectory, TurnStatus
 from strands_sglang.exceptions import causes
@@ -62,6 +64,7 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
             self.server = None
             self.kinds = Counter()
             self.broken = set()
+            self.cut = set()
             self.versions = 0
 
         async def answer(self, request):
@@ -83,6 +86,7 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
                 return await self.until_aborted(None, text)
             if draw < 0.03:
                 self.kinds["abort"] += 1
+                self.cut.add(request.rid)
                 return ScriptedAnswer(text[: len(text) // 2], finish_reason="abort")
             if draw < 0.40:
                 return await self.until_aborted(rng.random() * 0.02, text)
@@ -96,6 +100,16 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
             except asyncio.CancelledError:
                 return ScriptedAnswer(text[: len(text) // 2], finish_reason="length")
 
+    told = set()
+
+    class Telling(AiohttpTransport):
+        """Notes which requests the server is told to abort."""
+
+        async def handle_async_request(self, request):
+            if request.url.path == "/abort_request":
+                told.add(json.loads(request.content)["rid"])
+            return await super().handle_async_request(request)
+
     def key_of(request):
         return request.headers["x-smg-routing-key"]
 
@@ -104,7 +118,9 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
     chaos = Chaos()
     server = chaos.server = ScriptedSGLang(chatml_tokenizer, chaos.answer)
     with server.serve() as url:
-        async with SGLangClient(url, max_retries=4, retry_delay=0.001, timeout=2.0, abort_grace=60.0) as client:
+        async with SGLangClient(
+            url, transport=Telling, max_retries=4, retry_delay=0.001, timeout=2.0, abort_grace=60.0
+        ) as client:
 
             def make_model(number):
                 policy = "resume" if number % 2 else "raise"
@@ -131,7 +147,10 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
     # What a server sampled and nobody recorded belongs to an attempt that the client gave up, for another one that is.
     questions = {(key_of(request), *request.input_ids) for request in server.requests if request.rid in recorded}
     lost = [r for r in server.requests if r.rid in log and r.rid not in recorded and log[r.rid].output_ids]
-    assert [r.rid for r in lost if r.rid not in server.aborted] == []
+    # Where the machine is slow, an answer that the server has cut itself can come when the client has just told it to
+    # abort: nothing runs any more that it could abort.
+    given_up = {*server.aborted, *(chaos.cut & told)}
+    assert [r.rid for r in lost if r.rid not in given_up] == []
     assert [r.rid for r in lost if (key_of(r), *r.input_ids) not in questions] == []
 
 
