@@ -11,8 +11,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 
 import jinja2
 import pytest
@@ -39,34 +38,12 @@ WANTS_TEXT = frozenset({"deepseek_v3"})
 WANTS_BLOCKS = frozenset({"ministral_3"})
 
 
-@dataclass(frozen=True)
-class Message:
-    """An assistant message.
+# An assistant message: name and arguments of each call, visible text, text of the reasoning.
+Message = namedtuple("Message", ["calls", "text", "reasoning"], defaults=["", ""])
 
-    Attributes:
-        calls: Name and arguments of each call.
-        text: Visible text.
-        reasoning: Text of the reasoning.
-    """
-
-    calls: tuple
-    text: str = ""
-    reasoning: str = ""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The turn that a template writes for an assistant message, as if it had been sampled.
-
-    Attributes:
-        text: Text of the turn, without the token that ends it.
-        token_ids: Token ids of that text.
-        reasoning_open: Whether the prompt ended inside reasoning.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    reasoning_open: bool
+# The turn that a template writes for an assistant message, as if it had been sampled: its text without the token that
+# ends it, the token ids of that text, and whether the prompt ended inside reasoning.
+Sampled = namedtuple("Sampled", ["text", "token_ids", "reasoning_open"])
 
 
 @functools.cache
@@ -85,10 +62,9 @@ def sample(family, message):
     thinking = {"thinking": True, "enable_thinking": True} if message.reasoning else {}
 
     def render(messages, **keywords):
-        rendered = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             copy.deepcopy(messages), tools=TOOLS, tokenize=False, **thinking, **keywords
         )
-        return rendered
 
     prompt = render([QUESTION], add_generation_prompt=True)
     whole = render([QUESTION, _as_chat(family, message)])
@@ -155,8 +131,7 @@ def _as_chat(family, message):
     return chat
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(namedtuple("Loss", ["families", "why", "lost", "example", "same_as", "reads_as"], defaults=[(), None])):
     """Arguments that do not round-trip.
 
     Without `same_as` and `reads_as`, the call is rejected as malformed.
@@ -169,13 +144,6 @@ class Loss:
         same_as: Arguments of the calls for which the template writes the same text.
         reads_as: Other arguments that the text means in its format.
     """
-
-    families: tuple[str, ...]
-    why: str
-    lost: Callable
-    example: dict
-    same_as: tuple = ()
-    reads_as: dict | None = None
 
 
 # Templates that write no calls.

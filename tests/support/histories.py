@@ -9,7 +9,7 @@ import asyncio
 import copy
 import json
 import re
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -44,13 +44,8 @@ _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _CONTROL = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One change of an agent's history, system prompt or tools, at positions modulo its length."""
-
-    kind: str = "change"
-    at: int = 0
-    to: int = 0
+# One change of an agent's history, system prompt or tools, at positions modulo its length.
+Edit = namedtuple("Edit", ["kind", "at", "to"], defaults=["change", 0, 0])
 
 
 @dataclass(frozen=True)
@@ -92,12 +87,8 @@ class Step:
         yield from (kind for kind in ("injected", "held", "stored") if getattr(self, kind))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An episode, whose calls come from agents, or all of them from nobody (the model used alone)."""
-
-    steps: tuple[Step, ...] = ()
-    has_agents: bool = True
+# An episode, whose calls come from agents, or all of them from nobody (the model used alone).
+Plan = namedtuple("Plan", ["steps", "has_agents"], defaults=[(), True])
 
 
 def _one(weights):
