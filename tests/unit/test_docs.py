@@ -436,6 +436,13 @@ def test_one_call_is_at_most_seven_frames_in_four_files():
     assert [frame for frame in frames if frame not in documented] == []
 
 
+def test_files_named_for_contributors_exist():
+    pages = [DOCS / "architecture.md", *(DOCS / "contribute").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"[\w/]+/\w+\.py\b", page.read_text("utf-8"))}
+    folders = (ROOT, ROOT / "src", ROOT / "src/strands_sglang", ROOT / "src/strands_env")
+    assert sorted(name for name in named if not any((folder / name).is_file() for folder in folders)) == []
+
+
 @pytest.mark.parametrize("package", ["strands_sglang", "strands_env"])
 def test_the_documented_layers_are_the_import_contracts(package):
     rows = table("Who may import whom", f"`{package}`", "Responsible for", path=DOCS / "architecture.md")
