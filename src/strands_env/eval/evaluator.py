@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _MAX_CHECKED = 10
 """Most environments that are created to compare them with those of earlier results."""
 
+TICK = 1.0  # seconds between two updates of the progress bar's clock
+LOG_EVERY = 60.0  # seconds between two log lines where no bar is shown
+
 
 class EvaluationStoppedError(Exception):
     """`stop_after_failures` samples in a row were dropped or errored."""
@@ -389,6 +392,7 @@ class Progress(tqdm):
         self._rewards = 0.0
         self._rewarded = 0
         self._failed = 0
+        self._ended = 0
         for sample in done:
             self._count(sample)
 
@@ -398,12 +402,22 @@ class Progress(tqdm):
         self.update()
 
     async def tick(self) -> None:
-        """Keep the clock of the bar running until canceled: a sample may take minutes."""
+        """Until canceled, keep the clock of the bar running, or log the progress if there is no bar."""
+        logged = time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(TICK)
             self.refresh()
+            if self.disable and time.monotonic() - logged >= LOG_EVERY:
+                logged = time.monotonic()
+                logger.info(
+                    "samples=<%d>, total=<%d>, failed=<%d> | evaluation in progress",
+                    self._ended,
+                    self.total,
+                    self._failed,
+                )
 
     def _count(self, sample: EvalSample) -> None:
+        self._ended += 1
         self._failed += sample.is_errored or not sample.is_finished
         if sample.is_finished and sample.reward is not None:
             self._rewards += sample.reward

@@ -960,6 +960,27 @@ def test_progress_bar_shows_rate_time_reward_and_failures(capsys):
     )
 
 
+async def test_progress_is_logged_where_no_bar_is_shown(monkeypatch, caplog):
+    monkeypatch.setattr("strands_env.eval.evaluator.TICK", 0.001)
+    monkeypatch.setattr("strands_env.eval.evaluator.LOG_EVERY", 0.0)
+    caplog.set_level("INFO", logger="strands_env.eval.evaluator")
+    with Progress("sums", 3, [sample(1.0)], shown=False) as progress:
+        ticking = asyncio.ensure_future(progress.tick())
+        progress.add(sample(None, finished=False))
+        await asyncio.sleep(0.1)
+        ticking.cancel()
+    assert "samples=<2>, total=<3>, failed=<1>" in caplog.messages[0]
+
+
+async def test_the_clock_of_the_bar_runs_while_no_sample_ends(monkeypatch, capsys):
+    monkeypatch.setattr("strands_env.eval.evaluator.TICK", 0.001)
+    with Progress("sums", 3, [], shown=True) as progress:
+        ticking = asyncio.ensure_future(progress.tick())
+        await asyncio.sleep(0.2)
+        ticking.cancel()
+    assert capsys.readouterr().err.count("0/3") > 2
+
+
 def test_no_progress_bar_without_a_terminal(capsys):
     with Progress("sums", 2, []) as progress:
         progress.add(sample(1.0))
