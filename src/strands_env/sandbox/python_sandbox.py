@@ -140,22 +140,9 @@ class PythonSandbox:
     running a program. Each run has limits, no environment variables of the caller, no standard input and an empty
     folder. When it ends, its processes and files are gone. Threads and event loops may share a sandbox.
 
-    Args:
-        limits: Limits of each run.
-        mode: Mode to use. None takes the best one.
-        min_mode: Mode with the least acceptable protection. None accepts `uid`, or `unsafe` if `unsafe=True`.
-        unsafe: Whether to allow the mode `unsafe`.
-        python: Interpreter of the programs. They can import its packages, but no editable installs.
-        visible_paths: Further files and folders that programs may read. All users must be able to read them.
-        max_concurrency: Runs at a time, per event loop. Other runs wait, which does not count toward `wall_s`.
-
     Attributes:
         mode: Mode of all runs.
         limits: Limits of each run.
-
-    Raises:
-        SandboxUnavailableError: No allowed mode works on this machine. The message gives the reason for each.
-        ValueError: A mode does not exist or contradicts another argument, or a path does not exist.
 
     Examples:
         ```python
@@ -176,7 +163,21 @@ class PythonSandbox:
         visible_paths: Sequence[str | os.PathLike[str]] = (),
         max_concurrency: int = CONCURRENT_RUNS,
     ) -> None:
-        """Choose the mode."""
+        """Choose the best allowed mode.
+
+        Args:
+            limits: Limits of each run.
+            mode: Mode to use. None takes the best one.
+            min_mode: Mode with the least acceptable protection. None accepts `uid`, or `unsafe` if `unsafe=True`.
+            unsafe: Whether to allow the mode `unsafe`.
+            python: Interpreter of the programs. They can import its packages, but no editable installs.
+            visible_paths: Further files and folders that programs may read. All users must be able to read them.
+            max_concurrency: Runs at a time, per event loop. Other runs wait, which does not count toward `wall_s`.
+
+        Raises:
+            SandboxUnavailableError: No allowed mode works on this machine. The message gives the reason for each.
+            ValueError: A mode does not exist or contradicts another argument, or a path does not exist.
+        """
         self.limits = limits
         self._python = os.path.abspath(python)
         self._visible = tuple(os.path.abspath(path) for path in visible_paths)

@@ -72,14 +72,7 @@ class ToolParser:
     arguments; `parse_turn` passes those that the signature accepts. A parser that defines `read_call` or `CALLS`
     inherits `parse` from this class.
 
-    A mark is a delimiter such as `<tool_call>` or `</think>`. The arguments are also attributes.
-
-    Args:
-        tool_start_token: Mark before a call. None uses the format's own mark, here and below; an empty mark is never
-            found.
-        tool_end_token: Mark after a call.
-        think_start_token: Mark before reasoning.
-        think_end_token: Mark after reasoning.
+    A mark is a delimiter such as `<tool_call>` or `</think>`. The arguments of the constructor are also attributes.
 
     Attributes:
         CALLS: Reader and writer of the format's calls, unless the class overrides `read_call` and `write_call`.
@@ -91,10 +84,6 @@ class ToolParser:
         BEFORE_CALL: Pattern of the white space that a model may write before a call.
         THOUGHT: Text that belongs to the mark that opens reasoning.
         AFTER_REASONING: Text between reasoning and a call, besides white space.
-
-    Raises:
-        TypeError: The class defines neither `parse` nor a format.
-        ValueError: A mark around calls is empty although the format needs it.
     """
 
     DEFAULT_TOOL_START_TOKEN: ClassVar[str] = "<tool_call>"
@@ -130,7 +119,18 @@ class ToolParser:
         think_start_token: str | None = None,
         think_end_token: str | None = None,
     ) -> None:
-        """Set the marks."""
+        """Set the marks; None uses the format's own.
+
+        Args:
+            tool_start_token: Mark before a call.
+            tool_end_token: Mark after a call.
+            think_start_token: Mark before reasoning; if empty, it is never found.
+            think_end_token: Mark after reasoning; if empty, it is never found.
+
+        Raises:
+            TypeError: The class defines neither `parse` nor a format.
+            ValueError: A mark around calls is empty although the format needs it.
+        """
         marks = {
             "tool_start_token": (self.DEFAULT_TOOL_START_TOKEN, tool_start_token),
             "tool_end_token": (self.DEFAULT_TOOL_END_TOKEN, tool_end_token),

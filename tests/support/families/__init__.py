@@ -1,9 +1,9 @@
-"""Real chat templates and tokenizers of the model families, for tests, and what is known about them.
+"""Real chat templates and tokenizers of the model families, and a table of their properties.
 
-They are fetched once with `python tests/support/families/fetch.py` and are not part of the repository. Everything loads
-when first asked for and is kept for the process; where nothing was fetched, the test that asks fails in CI and is
-skipped elsewhere. The table is written down from the templates and the model cards, independently of
-`strands_sglang.families`, so that the tests can compare the two.
+`python tests/support/families/fetch.py` fetches them once; they are not part of the repository. They are loaded on
+first use and cached for the process. If they were not fetched, a test that needs them fails in CI and is skipped
+elsewhere. The table comes from the templates and the model cards, independently of `strands_sglang.families`, so tests
+can compare the two.
 """
 
 import copy
@@ -18,33 +18,33 @@ from transformers import PreTrainedTokenizerFast
 
 from support.families.fetch import cache_directory, is_fetched
 
-# What opens and what closes a piece of text.
+# The opening and the closing mark of a text.
 Marks = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family as the tests see it."""
+    """A model family."""
 
     name: str
-    # A file under `templates`, without its suffix; the folder is the package that it comes from.
+    # A file under `templates` without its suffix; the folder is the package that it comes from.
     template: str
     # A folder under `tokenizers`.
     tokenizer: str
-    # Tokens with which a sampled turn can end; first the usual one, then the odd ones.
+    # Tokens that can end a sampled turn, the usual one first.
     end_of_turn: tuple[str, ...]
     tool_format: str | None
     reasoning: Marks | None = None
     bos_token: str | None = None
-    # Default: the first end-of-turn token.
+    # None uses the first end-of-turn token.
     eos_token: str | None = None
-    # The tokenizer is a related one, to which the control tokens below were added.
+    # Whether the tokenizer is a related one with the control tokens below added.
     stand_in: bool = False
-    # Control tokens that the stand-in lacks; decoding can skip them.
+    # Added control tokens, which decoding can skip.
     control_tokens: tuple[str, ...] = ()
-    # Tokens that the stand-in lacks and that decoding always keeps.
+    # Added tokens that decoding always keeps.
     marks: tuple[str, ...] = ()
-    # What the template cannot do.
+    # Limitation of the template.
     note: str = ""
 
 
@@ -153,7 +153,7 @@ _TABLE = (
         end_of_turn=_DEEPSEEK_END,
         tool_format="deepseek_v3",
         bos_token=_DEEPSEEK_BOS,
-        note="drops tool calls, whether text comes with them or not",
+        note="drops tool calls, with or without text",
     ),
     Family(
         name="deepseek_v3",
@@ -163,7 +163,7 @@ _TABLE = (
         tool_format="deepseek_v3",
         reasoning=_THINK,
         bos_token=_DEEPSEEK_BOS,
-        note="wants the arguments as text",
+        note="expects the arguments as text",
     ),
     *(
         Family(
@@ -209,7 +209,7 @@ _TABLE = (
         end_of_turn=("<|eot|>", "<|eom|>", "<|end_of_text|>"),
         tool_format="llama4_pythonic",
         bos_token="<|begin_of_text|>",
-        note="writes every argument as a string, its quotes not escaped",
+        note="writes every argument as a string, without escaping quotes",
     ),
     Family(
         name="mistral_nemo",
@@ -271,7 +271,7 @@ _TABLE = (
         end_of_turn=("<end_of_turn>", "<eos>"),
         tool_format=None,
         bos_token="<bos>",
-        note="refuses tools",
+        note="rejects tools",
     ),
     Family(
         name="gemma_4",
@@ -290,7 +290,7 @@ _TABLE = (
         tool_format="granite",
         stand_in=True,
         control_tokens=_GRANITE_CONTROL,
-        note="drops the text that comes with a tool call",
+        note="drops text before a tool call",
     ),
     *(
         Family(
@@ -334,7 +334,7 @@ _TABLE = (
             *("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>"),
             *("<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
         ),
-        note="always opens a new turn; writes calls in another form than the one it asks for, and not beside text",
+        note="always opens a new turn; writes calls in another form than it asks for, and not after text",
     ),
     Family(
         name="smollm3",
@@ -350,12 +350,12 @@ _TABLE = (
     ),
 )
 
-# Every family, by name.
+# All families by name.
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
 
 
 def families_directory() -> Path:
-    """Return the folder with everything that was fetched; without it the test fails in CI and is skipped elsewhere."""
+    """Return the folder of the fetched files; without it, the test fails in CI and is skipped elsewhere."""
     if not is_fetched():
         how = "python tests/support/families/fetch.py fetches them (210 MB, under a minute)"
         reason = f"the real tokenizers and chat templates are not in the cache: {how}"
@@ -370,7 +370,7 @@ def load_template(name: str) -> str:
     """Return the text of a chat template.
 
     Args:
-        name: Of a family ("qwen3"), or of the template itself ("llama_cpp/Kimi-K2-Thinking").
+        name: Name of a family ("qwen3"), or of a template ("llama_cpp/Kimi-K2-Thinking").
     """
     template = FAMILIES[name].template if name in FAMILIES else name
     return (families_directory() / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
@@ -378,10 +378,10 @@ def load_template(name: str) -> str:
 
 @functools.cache
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return a family's tokenizer with its chat template. It is shared: `copy.copy` it before changing it.
+    """Return a family's tokenizer with its chat template. It is shared: use `copy.copy` before you change it.
 
     Args:
-        name: Of the family.
+        name: Name of the family.
     """
     family = FAMILIES[name]
     eos_token = family.eos_token or family.end_of_turn[0]
@@ -395,7 +395,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 def _vocabulary(
     name: str, control_tokens: tuple[str, ...], marks: tuple[str, ...], eos_token: str, bos_token: str | None
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer without a chat template; families that share one share its megabytes."""
+    """Return a tokenizer without a chat template, shared by the families that use it."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(families_directory() / "tokenizers" / name / "tokenizer.json"),
         clean_up_tokenization_spaces=False,

@@ -1,1 +1,1 @@
-"""Strands' own tests with `SGLangModel` in the place of their models: `make test-strands`."""
+"""Strands' own tests, run with `SGLangModel` instead of their models: `make test-strands`."""

@@ -1,8 +1,7 @@
-"""Run Strands' own tests, fetching them first: `python tests/support/strands_own [arguments of pytest]`.
+"""Fetch and run Strands' own tests: `python tests/support/strands_own [arguments of pytest]`.
 
-Nothing of the source distribution that holds them is part of the repository: the version and its checksum are pinned
-here, pip downloads it from wherever it is configured to, and it goes to `strands-tests/<checksum>` in the project's
-cache.
+They are not part of the repository. The version and the checksum of their source distribution are pinned here; pip
+downloads it from its configured index to `strands-tests/<checksum>` in the project's cache.
 """
 
 import os
@@ -12,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-# The package is also run by its path.
+# The package can also be run by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from strands_sglang.local.install import build_once, home
@@ -29,7 +28,7 @@ STRANDS = Source(
 
 
 def unpack(directory):
-    """Put Strands' `src`, `tests` and `tests_integ` into a folder."""
+    """Extract Strands' `src`, `tests` and `tests_integ` to a folder."""
     with (
         tempfile.TemporaryDirectory() as downloads,
         tarfile.open(verified_archive(STRANDS, Path(downloads), from_registry)) as archive,
@@ -41,13 +40,13 @@ def unpack(directory):
 
 
 def main(arguments):
-    """Return pytest's exit status."""
+    """Run pytest and return its exit status."""
     folder = build_once(home() / "strands-tests" / STRANDS.sha256[:12], unpack)
-    # The version whose tests these are, whichever is installed.
+    # The pinned version of Strands, not the installed one.
     paths = [folder / "src", Path(__file__).resolve().parents[2], *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-m", "pytest", "-p", "support.strands_own.plugin", "-p", "no:cacheprovider"]
-    # Some tests pass stand-ins around that no traceback should be searched for recursion.
+    # Native tracebacks: pytest's own compare local variables, which fails for some mocks.
     command += ["--override-ini=addopts=", "--tb=native", "-q", "-rf", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 

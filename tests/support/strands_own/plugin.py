@@ -1,12 +1,12 @@
-"""A pytest plugin for Strands' tests: puts `SGLangModel` in the place of their models, and leaves out what is listed.
+"""A pytest plugin that runs Strands' tests with `SGLangModel` instead of their models, and skips listed tests.
 
-A test's scripted model says what is answered, and all the rest is real: it is asked first, with just the arguments that
-the model got. What it streams becomes the text that a scripted server samples, so the answer takes the whole way:
-prompt, request, record, parser, stream events. What no such server could say (a guardrail's redaction, another
-provider's citations) is passed on as it came.
+A test's scripted model only chooses the response. It is called first, with the arguments that `SGLangModel` received.
+Its stream becomes the text that a scripted server samples, so the response passes through the whole model: prompt,
+request, record, parser and stream events. Events that no such server could produce (a guardrail's redaction, another
+provider's citations) are passed through unchanged.
 
-`left_out.json` has folders, files and tests by what their ids begin with, and for each the reason. An entry that leaves
-out nothing is an error, so that the list stays true.
+`left_out.json` lists folders, files and tests by the start of their ids, each with a reason. An entry that matches no
+test is an error.
 """
 
 import contextlib
@@ -31,38 +31,38 @@ LEFT_OUT = json.loads((HERE / "left_out.json").read_text(encoding="utf-8"))
 ANSWERS = json.loads((HERE / "cloud_answers.json").read_text(encoding="utf-8"))
 CLOUD_TESTS = "tests_integ"
 
-# A simulation of AWS, which their conftest file imports and no test uses that is run.
+# Strands' conftest imports this simulation of AWS, but no test that runs here uses it.
 _moto = types.ModuleType("moto")
 _moto.mock_aws = contextlib.nullcontext
 sys.modules.setdefault("moto", _moto)
 
 _FINISH_REASONS = {"end_turn": "stop", "tool_use": "stop", "max_tokens": "length"}
 
-# What the running call is answered with: some tests ask one model from two threads at once.
+# The response to the running call; a context variable, since some tests call one model from two threads.
 _next = ContextVar("next")
 
 
 class BrainModel(SGLangModel):
-    """An `SGLangModel` whose answers another model makes up.
+    """An `SGLangModel` whose responses come from another model.
 
     Attributes:
-        brain: That one.
+        brain: Model that chooses the responses.
     """
 
     def __init__(self, brain):
         self.brain = brain
-        self._sampled_ids = {}  # the model's own ids, by that of the script, which may repeat one
+        self._sampled_ids = {}  # the sampled ids by the script's id, which may repeat
         server = ScriptedSGLang(build_chatml_tokenizer(), lambda request: _next.get(), context_length=10_000_000)
         super().__init__(tokenizer=build_chatml_tokenizer(), client=server.client())
 
     async def stream(self, messages, tool_specs=None, system_prompt=None, tool_choice=None, **kwargs):
         kwargs["tool_choice"] = tool_choice
         signal = kwargs.get("cancel_signal")
-        cancelled = signal is not None and signal.is_set()  # then nothing is asked, and no answer is used up
+        cancelled = signal is not None and signal.is_set()  # then no request is made and no response is used
         asked = self.brain.stream(messages, tool_specs, system_prompt, **kwargs)
         events = [] if cancelled else [event async for event in asked]
         answer, ids = _as_sampled(events)
-        if answer is None or not (messages or system_prompt):  # chat templates refuse to render nothing
+        if answer is None or not (messages or system_prompt):  # chat templates cannot render an empty conversation
             for event in events:
                 yield event
             return
@@ -84,7 +84,7 @@ class BrainModel(SGLangModel):
             yield event
 
     def _with_sampled_ids(self, messages):
-        """Messages with the model's own ids: of an id's calls the first, the second, ... in their order."""
+        """Return messages with the sampled ids; calls with the same id are matched in order."""
         seen = Counter()
 
         def block(given):
@@ -100,7 +100,7 @@ class BrainModel(SGLangModel):
 
 
 def _as_sampled(events):
-    """What was streamed as a model of the Hermes format samples it, and the ids of its calls; None if none could."""
+    """Return a stream as text in the Hermes format, and the ids of its calls; None if no text could produce it."""
     reasoning = None
     text, stop_reason, calls = "", "end_turn", []
     use = None
@@ -144,10 +144,10 @@ def _as_sampled(events):
 
 
 class CloudModel(SGLangModel):
-    """In the place of a cloud's model: says what is scripted for the running test, and then "Hello.".
+    """A model that replaces a cloud provider's: it gives the scripted responses of the running test, then "Hello.".
 
     Attributes:
-        answers: What is left to be said in the running test, by all its models.
+        answers: Remaining responses of the running test, for all its models.
     """
 
     answers = []
@@ -164,7 +164,7 @@ _brains = {}
 
 
 def brain_of(model):
-    """The `SGLangModel` that gives the answers of a test's own model; that of a test as it is."""
+    """Return the `SGLangModel` that wraps a test's model; return an `SGLangModel` of this plugin unchanged."""
     if isinstance(model, BrainModel | AuxiliaryModel):
         return model
     if id(model) not in _brains:
@@ -173,8 +173,8 @@ def brain_of(model):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--own-models", action="store_true", help="run with Strands' own models, to compare")
-    parser.addoption("--all-tests", action="store_true", help="run what is left out, too")
+    parser.addoption("--own-models", action="store_true", help="run with Strands' own models, for comparison")
+    parser.addoption("--all-tests", action="store_true", help="run the tests of left_out.json too")
 
 
 def pytest_configure(config):
@@ -192,13 +192,13 @@ def pytest_configure(config):
     event_loop.stream_messages = with_brain
     from tests.fixtures import mocked_model_provider  # Strands' own
 
-    stand_in = mocked_model_provider.MockedModelProvider
+    original = mocked_model_provider.MockedModelProvider
 
     class MockedModelProvider(BrainModel):
-        """Strands' scripted model, as the brain of an `SGLangModel`."""
+        """An `SGLangModel` whose responses come from Strands' scripted model."""
 
         def __init__(self, *args, **kwargs):
-            super().__init__(stand_in(*args, **kwargs))
+            super().__init__(original(*args, **kwargs))
 
         index = property(lambda self: self.brain.index, lambda self, index: setattr(self.brain, "index", index))
 
@@ -234,7 +234,7 @@ def pytest_collection_modifyitems(config, items):
         and not any(_is_of(item.nodeid, entry) for item in left_out)
     ]
     if stale and config.args in (["tests"], [CLOUD_TESTS]):
-        raise pytest.UsageError(f"left_out.json names what is not there: {stale}")
+        raise pytest.UsageError(f"entries of left_out.json that match no test: {stale}")
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
