@@ -74,10 +74,10 @@ from support.environments import (
 )
 from support.slime import Sample, SlimeState, check_against_server, check_rollouts, slime_args, slime_sampling_params
 
-# === a step is one whole episode: its observation, its reward, its own trajectory ===
+# === a step is one episode: its observation, its reward, its own trajectory ===
 
 
-async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tokenizer):
+async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, [CALL, ANSWER])
     result = await env.step(ASK)
     observation = result.observation
@@ -97,7 +97,7 @@ async def test_a_step_has_the_episodes_messages_tokens_reward_and_end(chatml_tok
     assert [turn.status.value for turn in observation.trajectory.turns] == ["committed", "final"]
 
 
-async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
+async def test_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
     turns = [CALL + call("broken", reason="no") + "<tool_call>\n{not json\n</tool_call>", CALL, ANSWER]
     env, server = scripted_env(chatml_tokenizer, turns)
     metrics = (await env.step(ASK)).observation.metrics
@@ -120,14 +120,14 @@ async def test_the_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer)
     assert sum(one["parse_errors"] for one in metrics["tools"].values()) == 1
 
 
-async def test_limits_count_on_over_the_invocations_of_a_long_episode(chatml_tokenizer):
+async def test_limits_count_across_invocations(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [CALL] * 99, max_tool_iterations=40)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.MAX_TOOL_ITERATIONS_REACHED
     assert (result.observation.metrics["tool_iterations"], len(env.ran)) == (40, 40)
 
 
-async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(chatml_tokenizer):
+async def test_invocation_state_lasts_a_long_episode(chatml_tokenizer):
     seen = []
 
     @tool(context=True)
@@ -145,7 +145,7 @@ async def test_what_a_tool_keeps_for_the_invocation_is_there_in_a_long_episode(c
     assert seen == list(range(1, 41))
 
 
-async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokenizer):
+async def test_default_length_episode_is_one_invocation(chatml_tokenizer):
     class Invocations(HookProvider):
         def __init__(self):
             self.count = 0
@@ -162,7 +162,7 @@ async def test_an_episode_of_the_default_length_is_one_invocation(chatml_tokeniz
     assert hook.count == 1
 
 
-async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_tokenizer):
+async def test_steps_that_share_a_model_have_own_trajectories(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, lambda request: ANSWER if "tool_response" in request.text else CALL)
     results = await asyncio.gather(*(env.step(ASK) for _ in range(20)))
     assert len({id(result.observation.trajectory) for result in results}) == 20
@@ -172,7 +172,7 @@ async def test_steps_that_share_a_model_have_trajectories_of_their_own(chatml_to
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_model_factory_may_be_async_and_make_any_model(is_async):
+async def test_model_factory_may_be_async_and_return_any_model(is_async):
     model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], "It is 425."])
 
     async def later():
@@ -188,7 +188,7 @@ async def test_a_model_factory_may_be_async_and_make_any_model(is_async):
     assert result.observation.metrics["tools"]["calculator"]["calls"] == 1
 
 
-async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tokenizer, tmp_path):
+async def test_system_prompt_is_the_argument_or_the_file(chatml_tokenizer, tmp_path):
     class Prompted(CalculatorEnv):
         pass
 
@@ -206,7 +206,7 @@ async def test_the_system_prompt_is_the_given_one_or_that_of_the_file(chatml_tok
     assert told[2].startswith("<|im_start|>system\nGiven.\n\nFrom the task.")
 
 
-async def test_the_history_stands_before_the_question_and_is_no_part_of_the_observation(chatml_tokenizer):
+async def test_history_precedes_the_prompt_and_is_not_observed(chatml_tokenizer):
     history = [{"role": "user", "content": "My name is Ann."}, {"role": "assistant", "content": "Hello Ann."}]
     env, server = scripted_env(chatml_tokenizer, ["Ann."])
     action = Action(message="Who am I?", task_context={"conversation_history": history})
@@ -217,7 +217,7 @@ async def test_the_history_stands_before_the_question_and_is_no_part_of_the_obse
     assert action.model_dump() == before
 
 
-async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_tokenizer):
+async def test_tool_calls_in_the_action_are_not_counted(chatml_tokenizer):
     used = {"toolUse": {"toolUseId": "a", "name": "calculator", "input": {"expression": "1 * 1"}}}
     answered = {"toolResult": {"toolUseId": "a", "status": "success", "content": [{"text": "1"}]}}
     chat = [
@@ -234,7 +234,7 @@ async def test_tool_calls_in_the_action_are_not_counted_as_the_episodes(chatml_t
     assert len(result.observation.messages) == 8
 
 
-async def test_a_subclass_adds_metrics_and_may_do_so_async(chatml_tokenizer):
+async def test_compute_metrics_adds_metrics(chatml_tokenizer):
     class Counting(CalculatorEnv):
         async def compute_metrics(self, observation):
             return {"ran": len(self.ran), "calls": observation.metrics["tool_calls"]}
@@ -255,7 +255,7 @@ async def test_a_subclass_may_replace_the_metrics_and_add_to_them(chatml_tokeniz
     assert metrics == {"own": 1, "more": 2, "attempts": 1}
 
 
-async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer):
+async def test_failing_compute_metrics_keeps_the_episode(chatml_tokenizer):
     class Raising(CalculatorEnv):
         def compute_metrics(self, observation):
             raise KeyError("nothing")
@@ -266,14 +266,14 @@ async def test_metrics_that_raise_do_not_end_an_episode(chatml_tokenizer):
     assert result.error == "compute_metrics: KeyError: 'nothing'"
 
 
-async def test_verbose_prints_what_the_agent_does(chatml_tokenizer, capsys):
+async def test_verbose_prints_the_episode(chatml_tokenizer, capsys):
     for verbose in (False, True):
         env, _ = scripted_env(chatml_tokenizer, [ANSWER], verbose=verbose)
         await env.step(ASK)
         assert (ANSWER in capsys.readouterr().out) is verbose
 
 
-async def test_an_environment_without_anything_is_a_single_answer(chatml_tokenizer):
+async def test_plain_environment_runs_one_call(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
     env = Environment(lambda: SGLangModel(tokenizer=chatml_tokenizer, client=server.client()))
     result = await env.step(Action(message="Hi."))
@@ -281,7 +281,7 @@ async def test_an_environment_without_anything_is_a_single_answer(chatml_tokeniz
     assert env.last_result is result
 
 
-async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer):
+async def test_steps_work_in_several_event_loops(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER] * 3)
     results = [await asyncio.to_thread(asyncio.run, env.step(ASK)) for _ in range(3)]
     assert [result.reward.reward for result in results] == [1.0] * 3
@@ -302,13 +302,13 @@ async def test_steps_work_from_one_event_loop_after_the_other(chatml_tokenizer):
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_work_is_refused(setting):
+def test_invalid_setting_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         Environment(lambda: None, **setting)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1.0", RewardResult(reward=float("inf"))], ids=repr)
-async def test_a_reward_that_is_no_finite_number_is_none_at_all(value, chatml_tokenizer):
+async def test_non_finite_reward_is_no_reward(value, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     result = await env.step(ASK)
     assert result.reward is None
@@ -316,15 +316,15 @@ async def test_a_reward_that_is_no_finite_number_is_none_at_all(value, chatml_to
     assert result.error is not None and result.error.startswith("reward function: ")
 
 
-async def test_a_plain_number_is_a_reward(chatml_tokenizer):
+async def test_plain_number_is_a_reward(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(0.5))
     result = await env.step(ASK)
     assert result.reward == RewardResult(reward=0.5)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.array(0.5)], ids=repr)
-async def test_numbers_of_other_libraries_are_rewards(value, chatml_tokenizer):
-    """B15."""
+async def test_other_libraries_numbers_are_rewards(value, chatml_tokenizer):
+    """A reward that was a NumPy number ended in an error."""
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
     assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
 
@@ -338,7 +338,7 @@ async def test_numbers_of_other_libraries_are_rewards(value, chatml_tokenizer):
         (MemoryError(), False),
     ],
 )
-async def test_a_reward_that_fails_says_whether_the_infrastructure_did(error, is_infrastructure, chatml_tokenizer):
+async def test_reward_error_reports_infrastructure(error, is_infrastructure, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(error))
     result = await env.step(ASK)
     assert result.reward is None
@@ -346,14 +346,14 @@ async def test_a_reward_that_fails_says_whether_the_infrastructure_did(error, is
     assert result.reward_error_is_infrastructure is is_infrastructure
 
 
-async def test_a_reward_that_takes_too_long_fails_and_not_the_infrastructure(chatml_tokenizer):
+async def test_reward_timeout_is_not_infrastructure(chatml_tokenizer):
     hangs = Gives(asyncio.Event().wait)
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=hangs, reward_timeout=0.05)
     result = await env.step(ASK)
     assert result.reward_error is not None and not result.reward_error_is_infrastructure
 
 
-async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokenizer):
+async def test_judge_on_the_same_model_is_in_no_trajectory(chatml_tokenizer):
     class Judge(RewardFunction):
         async def compute(self, **kwargs):
             verdict = await Agent(model=model, callback_handler=None).invoke_async(ASK.message)
@@ -367,11 +367,11 @@ async def test_a_judge_on_the_same_model_is_in_nobodys_trajectory(chatml_tokeniz
     assert len(model.trajectory) == 0 and len(server.requests) == 10
 
 
-# --- what the user's code raises ---
+# --- exceptions of the user's code ---
 
 
-async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting():
-    """B9."""
+async def test_exception_without_a_text_does_not_block_its_caller():
+    """An exception whose `__str__` raises blocked its caller forever."""
 
     class Speechless(BaseException):
         def __str__(self):
@@ -385,8 +385,8 @@ async def test_an_error_whose_text_cannot_be_made_leaves_nobody_waiting():
 
 
 @pytest.mark.parametrize("place", ["reset", "compute_metrics"])
-async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own_episode(place):
-    """B9."""
+async def test_exception_without_a_text_ends_its_own_episode(place):
+    """An exception whose `__str__` raises blocked the episode or ended others."""
 
     class MuteError(Exception):
         def __str__(self):
@@ -400,7 +400,7 @@ async def test_an_error_of_an_environment_whose_text_cannot_be_made_ends_its_own
     assert "MuteError" in str((await env.step(ASK)).error)
 
 
-# --- the answer without thoughts ---
+# --- the answer without reasoning ---
 
 
 def answer(text):
@@ -428,20 +428,20 @@ def answer(text):
         ("I think> that <b>x</b>", "I think> that <b>x</b>"),
     ],
 )
-def test_the_answer_is_what_is_not_thought(text, expected):
-    """B5."""
+def test_final_response_excludes_reasoning(text, expected):
+    """Reasoning was part of the answer."""
     assert answer(text) == expected
 
 
 @pytest.mark.parametrize("part", ["<think>", "</think>", "<think>a</think>", "<", "a"])
-def test_it_takes_linear_time(part):
+def test_without_thinking_takes_linear_time(part):
     began = time.process_time()
     answer(part * (1_000_000 // len(part)))
     assert time.process_time() - began < 5
 
 
-def test_environment_alone_makes_and_drives_agents():
-    """What drives one elsewhere has no budgets, no trajectory of its own and no cleanup."""
+def test_only_environment_creates_and_invokes_agents():
+    """Agents invoked elsewhere have no budgets, no own trajectory and no cleanup."""
     package = Path(inspect.getfile(Environment)).parent.parent
     found = []
     for path in sorted(package.rglob("*.py")):
@@ -453,11 +453,11 @@ def test_environment_alone_makes_and_drives_agents():
     assert sorted(found) == [("core/environment.py", "Agent"), ("core/environment.py", "invoke_async")]
 
 
-# --- every way in which an episode ends: its reason, its reward, what it leaves, that it is cleaned up ---
+# --- every outcome: its reward, its record, its cleanup ---
 
 
 FAULT = ScriptedFault(status=500)
-LIMIT = 60.0  # seconds that nothing here takes, and that `late` lets pass
+LIMIT = 60.0  # seconds; only `late` exceeds it
 
 
 def late(request):
@@ -467,7 +467,7 @@ def late(request):
 
 
 class Hook(HookProvider):
-    """Calls a function at an event."""
+    """Hook that calls a function at an event."""
 
     def __init__(self, kind, function):
         self.kind, self.function = kind, function
@@ -555,7 +555,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-async def test_an_episode_ends_as_the_table_has_it(name, chatml_tokenizer):
+async def test_episode_ends_as_in_the_table(name, chatml_tokenizer):
     reason, answers, settings = ENDS[name]
     settings = dict(settings)
     action = settings.pop("action", ASK)
@@ -569,7 +569,7 @@ async def test_an_episode_ends_as_the_table_has_it(name, chatml_tokenizer):
     assert (result.reward is not None) is has_reward is bool(env.reward_fn.asked)  # type: ignore[union-attr]
     limits = OUTCOMES[reason].reward is RewardRule.COMPUTED or "cancels" in name
     assert (result.error is None) is limits
-    # Everything that was sampled is there, and every sampled token is trained once.
+    # Everything sampled is recorded, and every sampled token is trained once.
     trajectory = result.observation.trajectory
     assert trajectory is not None
     sampled = sum(len(turn.output_ids) for turn in trajectory.turns)
@@ -584,12 +584,12 @@ async def test_an_episode_ends_as_the_table_has_it(name, chatml_tokenizer):
     assert result.observation.messages[0]["role"] == "user"
 
 
-def test_every_reason_that_an_environment_knows_is_tried():
+def test_table_covers_every_outcome():
     tried = {reason for reason, _, _ in ENDS.values()}
     assert set(TerminationReason) - tried == {TerminationReason.MAX_MESSAGES_REACHED}  # no such budget here
 
 
-async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer):
+async def test_partial_answer_is_kept_on_timeout(chatml_tokenizer):
     async def slow(request):
         advance(LIMIT)
         try:
@@ -606,7 +606,7 @@ async def test_a_partial_answer_is_kept_when_the_time_is_up(chatml_tokenizer):
     assert result.reward is None
 
 
-async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
+async def test_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
     class Lingering(CalculatorEnv):
         def get_hooks(self):
             async def linger(event):
@@ -625,14 +625,14 @@ async def test_a_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
 # --- the environment's own code ---
 
 
-async def test_a_factory_that_makes_nothing_gets_no_model_of_strands():
+async def test_factory_that_returns_none_is_an_error():
     result = await CalculatorEnv(lambda: None).step(ASK)  # type: ignore[arg-type, return-value]
     assert result.termination_reason is TerminationReason.AGENT_ERROR
     assert result.error is not None and "the model factory returned None" in result.error
 
 
 @pytest.mark.parametrize("where", ["reset", "get_tools", "get_hooks", "model_factory", "cleanup"])
-async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documented_way(where, chatml_tokenizer):
+async def test_error_of_the_environment_ends_as_documented(where, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER])
 
     def fail():
@@ -652,14 +652,14 @@ async def test_code_of_the_environment_that_raises_ends_the_episode_in_a_documen
     assert env.steps[-1] == "cleanup"
 
 
-async def test_an_error_of_another_provider_is_one_of_the_infrastructure(chatml_tokenizer):
+async def test_error_of_another_provider_is_infrastructure(chatml_tokenizer):
     model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], ConnectionResetError("gone")])
     result = await CalculatorEnv(lambda: model).step(ASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
     assert result.error == "ConnectionResetError: gone"
 
 
-async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer):
+async def test_hanging_cleanup_times_out(chatml_tokenizer):
     class Hanging(CalculatorEnv):
         async def cleanup(self):
             await super().cleanup()
@@ -681,7 +681,7 @@ async def test_a_cleanup_that_hangs_is_given_up(chatml_tokenizer):
         ),
     ],
 )
-async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(function, error, chatml_tokenizer):
+async def test_failing_reward_function_is_reported(function, error, chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=function, reward_timeout=0.2)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -689,11 +689,11 @@ async def test_a_reward_function_that_fails_gives_no_reward_and_says_why(functio
     assert env.steps == ["reset", "cleanup"]
 
 
-# --- tools that hang ---
+# --- hanging tools ---
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind, chatml_tokenizer):
+async def test_hanging_tool_is_an_error_and_the_episode_continues(kind, chatml_tokenizer):
     import threading
 
     release = threading.Event()
@@ -726,7 +726,7 @@ async def test_a_tool_that_hangs_ends_with_an_error_and_the_episode_goes_on(kind
 
 
 @pytest.mark.parametrize("outcome", ["result", "own timeout"])
-async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome, chatml_tokenizer):
+async def test_finished_tool_keeps_its_result_on_a_late_loop(outcome, chatml_tokenizer):
     import threading
     import time
 
@@ -752,7 +752,7 @@ async def test_a_tool_that_is_done_keeps_its_result_on_a_late_loop(outcome, chat
     assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
 
 
-async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(chatml_tokenizer, monkeypatch):
+async def test_tool_that_ignores_cancellation_cannot_block(chatml_tokenizer, monkeypatch):
     monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.1)
 
     @tool
@@ -775,7 +775,7 @@ async def test_a_tool_that_ignores_being_cancelled_cannot_hold_an_episode(chatml
 
 
 @pytest.mark.parametrize("ended_by", ["time", "caller"])
-async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by, chatml_tokenizer):
+async def test_timed_tool_ends_before_cleanup(ended_by, chatml_tokenizer):
     started = asyncio.Event()
 
     @tool
@@ -806,7 +806,7 @@ async def test_a_timed_tool_is_at_its_end_before_the_cleanup(ended_by, chatml_to
     assert env.steps == ["reset", "let go", "cleanup"]
 
 
-async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(chatml_tokenizer, monkeypatch):
+async def test_tool_that_ignores_cancellation_is_cancelled_again(chatml_tokenizer, monkeypatch):
     monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.1)
     started, told = asyncio.Event(), []
 
@@ -830,7 +830,7 @@ async def test_a_tool_that_ignores_its_callers_cancellation_is_told_again(chatml
     assert env.steps == ["reset", "cleanup"]
 
 
-async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_tokenizer):
+async def test_unanswered_interrupt_is_an_agent_error(chatml_tokenizer):
     @tool(context=True)
     def ask_a_person(tool_context: Any) -> str:
         """Ask."""
@@ -845,7 +845,7 @@ async def test_an_interrupt_that_nobody_answers_is_no_end_of_the_policys(chatml_
 # --- retries ---
 
 
-async def test_a_failed_episode_is_begun_anew_where_that_is_asked_for(chatml_tokenizer):
+async def test_failed_episode_is_retried(chatml_tokenizer):
     env, _ = scripted_env(chatml_tokenizer, [CALL, FAULT, FAULT, CALL, ANSWER], retries=3, retry_delay=0.0)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -862,7 +862,7 @@ async def test_retries_end(chatml_tokenizer):
     assert (result.observation.metrics["attempts"], len(server.requests)) == (3, 3)
 
 
-async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer):
+async def test_abort_is_retried_only_if_named(chatml_tokenizer):
     answers = [ScriptedAnswer("Well", finish_reason="abort"), ANSWER]
     env, _ = scripted_env(chatml_tokenizer, answers, retries=1)
     assert (await env.step(ASK)).termination_reason is TerminationReason.ABORTED
@@ -874,7 +874,7 @@ async def test_an_abort_is_retried_only_where_it_is_named(chatml_tokenizer):
 # --- cancelled callers ---
 
 
-async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatml_tokenizer):
+async def test_cancelled_step_is_cleaned_up_and_keeps_its_record(chatml_tokenizer):
     gate = Gate(ScriptedAnswer("25 times", finish_reason="abort"))
     env, server = scripted_env(chatml_tokenizer, [CALL, gate], retries=5)
     step = asyncio.ensure_future(env.step(ASK))
@@ -891,8 +891,8 @@ async def test_a_cancelled_step_is_cleaned_up_and_leaves_what_was_recorded(chatm
     assert server.running == []
 
 
-async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokenizer):
-    """A11: a cancel scope cancels again in every round of the event loop, which must neither spin nor interrupt."""
+async def test_cleanup_in_a_cancelled_scope_does_not_spin(chatml_tokenizer):
+    """A cancel scope cancels in every iteration of the event loop: no spinning, no interrupted cleanup."""
     gate, finished = Gate(ScriptedAnswer("25 times", finish_reason="abort")), []
 
     class SlowToClean(CalculatorEnv):
@@ -915,7 +915,7 @@ async def test_a_step_that_anyio_has_cancelled_is_cleaned_up_idly(chatml_tokeniz
 
 
 @pytest.mark.parametrize("phase", ["reset", "metrics", "reward", "cleanup", "delay"])
-async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(phase, chatml_tokenizer):
+async def test_step_cancelled_in_any_phase_is_cleaned_up(phase, chatml_tokenizer):
     reached, finished = asyncio.Event(), []
 
     async def wait(name):
@@ -953,7 +953,7 @@ async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(ph
         await reached.wait()
     step.cancel()
     await asyncio.sleep(0)
-    step.cancel()  # somebody in a hurry
+    step.cancel()  # a second cancellation
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asyncio.shield(step), 20)
     assert finished == [True]
@@ -964,7 +964,7 @@ async def test_a_step_that_is_cancelled_in_any_phase_is_cleaned_up_to_the_end(ph
         assert phases.last_result.reward is None
 
 
-async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer):
+async def test_reset_and_cleanup_run_in_one_task(chatml_tokenizer):
     tasks = []
 
     class Tasks(CalculatorEnv):
@@ -979,7 +979,7 @@ async def test_prepared_and_cleaned_up_in_one_task(chatml_tokenizer):
     assert tasks[0] is tasks[1]
 
 
-async def test_a_bad_action_is_an_error_before_anything_runs(chatml_tokenizer):
+async def test_invalid_action_is_refused_before_anything_runs(chatml_tokenizer):
     env, server = scripted_env(chatml_tokenizer, [])
     with pytest.raises(ValueError, match="last message"):
         await env.step(Action(message=[{"role": "assistant", "content": "Hello."}]))
@@ -998,8 +998,8 @@ RAISED = [
 
 @pytest.mark.parametrize("seconds", [None, LIMIT])
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async, seconds):
-    # B9; a tool that evaluates what a model wrote raises SystemExit when that says `exit()`
+async def test_every_exception_of_a_tool_is_shown_to_the_model(is_async, seconds):
+    # A tool that evaluates a model's code raises SystemExit when the code calls `exit()`.
     def raise_it(number):
         """Raise."""
         raise RAISED[number]
@@ -1027,8 +1027,8 @@ async def test_whatever_a_tool_raises_is_an_error_that_the_model_sees(is_async, 
 @pytest.mark.parametrize("place", ["reset", "get_tools", "get_hooks", "cleanup", "compute_metrics", "model", "reward"])
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("error", [error for error in RAISED if not isinstance(error, KeyboardInterrupt)], ids=repr)
-async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(place, is_async, error):
-    # B9; the caller is not cancelled, no event loop and no process ends
+async def test_every_exception_ends_only_its_own_episode(place, is_async, error):
+    # The caller is not cancelled, and no event loop or process ends.
     def raises_it(*args, **kwargs):
         raise error
 
@@ -1050,11 +1050,11 @@ async def test_whatever_code_of_an_environment_raises_ends_its_own_episode_only(
         assert result.termination_reason is TerminationReason.AGENT_ERROR and result.error
 
 
-# --- functions that hang ---
+# --- hanging functions ---
 
 
-async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer):
-    # B8; more of them than the event loop has threads
+async def test_hanging_tools_take_no_thread_from_others(chatml_tokenizer):
+    # More of them than the event loop has threads.
     hang, hung = threading.Event(), threading.Semaphore(0)
 
     @tool
@@ -1083,7 +1083,7 @@ async def test_tools_that_hang_take_no_thread_from_others(chatml_tokenizer):
         hang.set()
 
 
-async def test_a_tools_parameter_may_have_any_name() -> None:
+async def test_tool_parameters_may_have_any_name() -> None:
     @tool
     def plot(function: str) -> str:
         """Plot a function."""
@@ -1095,7 +1095,7 @@ async def test_a_tools_parameter_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
-async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_up_nobody(place, monkeypatch):
+async def test_blocking_code_times_out_and_blocks_no_other_step(place, monkeypatch):
     monkeypatch.setattr("strands_env.core.environment.RECANCEL_AFTER", 0.1)
     hang, hung = threading.Event(), threading.Event()
 
@@ -1113,7 +1113,7 @@ async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_
     try:
         step = asyncio.ensure_future(env.step(ASK))
         while not hung.is_set():
-            await asyncio.sleep(0.005)  # the event loop runs on
+            await asyncio.sleep(0.005)  # the event loop keeps running
         advance(LIMIT)
         result = await step
     finally:
@@ -1123,7 +1123,7 @@ async def test_code_of_an_environment_that_blocks_ends_with_its_limit_and_holds_
     )
 
 
-def test_a_process_does_not_wait_for_tools_that_hang():
+def test_process_does_not_wait_for_hanging_tools():
     code = """
         import asyncio, threading
         from strands import tool
@@ -1151,8 +1151,8 @@ def test_a_process_does_not_wait_for_tools_that_hang():
     assert ran.stdout == "task_complete\n", ran
 
 
-async def test_a_cleanup_that_swallows_its_cancellation_is_left_to_itself(monkeypatch):
-    # B15
+async def test_cleanup_that_ignores_cancellation_is_abandoned(monkeypatch):
+    # The step waited forever.
     monkeypatch.setattr("strands_env.core.supervision.ABANDON_AFTER", 0.05)
     over, ended = asyncio.Event(), asyncio.Event()
 
@@ -1174,11 +1174,11 @@ async def test_a_cleanup_that_swallows_its_cancellation_is_left_to_itself(monkey
     over.set()
     await ended.wait()
     await asyncio.sleep(0.02)
-    assert env.steps == ["reset"]  # what is left to itself does not begin another attempt
+    assert env.steps == ["reset"]  # an abandoned episode is not retried
 
 
 @pytest.mark.parametrize("place", ["reset", "reward"])
-async def test_code_of_the_environment_that_wants_the_process_to_exit_ends_its_episode_only(place):
+async def test_exit_in_an_environment_ends_only_its_episode(place):
     class Exits(Contains):
         async def compute(self, *, action, step_result):
             raise SystemExit
@@ -1196,7 +1196,7 @@ async def test_code_of_the_environment_that_wants_the_process_to_exit_ends_its_e
     )
 
 
-# --- the forms in which an action's messages may come ---
+# --- the forms of an action's messages ---
 
 
 HELLO = {"role": "user", "content": [{"text": "Hello."}]}
@@ -1218,26 +1218,26 @@ def read(message, history=()):
     ],
     ids=str,
 )
-def test_text_message_and_chat_are_the_same_question(message):
+def test_text_message_and_chat_are_equivalent(message):
     found = read(message)
     assert (found.system, found.history, found.prompt) == ([], [], HELLO)
 
 
-def test_system_messages_come_first_and_apart():
+def test_system_messages_are_separated():
     chat = [{"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}]
     assert read([*chat, HELLO]).system == ["A", "B"]
     with pytest.raises(ValueError, match=r"message\[1\]: system messages must come before"):
         read([HELLO, chat[0], HELLO])
 
 
-def test_what_stands_before_the_question_is_told_from_the_history():
+def test_history_is_distinguished_from_the_message():
     answer = {"role": "assistant", "content": "Yes?"}
     found = read([HELLO, answer, HELLO], [HELLO, answer])
     assert [message["role"] for message in found.history] == ["user", "assistant"] * 2
     assert found.history_length == 2
 
 
-def test_openais_tool_calls_and_answers_become_those_of_strands():
+def test_openai_tool_calls_become_strands_blocks():
     calls = [
         {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
         {"id": "b", "type": "function", "function": {"name": "add", "arguments": {"x": 2}}},
@@ -1257,7 +1257,7 @@ def test_openais_tool_calls_and_answers_become_those_of_strands():
     assert [block["toolResult"]["toolUseId"] for block in answered["content"]] == ["a", "b"]
 
 
-def test_an_image_is_taken_from_its_data_url():
+def test_image_is_read_from_its_data_url():
     pixel = b"\x89PNG-not-really"
     url = "data:image/png;base64," + base64.b64encode(pixel).decode()
     found = read({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
@@ -1284,12 +1284,12 @@ def test_an_image_is_taken_from_its_data_url():
     ],
     ids=str,
 )
-def test_what_is_not_understood_is_refused(message):
+def test_unsupported_messages_are_refused(message):
     with pytest.raises(ValueError):
         read(message)
 
 
-def test_nothing_of_the_action_is_shared():
+def test_conversation_shares_nothing_with_the_action():
     action = Action(message=HELLO, task_context={"conversation_history": [HELLO]})
     found = read_conversation(action)
     found.prompt["content"][0]["text"] = found.history[0]["content"][0]["text"] = "changed"
@@ -1297,11 +1297,11 @@ def test_nothing_of_the_action_is_shared():
     assert action.task_context.conversation_history[0]["content"][0]["text"] == "Hello."
 
 
-# === results of one environment, reward or server are never taken for another's (row B13) ===
+# === results of different environments, rewards or servers are never mixed ===
 
 
 class Scripted(Environment):
-    """Plays no model at all."""
+    """An environment without a model."""
 
     steps = 0
 
@@ -1344,10 +1344,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changed", "told"), CHANGES.values(), ids=list(CHANGES))
-async def test_results_of_another_environment_are_refused_with_what_differs(tmp_path, changed, told):
+async def test_results_of_another_environment_are_refused(tmp_path, changed, told):
     await run(Scripted, tmp_path)
     before, steps = lines(tmp_path / "results.jsonl"), Scripted.steps
-    for count in (2, 3):  # whether or not anything is left to do
+    for count in (2, 3):  # with and without samples left to run
         with pytest.raises(CheckpointError, match="has results of another environment: .*use another file") as caught:
             await run(changed, tmp_path, count)
         assert told in str(caught.value)
@@ -1364,23 +1364,23 @@ async def test_results_of_another_environment_are_refused_with_what_differs(tmp_
         (AllOf({"a": Strict()}), AllOf({"a": ExactMatchReward()})),
     ],
 )
-async def test_results_by_another_reward_are_refused(tmp_path, first, second):
+async def test_results_of_another_reward_are_refused(tmp_path, first, second):
     await run(lambda: Scripted(reward_fn=first), tmp_path)
     with pytest.raises(CheckpointError, match="another environment: reward_fn"):
         await run(lambda: Scripted(reward_fn=second), tmp_path)
 
 
-async def test_the_same_environment_is_gone_on_with_whatever_its_objects_have_seen_meanwhile(tmp_path):
+async def test_same_environment_is_resumed_after_use(tmp_path):
     shared = Scripted(reward_fn=Strict(), level=3)
     await run(lambda: shared, tmp_path)
     shared.reward_fn.graded = 7
-    # Defaults that are spelled out, and what makes no difference to a result.
+    # Explicit defaults, and arguments that do not affect results.
     steps = Scripted.steps
     await run(lambda: Scripted(None, Strict(0.5), level=3, verbose=False, retries=2, hints=()), tmp_path, 3)
     assert Scripted.steps == steps + 1
 
 
-async def test_environments_of_ones_own_are_told_apart_by_class_reward_and_functions(tmp_path):
+async def test_identity_has_class_reward_and_functions(tmp_path):
     async def run_stub(play, **more):
         stub = StubEnvironment(play, **more)
         await Evaluator(stub.factory, output_path=tmp_path, show_progress=False).run(tasks(2))
@@ -1398,7 +1398,7 @@ async def test_environments_of_ones_own_are_told_apart_by_class_reward_and_funct
         await run_stub(lambda action: step_result(1.0), reward_fn=Strict())
 
 
-async def test_environments_may_differ_by_task(tmp_path):
+async def test_environments_may_depend_on_the_task(tmp_path):
     def factory(action):
         return (Scripted if action.task_context.id == "t0" else Other)()
 
@@ -1425,7 +1425,7 @@ async def test_results_of_another_openai_server_are_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("changed", ["model_path", "weight_version"])
-async def test_results_of_other_weights_are_refused_and_another_address_is_not(tmp_path, chatml_tokenizer, changed):
+async def test_results_of_other_weights_are_refused(tmp_path, chatml_tokenizer, changed):
     def factory(server):
         made = sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client())
         return lambda: CalculatorEnvironment(made, Strict())
@@ -1439,7 +1439,7 @@ async def test_results_of_other_weights_are_refused_and_another_address_is_not(t
         await run(factory(other), tmp_path, 3)
 
 
-def test_the_parameters_of_a_model_are_part_of_what_it_is(chatml_tokenizer):
+def test_identity_has_the_models_parameters(chatml_tokenizer):
     def made(**more):
         return describe(sglang_model_factory(tokenizer=chatml_tokenizer, base_url="http://localhost:1", **more))
 
@@ -1466,13 +1466,13 @@ def _pairs_of_values():
 
 
 @pytest.mark.parametrize(("one", "other"), _pairs_of_values().values(), ids=list(_pairs_of_values()))
-def test_arguments_of_any_plain_kind_are_told_apart_by_value(one, other):
-    """Row B13: what is described by its class alone lets results of another environment in."""
+def test_identity_distinguishes_plain_arguments_by_value(one, other):
+    """Described by its class alone, an argument let results of another environment in."""
     assert describe(one) == json.loads(json.dumps(describe(one))) != describe(other)
 
 
-def test_what_no_episode_changes_is_described_alike_before_and_after():
-    """Row B13, the other way: no refusal of what is the same."""
+def test_identity_is_the_same_before_and_after_episodes():
+    """State of episodes in the identity made a run refuse its own results."""
     seen = []
     collecting = lambda answer, seen=seen: seen.append(answer)  # noqa: E731
     before = describe(collecting)
@@ -1481,7 +1481,7 @@ def test_what_no_episode_changes_is_described_alike_before_and_after():
     assert describe(float("nan")) == json.loads(json.dumps(describe(float("nan"))))
 
 
-def test_a_description_is_the_same_in_another_process_and_has_no_addresses(tmp_path):
+def test_identity_is_the_same_in_another_process(tmp_path):
     program = (
         "import functools, json, re\n"
         "from strands_env.core import Environment\n"
@@ -1504,14 +1504,14 @@ def test_a_description_is_the_same_in_another_process_and_has_no_addresses(tmp_p
     assert len(told) == 1 and " at 0x" not in told.pop()
 
 
-def test_what_remembers_its_arguments_still_refuses_wrong_ones_and_shows_its_signature():
+def test_identified_classes_keep_their_signatures():
     assert "level" in inspect.signature(Scripted).parameters
     with pytest.raises(TypeError):
         Strict(least=1, most=2)
 
 
-def test_classes_that_results_name_have_the_paths_that_results_name():
-    """A class that moves makes another environment of its own: folders of earlier releases would be refused."""
+def test_classes_in_results_keep_their_paths():
+    """A class that moves gets another identity: results of earlier releases would be refused."""
     paths = {
         "strands_env.core.environment.Environment",
         "strands_env.environments.agentcore.AgentCoreCodeEnvironment",
@@ -1539,7 +1539,7 @@ def test_classes_that_results_name_have_the_paths_that_results_name():
     ]
 
 
-# === model factories: what they make, what they share, what they refuse ===
+# === model factories ===
 
 
 URL = "http://localhost:30000"
@@ -1558,7 +1558,7 @@ def _own_clients():
     clear_clients()
 
 
-async def test_a_factory_makes_models_that_share_the_client_and_nothing_that_can_change(chatml_tokenizer):
+async def test_factory_models_share_the_client_but_no_state(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER])
     client = server.client()
     params = {"temperature": 0.5}
@@ -1574,7 +1574,7 @@ async def test_a_factory_makes_models_that_share_the_client_and_nothing_that_can
     assert server.requests[0].sampling_params["temperature"] == 0.5
 
 
-def test_what_is_known_of_a_chat_template_outlives_the_episodes(chatml_tokenizer):
+def test_analysis_of_a_chat_template_outlives_episodes(chatml_tokenizer):
     import gc
 
     factory = sglang_model_factory(tokenizer=chatml_tokenizer, base_url=URL, chat_template="{{ messages[0].content }}")
@@ -1584,7 +1584,7 @@ def test_what_is_known_of_a_chat_template_outlives_the_episodes(chatml_tokenizer
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_the_tokenizer_may_be_a_folder(form, folder):
+def test_tokenizer_may_be_a_folder(form, folder):
     factory = sglang_model_factory(tokenizer=form(folder), base_url=URL)
     assert factory().tokenizer is factory().tokenizer
     assert sglang_model_factory(model_id=str(folder), base_url=URL)().get_config()["model_id"] == str(folder)
@@ -1600,7 +1600,7 @@ def test_the_tokenizer_may_be_a_folder(form, folder):
         ({"base_url": URL, "tokenizer": None}, "tokenizer="),
     ],
 )
-def test_what_cannot_work_is_an_error_when_the_factory_is_made(arguments, told, chatml_tokenizer):
+def test_invalid_arguments_fail_when_the_factory_is_created(arguments, told, chatml_tokenizer):
     with pytest.raises(ValueError, match=told):
         sglang_model_factory(**{"tokenizer": chatml_tokenizer, **arguments})
 
@@ -1612,7 +1612,7 @@ def openai(monkeypatch):
 
 
 @pytest.mark.usefixtures("openai")
-def test_openais_factory_speaks_openais_words():
+def test_openai_factory_uses_openai_parameters():
     model = openai_model_factory(
         model_id="gpt", sampling_params={"max_new_tokens": 7, "temperature": 0.2}, base_url=f"{URL}/v1", api_key="k"
     )()
@@ -1630,13 +1630,13 @@ def test_openais_factory_speaks_openais_words():
         ("strands.models.bedrock", bedrock_model_factory, "bedrock"),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(module, factory, extra, monkeypatch):
+def test_missing_package_is_reported_with_its_extra(module, factory, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"strands-sglang\[{extra}\]"):
         factory(model_id="m")
 
 
-def test_bedrocks_factory_shares_one_model_with_its_costly_client():
+def test_bedrock_factory_shares_one_model():
     factory = bedrock_model_factory(
         model_id="m", region_name="eu-west-1", sampling_params={"max_new_tokens": 7, "top_p": 0.5}
     )
@@ -1646,12 +1646,12 @@ def test_bedrocks_factory_shares_one_model_with_its_costly_client():
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"max_tokens": 1, "max_new_tokens": 2}], ids=str)
-def test_bedrock_refuses_what_it_does_not_have(params):
+def test_bedrock_refuses_unsupported_parameters(params):
     with pytest.raises(ValueError, match="top_k|which mean the same"):
         bedrock_model_factory(model_id="m", region_name="eu-west-1", sampling_params=params)
 
 
-def test_a_factory_from_plain_data(folder):
+def test_factory_from_plain_data(folder):
     factory = build_model_factory(
         {
             "backend": "sglang",
@@ -1691,13 +1691,13 @@ def test_openai_and_bedrock_from_plain_data():
     ],
     ids=str,
 )
-def test_plain_data_that_cannot_be_used_is_refused(config, told, folder):
+def test_invalid_plain_data_is_refused(config, told, folder):
     given = {"tokenizer": str(folder), **config} if config.get("backend") == "sglang" else config
     with pytest.raises(ValueError, match=told):
         build_model_factory(given)
 
 
-def test_clients_are_shared_until_they_are_cleared():
+def test_clients_are_shared_until_cleared():
     client = get_cached_client_from_slime_args(slime_args(URL))
     assert get_cached_client_from_slime_args(slime_args(URL)) is client
     assert clear_clients() == [client]
@@ -1705,15 +1705,15 @@ def test_clients_are_shared_until_they_are_cleared():
     assert clear_clients() and clear_clients() == []
 
 
-# === environments under slime: the split functions that people know, and the ready `generate` ===
+# === environments under slime: the documented split functions, and `make_generate` ===
 
 
 QUESTION = "What is 25 * 17?"
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_the_documented_split_functions_work_as_they_are(chat, chatml_tokenizer):
-    # As the package's page has had them from the start.
+async def test_documented_split_functions_work_unchanged(chat, chatml_tokenizer):
+    # As in the documentation of the published package.
     split_functions = """
     from strands_env.core import Action, TaskContext
     from strands_env.core.models import sglang_model_factory
@@ -1764,7 +1764,7 @@ async def test_the_documented_split_functions_work_as_they_are(chat, chatml_toke
         sample = await namespace["generate"](args, Sample(index=0, prompt=prompt, label="425"), slime_sampling_params())
     clear_clients()
     assert await namespace["reward_func"](args, sample) == 1.0
-    # What slime itself says of its ends, the functions above leave to it.
+    # The functions above leave the outcome to slime.
     sample.status, sample.reward = Sample.Status.COMPLETED, 1.0
     sample.response = chatml_tokenizer.decode(sample.tokens[-sample.response_length :])
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
@@ -1778,7 +1778,7 @@ async def test_the_documented_split_functions_work_as_they_are(chat, chatml_toke
 
 
 class Rollouts:
-    """A ready `generate` on a scripted server, with what its environments were."""
+    """A `generate` of `make_generate` with a scripted server; records its environments."""
 
     def __init__(self, tokenizer, answers, *, reward_fn=None, **limits):
         self.state = SlimeState(tokenizer)
@@ -1813,7 +1813,7 @@ SLIME_ENDS = {
     "the response's budget, by a later turn": ([CALL] * 9, {"reward_fn": Contains()}, "TRUNCATED", 0.0, False),
     "an error of the server": ([CALL, ScriptedFault(status=500)], {"reward_fn": Contains()}, "FAILED", 0.0, True),
     "an error at once": ([ScriptedFault(status=500)], {"reward_fn": Contains()}, "FAILED", 0.0, True),
-    "an abort that nobody asked for": (
+    "an unrequested abort": (
         [CALL, ScriptedAnswer("25", finish_reason="abort")],
         {"reward_fn": Contains()},
         "TRUNCATED",
@@ -1831,7 +1831,7 @@ SLIME_ENDS = {
 
 
 @pytest.mark.parametrize("name", SLIME_ENDS)
-async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(name, chatml_tokenizer):
+async def test_every_outcome_is_a_usable_slime_sample(name, chatml_tokenizer):
     answers, settings, status, reward, removed = SLIME_ENDS[name]
     rollouts = Rollouts(chatml_tokenizer, answers, **settings)
     sample = await rollouts()
@@ -1843,7 +1843,7 @@ async def test_whatever_becomes_of_an_episode_is_a_sample_that_slime_can_use(nam
         check_against_server(sample, rollouts.server)
 
 
-async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
+async def test_no_request_after_slime_aborts(chatml_tokenizer):
     def abort(request):
         rollouts.state.aborted = True
         return CALL
@@ -1853,12 +1853,12 @@ async def test_nothing_is_asked_once_slime_aborts(chatml_tokenizer):
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 1)
 
 
-async def test_a_reward_is_put_where_slime_looks_for_it(chatml_tokenizer):
+async def test_reward_is_stored_under_slimes_key(chatml_tokenizer):
     rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward_fn=Contains())
     assert (await rollouts(reward_key="score")).reward == {"score": 1.0}
 
 
-async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_tokenizer):
+async def test_failing_environment_factory_is_a_failed_sample(chatml_tokenizer):
     async def make_environment(model_factory, sample):
         raise OSError("no room")
 
@@ -1869,7 +1869,7 @@ async def test_an_environment_that_cannot_be_made_is_a_failed_sample(chatml_toke
     check_rollouts(sample, slime_args(), chatml_tokenizer)
 
 
-async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer):
+async def test_cancelled_generate_raises_cancelled_error(chatml_tokenizer):
     asked = asyncio.Event()
 
     async def wait(request):
@@ -1886,7 +1886,7 @@ async def test_a_cancelled_generate_goes_on_being_cancelled(chatml_tokenizer):
     assert rollouts.environments[0].steps == ["reset", "cleanup"]
 
 
-def test_a_samples_task_has_its_label_and_its_metadata():
+def test_task_of_a_sample_has_its_label_and_metadata():
     sample = SimpleNamespace(
         prompt=QUESTION, label="425", index=7, metadata={"level": 3, "id": "x", "strands_sglang": {}}
     )
@@ -1896,14 +1896,14 @@ def test_a_samples_task_has_its_label_and_its_metadata():
     assert slime.action_of(SimpleNamespace(**{**vars(sample), "metadata": None})).message == ASK.message
 
 
-def test_an_episode_is_run_by_one_side_only():
+def test_episode_function_excludes_agent_settings():
     from strands_sglang.trainers.slime import make_generate
 
     with pytest.raises(ValueError, match="runs everything by itself"):
         make_generate(episode=lambda model, sample: None, max_turns=3)
 
 
-async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer):
+async def test_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer):
     class Judge(RewardFunction):
         async def compute(self, **kwargs):
             agent = Agent(model=rollouts.models[0], callback_handler=None)
@@ -1916,8 +1916,8 @@ async def test_a_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenize
     assert sum(sample.loss_mask) == len(rollouts.server.responses[0].body["output_ids"])
 
 
-async def test_metadata_that_are_no_task_context_are_named(chatml_tokenizer):
-    """C7: every sample failed, and nothing said why."""
+async def test_invalid_metadata_are_reported(chatml_tokenizer):
+    """Every sample failed without a reason."""
     generate = Rollouts(chatml_tokenizer, []).generate
     given = Sample(index=7, prompt="2 + 2?", label="4", metadata={"conversation_history": "abc"})
     sample = await generate(slime_args(), given, slime_sampling_params())
