@@ -7,8 +7,8 @@ fixture `own_server` are skipped: they need a certain model, or do what nobody s
 """
 
 import os
+from collections import namedtuple
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,18 +18,12 @@ from strands_sglang import local
 from support.real_servers import LOG_EVERYTHING
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(namedtuple("Server", ["base_url", "model_path", "log_path", "chat_template"], defaults=[None])):
     """A running SGLang server.
 
     `model_path` is where its tokenizer can be loaded from; `log_path` is None for a server that the tests did
     not start; `chat_template` is one with a place for tools that fits the model (None: the tokenizer's own has).
     """
-
-    base_url: str
-    model_path: Path
-    log_path: Path | None
-    chat_template: str | None = None
 
 
 @pytest.fixture(scope="session")

@@ -117,9 +117,7 @@ class RawServer:
     def __init__(self, respond):
         self.requests = []
         self._respond = respond
-        self._server = None
         self._handlers = set()
-        self.base_url = ""
 
     def bodies(self, path):
         return [request.body for request in self.requests if request.path == path]
@@ -130,7 +128,6 @@ class RawServer:
         return self
 
     async def __aexit__(self, *_):
-        assert self._server is not None
         self._server.close()
         for handler in self._handlers:
             handler.cancel()
@@ -138,7 +135,6 @@ class RawServer:
 
     async def _serve(self, reader, writer):
         handler = asyncio.current_task()
-        assert handler is not None
         self._handlers.add(handler)
         try:
             while not writer.is_closing():

@@ -8,7 +8,7 @@ import copy
 import functools
 import io
 import tempfile
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -36,17 +36,8 @@ def image_block(data=None, image_format="png"):
     return {"image": {"format": image_format, "source": {"bytes": png() if data is None else data}}}
 
 
-@dataclass(frozen=True)
-class VisionFamily:
-    """A family whose models take images."""
-
-    # The class in transformers.
-    processor: str
-    tokenizer: str
-    template: str
-    # What the template writes for an image.
-    image: str
-
+# A family whose models take images: the processor's class in transformers, and what the template writes for an image.
+VisionFamily = namedtuple("VisionFamily", ["processor", "tokenizer", "template", "image"])
 
 VISION_FAMILIES = {
     "qwen2_5_vl": VisionFamily(
