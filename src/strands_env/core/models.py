@@ -148,7 +148,7 @@ def openai_model_factory(
     try:
         from strands.models.openai import OpenAIModel
     except ImportError as error:
-        raise ImportError("the openai package is not installed: pip install 'strands-sglang[openai]'") from error
+        raise ImportError("the openai package is not installed: pip install -e '.[openai]'") from error
     arguments = {**dict(client_args or {}), "base_url": base_url, "api_key": api_key}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     params = dict(config.pop("params", None) or {}) | _renamed(sampling_params, {"max_new_tokens": "max_tokens"})
@@ -194,7 +194,7 @@ def bedrock_model_factory(
     try:
         from strands.models.bedrock import BedrockModel
     except ImportError as error:
-        raise ImportError("boto3 is not installed: pip install 'strands-sglang[bedrock]'") from error
+        raise ImportError("boto3 is not installed: pip install -e '.[bedrock]'") from error
     params = _renamed(sampling_params, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"})
     unknown = set(params) - {"temperature", "top_p", "max_tokens", "stop_sequences"}
     if unknown:

@@ -118,7 +118,7 @@ def _own_client(region: str) -> Callable[[], Any]:
     try:
         from bedrock_agentcore.tools.code_interpreter_client import CodeInterpreter
     except ImportError as error:
-        raise ImportError("bedrock-agentcore is not installed: pip install 'strands-sglang[agentcore]'") from error
+        raise ImportError("bedrock-agentcore is not installed: pip install -e '.[agentcore]'") from error
     return lambda: CodeInterpreter(region)
 
 

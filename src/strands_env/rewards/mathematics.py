@@ -81,7 +81,7 @@ class MathReward(RewardFunction):
             ImportError: math-verify is not installed.
         """
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("MathReward needs math-verify: pip install 'strands-sglang[env]'")
+            raise ImportError("MathReward needs math-verify: pip install -e '.[env]'")
         self.require_boxed = require_boxed
         self.allow_unevaluated = allow_unevaluated
         self.float_rounding = float_rounding
