@@ -1,4 +1,4 @@
-"""What a JSON schema says about the type of a value: enough to tell text from JSON, and no validation.
+"""The types that a JSON schema allows: enough to distinguish text from JSON, without validation.
 
 If several parts of a schema describe one value, all of them apply (`$ref`, `allOf`) or any of them (`anyOf`, `oneOf`).
 A part that does not describe the value is ignored.
