@@ -1,10 +1,10 @@
-"""CPU per request of `SGLangClient` beside bare aiohttp (a floor: no checks, retries or aborts) and stock httpx.
+"""CPU per request of `SGLangClient`, bare aiohttp (a floor: no checks, retries or aborts) and stock httpx.
 
     python benchmarks/client.py [--quick]
 
-A mock server in a second process answers after 0.2 s with 512 sampled tokens and their logprobs. CPU is this process's
-user and system time divided by the requests; lag is the longest time for which the event loop did nothing else. The
-best of the rounds is shown, as other processes can only make it worse. Takes less than a minute.
+A mock server in a second process responds after 0.2 s with 512 sampled tokens and their logprobs. CPU is this process's
+user and system time per request. Lag is the longest time for which the event loop was blocked. The table shows the best
+of the rounds, as other processes can only make it worse. Takes less than a minute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strands_sglang.client.client import SGLangClient
 LATENCY_S = 0.2
 OUTPUT_TOKENS = 512
 GOALS_MS = {1_000: 1.2, 32_000: 2.0}
-"""CPU milliseconds per request that the project promises, by prompt length."""
+"""Goals in milliseconds of CPU per request, by prompt length in tokens."""
 
 Ask = Callable[[list[int]], Awaitable[Any]]
 
@@ -53,7 +53,7 @@ QUICK_LOADS = (Load(1_000, 100, 1), Load(32_000, 20, 1))
 
 
 def serve(port_to: Any) -> None:
-    """Answer every POST with the same generation."""
+    """Return the same generation for every POST."""
     ids = [random.randrange(150_000) for _ in range(OUTPUT_TOKENS)]
     body = json.dumps(
         {
@@ -88,7 +88,7 @@ def serve(port_to: Any) -> None:
 
 
 async def measure(ask: Ask, load: Load) -> Measurement:
-    """Send `load.concurrent` requests at once."""
+    """Send `load.concurrent` concurrent requests."""
     prompts = [[random.randrange(150_000) for _ in range(load.prompt_tokens)] for _ in range(load.concurrent)]
     lag, stop = 0.0, False
 

@@ -1,9 +1,9 @@
-"""CPU and memory of episodes: many at once in one process, and one that is very long.
+"""CPU and memory of episodes: many concurrent ones in one process, and a very long one.
 
     python benchmarks/episodes.py [--quick]
 
-Each of the many calls a tool three times and answers; the scripted server, in the same process, takes 0.2 s per request
-and its CPU is counted, too. Memory is the growth of the process's peak, all results kept. Takes some minutes.
+Each of the many calls a tool three times and answers. The scripted server in the same process takes 0.2 s per request,
+and its CPU counts, too. Memory is the growth of the process's peak while all results are kept. Takes some minutes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What an evaluation costs: per record as its file grows, and 2,000 episodes at once against a scripted server.
+"""Costs of an evaluation: per record as its file grows, and of 2,000 concurrent episodes on a scripted server.
 
     python benchmarks/evaluation.py [--episodes N]
 
-The first table is milliseconds per record of 20 kB, one after the other (so one fsync each) and 100 at once (which
-share theirs), in files that have 10, 100, 1,000 and 10,000 records. The second runs episodes of two model calls and a
-tool call, all at once in this process, through `Evaluator` with a file.
+The first table has milliseconds per record of 20 kB, one at a time (with one fsync each) and 100 at once (with a shared
+fsync), in files with 10, 100, 1,000 and 10,000 records. The second table is for episodes of two model calls and a tool
+call, all at once in this process, through `Evaluator` with a file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def cost_per_record(folder: Path) -> None:
     for size in SIZES:
         path.write_bytes(RECORD * size)
         file = CheckpointFile(path)
-        await file.append(lambda: RECORD)  # what was written just now reaches the disk
+        await file.append(lambda: RECORD)  # flush what was just written
         alone, together = await seconds(file, 1, 100), await seconds(file, 100, 20) / 100
         await file.close()
         print(f"{size:>19,}   {alone * 1e3:>20.3f}   {together * 1e3:>26.3f}")
@@ -51,7 +51,7 @@ async def cost_per_record(folder: Path) -> None:
 
 
 async def seconds(file: CheckpointFile, at_once: int, rounds: int) -> float:
-    """The median of the rounds; other processes use the disk, too."""
+    """Return the median of the rounds, because other processes use the disk, too."""
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -61,7 +61,7 @@ async def seconds(file: CheckpointFile, at_once: int, rounds: int) -> float:
 
 
 def solve(request: ScriptedRequest) -> str:
-    """Ask the calculator, then tell what it said."""
+    """Call the calculator, then report its result."""
     left, right = map(int, re.findall(r"What is (\d+) \+ (\d+)", request.text)[-1])
     if "<tool_response>" in request.text:
         return str(left + right)

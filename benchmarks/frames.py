@@ -1,12 +1,11 @@
-"""The frames of one model call: what of this project stands between `SGLangModel.stream` and httpx.
+"""The frames of one model call: this project's code between `SGLangModel.stream` and httpx.
 
     python benchmarks/frames.py [--frames 7] [--files 4] [--slime-frames 8]
 
 One call runs against a scripted server, and one more as slime makes it. When the request reaches the transport, the
-chain is walked from there back to `stream`: the stack of the running task, then the suspended coroutines of the task
-that created it and waits, and so on. Every frame under `src/` on this chain counts, up to the call of httpx's client. A
-function that created a task and has returned since counts too, as a reader has to pass through it. Exits 1 above a
-limit.
+chain is walked back to `stream`: the stack of the running task, then the suspended coroutines of the waiting task that
+created it, and so on. Every frame under `src/` on this chain counts, up to the call of httpx's client. A function that
+created a task and has returned counts too, because a reader must pass through it. Exits with 1 above a limit.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ ANSWER = "42"
 
 @dataclass
 class Chain:
-    """Follows tasks to those that created them, and keeps the frames of one request, outermost first."""
+    """Traces tasks back to their creators, and collects the frames of one request, outermost first."""
 
     frames: list[tuple[str, str]] = field(default_factory=list)
     _creators: dict[asyncio.Task[Any], tuple[asyncio.Task[Any] | None, list[FrameType]]] = field(default_factory=dict)
 
     def create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        """A task factory that remembers the creator and its stack."""
+        """Create a task, and remember its creator and the stack."""
         task = asyncio.Task(coroutine, loop=loop, **kwargs)
         self._creators[task] = asyncio.current_task(loop), list(_stack(sys._getframe(1)))
         return task
 
     def capture(self) -> None:
-        """Keep the chain that ends in the caller's frame."""
+        """Collect the chain that ends in the caller's frame."""
         frames = list(_stack(sys._getframe(1)))
         task = asyncio.current_task()
         while not any(frame.f_code is STREAM for frame in frames):
@@ -76,14 +75,14 @@ class Chain:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The running frames, outermost first."""
+    """Return the running frames, outermost first."""
     if frame is not None:
         yield from _stack(frame.f_back)
         yield frame
 
 
 def _suspended(awaited: Any) -> Iterator[FrameType]:
-    """The frames of a coroutine and of all that it waits for, outermost first; asyncio's futures are the end."""
+    """Yield the frames of a coroutine and of everything it waits for, outermost first, up to asyncio's futures."""
     while awaited is not None:
         if inspect.iscoroutine(awaited):
             frame, inner = awaited.cr_frame, awaited.cr_await
@@ -93,7 +92,7 @@ def _suspended(awaited: Any) -> Iterator[FrameType]:
             frame, inner = awaited.gi_frame, awaited.gi_yieldfrom
         elif asyncio.isfuture(awaited):
             return
-        else:  # `anext` of an asynchronous generator and the like do not say what they wait for
+        else:  # objects such as `anext` of an asynchronous generator do not expose what they wait for
             inside = gc.get_referents(awaited)
             awaited = next((each for each in inside if inspect.isawaitable(each) or inspect.isasyncgen(each)), None)
             continue
@@ -102,12 +101,12 @@ def _suspended(awaited: Any) -> Iterator[FrameType]:
 
 
 def _is_inside(frame: FrameType, waiting: list[FrameType]) -> bool:
-    """Whether one of the frames that wait has called this one, directly or not."""
+    """Return whether a waiting frame has called this one, directly or not."""
     return any(outer in waiting for outer in _stack(frame.f_back))
 
 
 class Capturing(httpx.AsyncBaseTransport):
-    """Hands requests on, and keeps the chain of the one to `/generate`."""
+    """Transport that forwards requests, and collects the chain of the one to `/generate`."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport, chain: Chain) -> None:
         self._transport, self._chain = transport, chain
@@ -134,7 +133,7 @@ async def slime_call(tokenizer: Any, transport: httpx.AsyncBaseTransport) -> Non
 
 
 def frames_of(call: Callable[[Any, httpx.AsyncBaseTransport], Awaitable[None]]) -> list[tuple[str, str]]:
-    """File and function of each frame of one call, outermost first."""
+    """Return file and function of each frame of one call, outermost first."""
     chain, tokenizer = Chain(), build_chatml_tokenizer()
 
     async def main() -> None:
@@ -147,9 +146,9 @@ def frames_of(call: Callable[[Any, httpx.AsyncBaseTransport], Awaitable[None]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frames", type=int, default=7, help="most frames of a call")
-    parser.add_argument("--files", type=int, default=4, help="most files that they are in")
-    parser.add_argument("--slime-frames", type=int, default=8, help="most frames of a call under slime")
+    parser.add_argument("--frames", type=int, default=7, help="maximum number of frames of a call")
+    parser.add_argument("--files", type=int, default=4, help="maximum number of their files")
+    parser.add_argument("--slime-frames", type=int, default=8, help="maximum number of frames of a call under slime")
     arguments = parser.parse_args()
     is_above = False
     for name, call, limit in [

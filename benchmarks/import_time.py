@@ -1,4 +1,4 @@
-"""CPU time of importing the library in a fresh process, for one checkout or two in turns.
+"""CPU time of importing the library in a fresh process, for one checkout or several in turns.
 
     python benchmarks/import_time.py [TREE ...] [--module strands_sglang] [--rounds 20]
 
@@ -22,7 +22,7 @@ print(time.process_time() - before, len(__import__("sys").modules), {module}.__f
 
 
 def import_once(tree: Path, module: str) -> tuple[float, int]:
-    """CPU seconds, and how many modules are loaded afterwards."""
+    """Return the CPU seconds and the number of loaded modules."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

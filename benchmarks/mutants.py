@@ -1,18 +1,18 @@
-"""Mutation test: what share of small changes to the library do its unit tests notice?
+"""Mutation test: the share of small changes to the library that its unit tests detect.
 
     python benchmarks/mutants.py --map map.json --out mutants.json [--tree .]
 
 Needs `coverage`. The tree is copied to a temporary folder, where one site at a time is changed, tested and restored:
 
-1. The unit tests run once with a coverage context per test. `--map` keeps the result and is made if it is missing.
-2. `--count` sites are drawn uniformly, with the commit's hash as the seed, from all that a test covers. A constant of a
-   module or class counts as covered where its name is used, a default where its function is. `_Finder` has the
-   operators; annotations, texts of messages, logging and `__main__` are left alone.
-3. For each, up to `--tests` tests that cover it run until one fails, those that cover the fewest lines first; what
-   survives meets up to `--more` tests. Every run is a fork of a process that has imported the dependencies but nothing
-   of the library. Tests that also fail on the unchanged tree do not count; reaching the time limit is being caught.
+1. The unit tests run once with a coverage context per test. The result is saved in `--map`, and read from there later.
+2. `--count` sites are drawn uniformly, with the commit's hash as the seed, from all sites that a test covers. A
+   constant of a module or class counts as covered where its name is used, a default where its function is. `_Finder`
+   has the operators; annotations, texts of messages, logging and `__main__` are not changed.
+3. For each site, up to `--tests` tests that cover it run until one fails, those that cover the fewest lines first. Up
+   to `--more` tests run on survivors. Every run is a fork of a process that has imported the dependencies but nothing
+   of the library. Tests that also fail on the unchanged tree do not count. Reaching the time limit counts as caught.
 
-With 120 mutants, two trees have to differ by about 9 points before it means much; `--count` takes more.
+With 120 mutants, a difference between two trees is meaningful from about 9 points on; `--count` draws more.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LEFT_OUT = ("test_linear_time.py",)  # it measures CPU time
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "dist", "*.egg-info")
 PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
 SETTLE_S = 30.0
-"""Seconds that any run of tests may take beyond five times what its tests took when coverage was measured."""
+"""Seconds for a run of tests, in addition to five times their duration while coverage was measured."""
 
 
-# --- what is changed ---
+# --- Sites ---
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Site:
     """One possible change: `old`, at character `start` of `file`, becomes `new`.
 
     Attributes:
-        lines: First and last of the lines of which a test has to run one; None for what runs at import.
-        names: What an import assigns here: whoever runs a line with one of these names counts.
+        lines: First and last of the lines of which a test must run one; None for code that runs at import.
+        names: Names that an import assigns here; tests that run a line with one of them cover the site.
     """
 
     file: str
@@ -74,7 +74,7 @@ class Site:
     names: tuple[str, ...] = ()
 
     def changed(self, text: str) -> str:
-        """The text of the file with this change."""
+        """Return the text of the file with this change."""
         return text[: self.start] + self.new + text[self.start + len(self.old) :]
 
 
@@ -102,7 +102,7 @@ ARITHMETIC = {
     ast.BitAnd: ("&", "|"),
 }
 LEFT_ALONE = re.compile(r"(logger|logging|warnings)\.|if (TYPE_CHECKING|__name__)\b")
-"""How statements begin in which nothing is changed."""
+"""Beginnings of statements that are not changed."""
 
 
 class _Finder:
@@ -225,16 +225,16 @@ class _Finder:
 
 
 def all_sites(tree: Path) -> list[Site]:
-    """Every possible change of the library."""
+    """Return every possible change of the library."""
     files = sorted(tree.glob("src/**/*.py"))
     return [site for path in files for site in _Finder(path.relative_to(tree).as_posix(), path.read_text()).found]
 
 
-# --- what the tests cover ---
+# --- Coverage ---
 
 
 class _Contexts:
-    """A pytest plugin: the lines that a test runs, its fixtures' included, are put down to it."""
+    """A pytest plugin that attributes the lines that a test and its fixtures run to the test."""
 
     def __init__(self, coverage: Any) -> None:
         self.seconds: dict[str, float] = {}
@@ -257,7 +257,7 @@ class _Contexts:
 
 
 def cover(tree: Path, files: list[str], out: Path) -> None:
-    """Run test files and write which of their tests run which lines; in a process of its own, as it traces."""
+    """Run test files and write the lines that each test runs; in its own process, because it traces."""
     import coverage
 
     measured = coverage.Coverage(data_file=None, source=[str(tree / "src")], messages=False, config_file=False)
@@ -272,7 +272,7 @@ def cover(tree: Path, files: list[str], out: Path) -> None:
 
 @dataclass
 class Coverage:
-    """What tests run, and on which code that was measured.
+    """The lines that tests run, and the code on which they were measured.
 
     Attributes:
         digest: Of that code.
@@ -288,7 +288,7 @@ class Coverage:
 
     @classmethod
     def measure(cls, tree: Path, processes: int) -> Coverage:
-        """Run the unit tests in several processes, among which the files are dealt out by their size."""
+        """Run the unit tests in several processes, with the files distributed by size."""
         paths = sorted((tree / "tests/unit").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
         files = [str(path.relative_to(tree)) for path in paths if path.name not in LEFT_OUT]
         outs = [tree / f"coverage-{index}.json" for index in range(processes)]
@@ -305,7 +305,7 @@ class Coverage:
         return merged
 
     def add(self, lines: dict[str, dict[str, list[str]]], seconds: dict[str, float], failed: list[str]) -> None:
-        """Merge what one process has measured; a test that failed covers nothing."""
+        """Merge the measurement of one process; a failed test covers nothing."""
         if failed:
             print("failed while coverage was measured, and left out:", *failed, sep="\n    ")
         passed = [test for test in seconds if test not in failed]
@@ -318,7 +318,7 @@ class Coverage:
 
 
 def digest(tree: Path) -> str:
-    """Identifies the code and the tests of a tree."""
+    """Return a hash of the code and the tests of a tree."""
     whole = hashlib.sha256()
     for path in sorted([*tree.glob("src/**/*.py"), *tree.glob("tests/**/*.py")]):
         whole.update(f"{path.relative_to(tree)}\0".encode() + path.read_bytes())
@@ -326,14 +326,14 @@ def digest(tree: Path) -> str:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Of all processes that run tests: the copied tree, one thread each, and no access to the user's caches."""
+    """Return the environment of processes that run tests: the copied tree, one thread, none of the user's caches."""
     single = dict.fromkeys(["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"], "1")
     paths = {"PYTHONPATH": f"{tree / 'src'}:{tree / 'tests'}", "HOME": str(tree.parent / "home")}
     return os.environ | single | paths | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def draw(tree: Path, coverage: Coverage, seed: str, count: int) -> list[tuple[Site, list[str]]]:
-    """Sites that tests cover, each with these tests, those that cover the fewest lines first."""
+    """Return the sites that tests cover, each with its tests, those that cover the fewest lines first."""
     used: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for file in coverage.lines:
         for node in ast.walk(ast.parse((tree / file).read_text())):
@@ -365,11 +365,11 @@ def _compiles(text: str) -> bool:
     return True
 
 
-# --- running the tests ---
+# --- Test runs ---
 
 
 class _Picked:
-    """A pytest plugin: runs the tests named, in this order, and notes those that fail."""
+    """A pytest plugin that runs the given tests in order, and records those that fail."""
 
     def __init__(self, tests: list[str]) -> None:
         self.failed: list[str] = []
@@ -387,7 +387,7 @@ class _Picked:
 
 
 class Runner:
-    """Runs tests on the tree as it is, each time in a fork of this process."""
+    """Runs tests on the current tree, each time in a fork of this process."""
 
     def __init__(self, tree: Path, seconds: dict[str, float]) -> None:
         self.tree = tree
@@ -405,11 +405,11 @@ class Runner:
 
     @contextlib.contextmanager
     def changed(self, site: Site) -> Iterator[None]:
-        """Make one change to the tree, and take it back."""
+        """Make one change to the tree, and revert it."""
         path = self.tree / site.file
         text, modified = path.read_text(), int(path.stat().st_mtime)
         path.write_text(site.changed(text))
-        # Bytecode is found by the second and the size of its source, so no two versions may have the same.
+        # Bytecode is found by the modification second and size of its source, so no two versions may share both.
         self._version += 1
         os.utime(path, (modified, modified - self._version))
         try:
@@ -419,7 +419,7 @@ class Runner:
             os.utime(path, (modified, modified))
 
     def failed(self, tests: list[str], *, only_first: bool = True) -> list[str] | None:
-        """The tests that fail, "collection" if none of them can run, and None if the time is over."""
+        """Return the tests that fail, "collection" if none of them can run, and None if the time is over."""
         self._out.unlink(missing_ok=True)
         child = os.fork()
         if not child:
@@ -434,7 +434,7 @@ class Runner:
         return json.loads(self._out.read_text()) if self._out.exists() else ["crash"]
 
     def _run(self, tests: list[str], options: list[str]) -> None:
-        """What the fork does."""
+        """Run the tests in the fork."""
         code = 1
         try:
             os.setsid()
@@ -456,12 +456,12 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-# --- the verdicts ---
+# --- Verdicts ---
 
 
 @dataclass
 class Mutant:
-    """A change and what became of it: "caught", "timeout", "survived", or "unclear" if no run on time was possible."""
+    """A change and its verdict: "caught", "timeout", "survived", or "unclear" if no run finished in time."""
 
     site: Site
     tests: list[str]
@@ -471,7 +471,7 @@ class Mutant:
     seconds: float = 0.0
 
     def judge(self, runner: Runner, limit: int, unfit: Collection[str]) -> None:
-        """Run its tests on the changed tree."""
+        """Run the site's tests on the changed tree."""
         started = time.monotonic()
         tests = [test for test in self.tests if test not in unfit][:limit]
         with runner.changed(self.site):
@@ -499,7 +499,7 @@ class Mutant:
 
 
 def judge_all(mutants: list[Mutant], runner: Runner, limit: int) -> None:
-    """Give each a verdict; those that were caught by a test that fails anyway are judged again without it."""
+    """Give each mutant a verdict; judge those again that only a test caught which also fails without the change."""
     unfit: set[str] = set()
     confirmed: set[str] = {"collection", "crash"}
     pending = mutants
@@ -529,14 +529,14 @@ def summary(mutants: list[Mutant]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=Path(), help="the checkout that is measured")
-    parser.add_argument("--commit", help="whose hash is the seed; the checkout's HEAD if left out")
-    parser.add_argument("--map", type=Path, help="where coverage is kept; made if it is missing")
-    parser.add_argument("--out", type=Path, help="where the mutants and their verdicts go, as JSON")
-    parser.add_argument("--count", type=int, default=120, help="how many mutants; 0 only measures coverage")
-    parser.add_argument("--tests", type=int, default=25, help="most tests for each mutant")
-    parser.add_argument("--more", type=int, default=0, help="most tests for what survives those")
-    parser.add_argument("--processes", type=int, default=2, help="for measuring coverage")
+    parser.add_argument("--tree", type=Path, default=Path(), help="checkout to measure")
+    parser.add_argument("--commit", help="commit whose hash is the seed; by default the checkout's HEAD")
+    parser.add_argument("--map", type=Path, help="file for the coverage; measured if it is missing")
+    parser.add_argument("--out", type=Path, help="file for the mutants and their verdicts, as JSON")
+    parser.add_argument("--count", type=int, default=120, help="number of mutants; 0 only measures coverage")
+    parser.add_argument("--tests", type=int, default=25, help="maximum number of tests per mutant")
+    parser.add_argument("--more", type=int, default=0, help="maximum number of further tests per survivor")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes that measure coverage")
     parser.add_argument("--cover", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("files", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

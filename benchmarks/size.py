@@ -1,9 +1,9 @@
-"""The size of the code: statements without docstrings, files, functions, parameters; beside another checkout if given.
+"""The size of the code: statements without docstrings, files, functions, parameters; compared with another checkout.
 
     python benchmarks/size.py [BEFORE] [--tree .]
 
-What counts for tests is what is outside test functions: imports, fixtures, helpers. A function is public when the
-`__init__.py` of a package exports it, or the class of which it is a method, and its name has no underscore in front.
+For tests, only code outside test functions counts: imports, fixtures, helpers. A function is public if the
+`__init__.py` of a package exports it or its class, and its name has no leading underscore.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Measured:
-    """A function: where it is, its lines without decorators, its parameters without `self`."""
+    """A function: its place, its lines without decorators, its parameters without `self`."""
 
     name: str
     lines: int
@@ -31,7 +31,7 @@ class Measured:
 
 
 def statements(node: ast.AST, *, tests: bool = True) -> int:
-    """Statements under `node`, docstrings left aside; without those of test functions if `tests` is false."""
+    """Count the statements under `node`, without docstrings, and without test functions if `tests` is false."""
     count = 0
     if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
         count -= 1
@@ -42,7 +42,7 @@ def statements(node: ast.AST, *, tests: bool = True) -> int:
 
 
 def functions(node: ast.AST, path: str, exported: set[str], is_public: bool = True) -> Iterator[Measured]:
-    """All functions under `node`; at the top of a module, those in `exported` are public."""
+    """Yield all functions under `node`; at the top of a module, those in `exported` are public."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.ClassDef | Function):
             yield from functions(child, path, exported, is_public)
@@ -56,19 +56,19 @@ def functions(node: ast.AST, path: str, exported: set[str], is_public: bool = Tr
             parameters = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
             names = [each.arg for each in parameters if each is not None and each.arg not in ("self", "cls")]
             yield Measured(f"{path}:{child.name}", child.end_lineno - child.lineno + 1, len(names), public)
-            public = False  # what is made inside is reached by no name
+            public = False  # nested functions are not reachable by name
         separator = "." if ":" in path else ":"
         yield from functions(child, f"{path}{separator}{child.name}", exported, public)
 
 
 def exports(modules: Iterable[ast.Module]) -> set[str]:
-    """The names that modules import from their own package."""
+    """Return the names that modules import from their own package."""
     imports = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     return {alias.name for node in imports if node.level for alias in node.names}
 
 
 def report(tree: Path) -> dict[str, float | list[str]]:
-    """Each figure by its name; a list for what is shown one by one."""
+    """Return each figure by its name; a list is shown line by line."""
     parsed = {path.relative_to(tree): ast.parse(path.read_text()) for path in sorted(tree.glob("src/**/*.py"))}
     figures: dict[str, float | list[str]] = {}
     for folder in FOLDERS:
@@ -98,8 +98,8 @@ def report(tree: Path) -> dict[str, float | list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", nargs="?", type=Path, help="a checkout to compare with")
-    parser.add_argument("--tree", type=Path, default=Path(), help="the checkout that is measured")
+    parser.add_argument("before", nargs="?", type=Path, help="checkout to compare with")
+    parser.add_argument("--tree", type=Path, default=Path(), help="checkout to measure")
     arguments = parser.parse_args()
     before = report(arguments.before) if arguments.before else {}
     for name, figure in report(arguments.tree).items():

@@ -1,4 +1,4 @@
-"""What recording costs: CPU to find a call's place in a long history, and memory per recorded token.
+"""Costs of recording: CPU to attach a call to a long history, and memory per recorded token.
 
     python benchmarks/trajectory.py
 
@@ -26,7 +26,7 @@ def history(messages: int, size: int) -> list[dict]:
 
 
 def attach_cost(messages: int, size: int) -> float:
-    """CPU seconds for one call whose history extends a recorded one: fingerprints, and finding the place."""
+    """Return the CPU seconds to fingerprint and attach a call whose history extends a recorded one."""
     conversation = history(messages + 1, size)
     trajectory = Trajectory()
     known = conversation[:-2]
@@ -42,7 +42,7 @@ def attach_cost(messages: int, size: int) -> float:
 
 
 def memory_per_token(turns: int, prompt: int, sampled: int) -> float:
-    """Bytes per recorded token of an episode, everything that a turn holds included."""
+    """Return the bytes per recorded token of an episode, including everything that its turns hold."""
     gc.collect()
     tracemalloc.start()
     trajectory = Trajectory()

@@ -5,8 +5,8 @@
     python examples/aime_eval.py --backend bedrock --model-id us.anthropic.claude-haiku-4-5-20251001-v1:0
 
 The problems come from the Hugging Face Hub (`pip install -e ".[env,datasets]"`), or from a file: --dataset FILE.
-Results are kept in --output as they finish; the same command goes on where it ended. Exit codes: 0 every sample is
-finished; 1 some were dropped, or it could not go on; 2 wrong arguments; 130 stopped with Ctrl-C.
+Results are saved in --output as they finish; the same command continues a run. Exit codes: 0 every sample is finished;
+1 some were dropped, or the run failed; 2 invalid arguments; 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ from strands_env.utils import get_cached_client
 
 
 class AIMEEvaluator(Evaluator):
-    """The 30 problems of a year."""
+    """The 30 AIME problems of a year."""
 
     def __init__(self, *args: Any, year: int, dataset: Path | None = None, **kwargs: Any) -> None:
-        """Take a year, and a local file of its problems if there is one."""
+        """Set the year, and optionally a local file with its problems."""
         super().__init__(*args, **kwargs)
         self.benchmark_name = f"aime-{year}"
         self.dataset = dataset
 
     def load_dataset(self) -> Iterable[Action]:
-        """The problems."""
+        """Return the problems."""
         return load_benchmark(self.benchmark_name, self.dataset)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("sglang", "openai", "bedrock"), default="sglang")
     parser.add_argument("--sglang-base-url", default="http://localhost:30000", help="address of the SGLang server")
-    parser.add_argument("--model-id", help="name of the model; for sglang, what the server serves is found out")
-    parser.add_argument("--tokenizer", help="folder or name of the served model's tokenizer, if not the server's path")
+    parser.add_argument("--model-id", help="name of the model; for sglang, the served one by default")
+    parser.add_argument(
+        "--tokenizer", help="folder or hub name of the served model's tokenizer, if not the server's path"
+    )
     parser.add_argument("--year", type=int, choices=(2024, 2025), default=2024)
-    parser.add_argument("--dataset", type=Path, help="local file of the problems: .jsonl, .json or .parquet")
-    parser.add_argument("--n-samples", type=int, default=8, help="of each problem")
+    parser.add_argument("--dataset", type=Path, help="local file with the problems: .jsonl, .json or .parquet")
+    parser.add_argument("--n-samples", type=int, default=8, help="samples per problem")
     parser.add_argument("--concurrency", type=int, default=30)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--max-new-tokens", type=int, default=16384)
-    parser.add_argument("--output", type=Path, default=Path("results/aime"), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("results/aime"), help="folder for the results")
     parsed = parser.parse_args()
     if parsed.backend != "sglang" and parsed.model_id is None:
         parser.error(f"--backend {parsed.backend} needs --model-id")
@@ -64,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 
 async def model_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The chosen backend's model, as `build_model_factory` takes it."""
+    """Return the configuration of the chosen backend's model for `build_model_factory`."""
     config: dict[str, Any] = {"backend": args.backend, "model_id": args.model_id}
     config["sampling_params"] = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     if args.backend == "sglang":
@@ -109,7 +111,7 @@ def main() -> int:
     try:
         return asyncio.run(run(args))
     except KeyboardInterrupt:
-        print(f"stopped; what is finished is in {args.output}", file=sys.stderr)
+        print(f"stopped; finished samples are in {args.output}", file=sys.stderr)
         return 130
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

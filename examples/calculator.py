@@ -16,14 +16,14 @@ BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 LONGEST_EXPRESSION = 200
-"""Characters. A model may write anything; deep nesting and huge numbers end here."""
+"""Maximum number of characters. A model may write anything; this bounds nesting and the size of numbers."""
 
 
 def evaluate(expression: str) -> float:
     """Return the value of an arithmetic expression of numbers, `+ - * /` and parentheses.
 
     Raises:
-        ValueError: The expression is anything else, is too long or divides by zero.
+        ValueError: The expression is anything else, is too long, or divides by zero.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise ValueError(f"the expression is longer than {LONGEST_EXPRESSION} characters")

@@ -1,12 +1,11 @@
-"""24 rollouts of a calculator agent against a real SGLang server: what `make demo` runs.
+"""24 rollouts of a calculator agent on a real SGLang server; `make demo` runs this.
 
     python examples/calculator_demo.py [--svg FILE]
 
-Starts SGLang on this machine's CPU with SmolLM2-135M-Instruct, or uses the server that SGLANG_BASE_URL names,
-with that server's model. SGLANG_TOKENIZER names a local copy of the tokenizer where the server's own path is
-not on this machine.
+Starts SGLang on this machine's CPU with SmolLM2-135M-Instruct, or uses the server at SGLANG_BASE_URL and its model.
+SGLANG_TOKENIZER is a local copy of the tokenizer, for servers whose own path is not on this machine.
 
-Exit codes: 0 the demo ran; 1 it could not, with the reason in the last line; 130 it was stopped.
+Exit codes: 0 success; 1 failure, with the reason in the last line; 130 stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from strands_sglang import (
 
 SYSTEM_PROMPT = "You are a helpful assistant."
 
-# A small model does not call tools because a system prompt says so. It does once the conversation shows it how.
+# A system prompt does not make a small model call tools. Worked examples in the conversation do.
 WORKED_EXAMPLES = (("15 * 12", "180"), ("98 + 47", "145"), ("84 - 29", "55"))
 
 OPERANDS = ((27, 43), (64, 18), (91, 36), (52, 77), (83, 25), (46, 39), (72, 58), (35, 14))
@@ -54,7 +53,7 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 40}
 
 
 class DemoError(RuntimeError):
-    """The demo cannot run, for a reason that is not the library's."""
+    """The demo cannot run, for a reason outside the library."""
 
 
 def main() -> int:
@@ -62,12 +61,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="24 rollouts of a calculator agent against a real SGLang server.")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the tokens of one rollout as a picture")
     options = parser.parse_args()
-    # The advice of transformers to install PyTorch: a tokenizer needs none.
+    # transformers advises to install PyTorch, which a tokenizer does not need.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Strands logs every unknown tool and cut-off call, which the table at the end counts.
     logging.getLogger("strands").setLevel(logging.CRITICAL)
-    # A SIGTERM would end this process without a word; like this it goes the way of Ctrl-C. And a shell starts
-    # background commands with SIGINT ignored.
+    # SIGTERM acts like Ctrl-C instead of ending this process silently. A shell starts background commands with SIGINT
+    # ignored.
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
@@ -104,7 +103,7 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def server() -> Iterator[tuple[str, str]]:
-    """Give the address of a running SGLang server and a folder with its tokenizer; at the end stop what it started."""
+    """Yield the address of an SGLang server and its tokenizer's path; stop the server afterwards if it was started."""
     if base_url := os.environ.get("SGLANG_BASE_URL"):
         print(f"using the SGLang server at {base_url}", flush=True)
         yield base_url, asyncio.run(find_tokenizer(base_url))
@@ -113,14 +112,14 @@ def server() -> Iterator[tuple[str, str]]:
     model_path = local.ensure_smollm2(python)
     with local.launch_server(python, model_path) as running:
         print(f"starting SGLang with {model_path.name} (about half a minute; log: {running.log_path})", flush=True)
-        get_tokenizer(str(model_path))  # takes seconds the first time, which the server needs anyway
+        get_tokenizer(str(model_path))  # takes seconds the first time, while the server starts
         running.wait_until_healthy()
         print(f"SGLang is healthy after {running.start_seconds:.0f} s at {running.base_url}", flush=True)
         yield running.base_url, str(model_path)
 
 
 async def find_tokenizer(base_url: str) -> str:
-    """Return the path or hub name under which the tokenizer of a server's model loads on this machine."""
+    """Return the path or hub name from which the tokenizer of a server's model loads on this machine."""
     path = os.environ.get("SGLANG_TOKENIZER")
     if path is None:
         async with SGLangClient(base_url, max_retries=3) as client:
@@ -137,7 +136,7 @@ async def find_tokenizer(base_url: str) -> str:
 
 
 async def roll_out_all(base_url: str, tokenizer_path: str) -> list[Rollout]:
-    """Roll out all questions, the first one alone: its prompt then is in the prefix cache for the others."""
+    """Roll out all questions, the first one alone: its prompt is then in the prefix cache for the others."""
     tokenizer = get_tokenizer(tokenizer_path)
     chat_template = template_for(tokenizer)
     finished: list[Rollout] = []
@@ -155,7 +154,7 @@ async def roll_out_all(base_url: str, tokenizer_path: str) -> list[Rollout]:
 
 
 async def roll_out(model: SGLangModel, expression: str) -> Rollout:
-    """Let an agent answer one question, and return the whole episode with every token of it."""
+    """Let an agent answer one question, and return the whole episode with all its tokens."""
     limiter = ToolLimiter(max_tool_iters=3)
     agent = Agent(
         model=model,
@@ -163,14 +162,14 @@ async def roll_out(model: SGLangModel, expression: str) -> Rollout:
         messages=worked_examples(),
         system_prompt=SYSTEM_PROMPT,
         hooks=[limiter],
-        # Nothing may be dropped from a history that is to be trained on, and nothing printed while it grows.
+        # A history to train on is never shortened, and nothing is printed while it grows.
         conversation_manager=NullConversationManager(),
         callback_handler=None,
     )
     try:
         end: Any = await agent.invoke_async(f"What is {expression}?")
     except Exception as error:
-        # A model that talks too long or never stops calling tools ends its episode; a server that fails ends the demo.
+        # A model that reaches a limit ends its episode; a failed server ends the demo.
         end = error
     reason = termination_reason(end, trajectory=model.trajectory, limiter=limiter)
     if reason in (TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.AGENT_ERROR):
@@ -205,12 +204,12 @@ def worked_examples() -> Messages:
 
 
 def template_for(tokenizer: Any) -> str | None:
-    """Return None if the tokenizer's own chat template has a place for tools, else one that has."""
+    """Return None if the tokenizer's own chat template supports tools, else a template that does."""
     own = tokenizer.chat_template
     if isinstance(own, dict) or (own and "tools" in own):
         return None
     if "<|im_start|>" not in tokenizer.get_vocab():
-        raise DemoError("the model's chat template has no place for tools, and its turns are not marked as in ChatML")
+        raise DemoError("the model's chat template does not support tools, and the model does not use ChatML")
     return local.CHATML_TOOLS_TEMPLATE.read_text(encoding="utf-8")
 
 

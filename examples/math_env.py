@@ -4,7 +4,7 @@
     python examples/math_env.py --backend openai --model-id gpt-5-mini
     python examples/math_env.py --backend bedrock --model-id us.anthropic.claude-haiku-4-5-20251001-v1:0
 
-Exit codes: 0 all episodes ended with a reward; 1 some failed, or nothing could run; 2 wrong arguments.
+Exit codes: 0 all episodes ended with a reward; 1 some failed, or none could run; 2 invalid arguments.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class MathEnv(Environment):
     """An agent with a calculator."""
 
     def get_tools(self) -> list[Any]:
-        """The calculator."""
+        """Return the calculator."""
         return [calculator]
 
 
 class LastNumber(RewardFunction):
-    """1.0 if the last number of the answer is the right one."""
+    """Reward of 1.0 if the last number of the answer is right, else 0.0."""
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
         """Compare the numbers."""
@@ -47,9 +47,9 @@ class LastNumber(RewardFunction):
 
 
 def worked_examples() -> list[dict[str, Any]]:
-    """A conversation in which the assistant used the calculator, in OpenAI's form.
+    """Return a conversation in OpenAI's format in which the assistant used the calculator.
 
-    A small model does not call tools because it has some. It does once the conversation shows it how.
+    A small model calls tools only once the conversation shows it how.
     """
     messages: list[dict[str, Any]] = []
     for number, (expression, value) in enumerate(WORKED_EXAMPLES.items()):
@@ -64,12 +64,14 @@ def worked_examples() -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("sglang", "openai", "bedrock"), default="sglang")
     parser.add_argument("--sglang-base-url", default="http://localhost:30000", help="address of the SGLang server")
-    parser.add_argument("--model-id", help="name of the model; for sglang, what the server serves is found out")
-    parser.add_argument("--tokenizer", help="folder or name of the served model's tokenizer, if not the server's path")
+    parser.add_argument("--model-id", help="name of the model; for sglang, the served one by default")
+    parser.add_argument(
+        "--tokenizer", help="folder or hub name of the served model's tokenizer, if not the server's path"
+    )
     parser.add_argument("--chat-template", type=Path, help="file with a chat template to use instead of the model's")
     parser.add_argument("--worked-examples", action="store_true", help="show the model how tools are called")
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -81,7 +83,7 @@ def arguments() -> argparse.Namespace:
 
 
 async def model_factory(args: argparse.Namespace) -> Any:
-    """The factory of the chosen backend's models."""
+    """Return the factory of the chosen backend's models."""
     config: dict[str, Any] = {"backend": args.backend, "model_id": args.model_id}
     config["sampling_params"] = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     if args.backend == "sglang":

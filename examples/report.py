@@ -1,4 +1,4 @@
-"""What the demo shows: finished rollouts, the conversation and the tokens of one of them, and a table for all."""
+"""The output of the demo: finished rollouts, the conversation and tokens of one of them, and a table for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_STYLE = "dim"
 SAMPLED_STYLE = "bold green"
 LOGPROB_STYLE = "yellow"
 SHOWN_OF_THE_PROMPT = 40
-"""Tokens at the end of the opening prompt; the rest is system prompt, tool description and worked examples."""
+"""Number of tokens to show of the opening prompt; the rest is system prompt, tool specs and worked examples."""
 
 console = Console(highlight=False)
 
@@ -29,10 +29,10 @@ class Rollout:
     """One finished episode.
 
     Attributes:
-        expression: What was asked for.
-        model: The model object, which holds the recorded tokens.
-        messages: The conversation from the question on, without the worked examples.
-        reason: Why it ended.
+        expression: Arithmetic expression of the question.
+        model: Model object with the recorded tokens.
+        messages: Conversation from the question on, without the worked examples.
+        reason: Reason why the episode ended.
     """
 
     expression: str
@@ -42,19 +42,19 @@ class Rollout:
 
     @property
     def expected(self) -> str:
-        """The right answer."""
+        """Right answer."""
         return f"{evaluate(self.expression):g}"
 
     @property
     def answer(self) -> str:
-        """The text of the last message if it is the assistant's."""
+        """Text of the last message if it is the assistant's, else an empty string."""
         last = self.messages[-1]
         texts = [block["text"].strip() for block in last["content"] if "text" in block]
         return " ".join(texts) if last["role"] == "assistant" else ""
 
     @property
     def tool_results(self) -> list[str]:
-        """What the calculator returned, call by call; failed and unknown calls left out."""
+        """Results of the calculator in order, without failed and unknown calls."""
         results = [
             block["toolResult"] for message in self.messages for block in message["content"] if "toolResult" in block
         ]
@@ -62,7 +62,7 @@ class Rollout:
 
     @property
     def is_right(self) -> bool:
-        """Whether the right number ends the answer, and the calculator gave it before."""
+        """Whether the answer ends with the right number, and the calculator returned it before."""
         numbers = re.findall(r"-?\d+(?:\.\d+)?", self.answer)
         return self.expected in self.tool_results and numbers[-1:] == [self.expected]
 
@@ -84,7 +84,7 @@ def shorten(text: str, length: int = 50) -> str:
 
 
 def save_svg(rollout: Rollout, path: Path) -> None:
-    """Write what `print_rollout` prints as a picture."""
+    """Write the output of `print_rollout` as an SVG picture."""
     picture = Console(highlight=False, record=True, width=100, force_terminal=True, file=io.StringIO())
     print_rollout(rollout, picture)
     # Without Rich's web font: opening the picture loads nothing.
@@ -131,17 +131,17 @@ def token_text(model: SGLangModel) -> Text:
             text.append(piece, SAMPLED_STYLE)
             text.append(f"({token.logprob:.2f})" if token.logprob is not None else "(?)", LOGPROB_STYLE)
         else:
-            # A line for every turn and tool result; what was sampled stays as it was.
+            # A line for each turn and tool result; sampled text stays unchanged.
             text.append(piece + "\n" if piece.endswith("\\n") else piece, PROMPT_STYLE)
     return text
 
 
 def print_summary(rollouts: list[Rollout], seconds: float) -> None:
-    """Print a table of what all rollouts came to.
+    """Print a table that summarizes all rollouts.
 
     Args:
-        rollouts: All of them.
-        seconds: How long they took together.
+        rollouts: All rollouts.
+        seconds: Seconds that they took together.
     """
     generations = [
         turn.generation

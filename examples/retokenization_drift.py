@@ -1,4 +1,4 @@
-"""Measure on a real SGLang server how many rollouts would have other tokens if they were rebuilt from text.
+"""Measure on a real SGLang server how many rollouts would have different tokens if they were rebuilt from text.
 
     python examples/retokenization_drift.py [--rollouts 200] [--write docs/drift.md]
 
@@ -28,10 +28,10 @@ CONCURRENT = 32
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", type=int, default=200, help="how many (default: %(default)s)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there as Markdown")
+    parser.add_argument("--rollouts", type=int, default=200, help="number of rollouts (default: %(default)s)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report to this file as Markdown")
     arguments = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 async def measure(base_url: str, tokenizer_path: str, count: int) -> str:
-    """Roll out, and return the report."""
+    """Run the rollouts and return the report."""
     tokenizer = get_tokenizer(tokenizer_path)
     chat_template = template_for(tokenizer)
     slots = asyncio.Semaphore(CONCURRENT)
@@ -77,7 +77,7 @@ async def measure(base_url: str, tokenizer_path: str, count: int) -> str:
 
 
 def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     drifts = [trajectory.drift(tokenizer) for trajectory in trajectories]
     total = sum(drifts, start=Drift(()))
     affected = sum(any(sequence.is_affected for sequence in drift.sequences) for drift in drifts)
@@ -115,7 +115,7 @@ def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
 
 
 def examples_of(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: Any) -> list[tuple[Any, int]]:
-    """The first drifted tokens of each sequence, before and after, with how often they occur."""
+    """Return the first drifted tokens of each sequence, before and after, with their frequency."""
     seen: Counter[tuple[str, str]] = Counter()
     for trajectory, drift in zip(trajectories, drifts, strict=True):
         for sequence, found in zip(trajectory.sequences(), drift.sequences, strict=True):

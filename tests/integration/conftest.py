@@ -1,9 +1,9 @@
-"""Real SGLang servers for the tests, started when the first test asks, stopped when the session ends, however it ends.
+"""Real SGLang servers for the tests, started on first use, and stopped when the session ends in any way.
 
-`tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` its sibling with experts,
-`tiny_vl_server` a tiny random Qwen2.5-VL, `smollm_server` SmolLM2-135M-Instruct (a language model). With
-`--sglang-base-url=URL` the first and the last are the server at that URL, and tests that use one of the others or the
-fixture `own_server` are skipped: they need a certain model, or do what nobody should do to someone else's server.
+`tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` one with experts,
+`tiny_vl_server` a tiny random Qwen2.5-VL, and `smollm_server` SmolLM2-135M-Instruct (a language model). With
+`--sglang-base-url=URL` the first and the last are the server at that URL. Tests that use another one or the fixture
+`own_server` are then skipped: they need a certain model, or would disturb other users of the server.
 """
 
 import os
@@ -42,14 +42,14 @@ def external_server(request):
 
 @pytest.fixture
 def own_server(external_server):
-    """Skips the test when the server was given: for tests that need a certain model, or that stop or pause it."""
+    """Skip the test on a given server: for tests that need a certain model, or that stop or pause the server."""
     if external_server is not None:
         pytest.skip("needs a server that the tests started themselves, and --sglang-base-url names another")
 
 
 @pytest.fixture(scope="session")
 def sglang_python():
-    """The Python of the SGLang environment, installed if need be (minutes, the first time on a machine)."""
+    """The Python of the SGLang environment, installed if necessary (minutes, the first time on a machine)."""
     try:
         return local.ensure_sglang()
     except local.UnsupportedPlatformError as error:
@@ -58,7 +58,7 @@ def sglang_python():
 
 @pytest.fixture(scope="session")
 def serve(request, external_server, tmp_path_factory):
-    """Starts a server with a model of `local`; `certain` says what nobody else's server is known to have."""
+    """Start a server with a model of `local`; `certain` is what a given server is not known to have."""
     with ExitStack() as servers:
 
         def start(name, ensure_model, *arguments, certain=None, chat_template=None):
@@ -69,7 +69,7 @@ def serve(request, external_server, tmp_path_factory):
             python = request.getfixturevalue("sglang_python")
             log_path = tmp_path_factory.mktemp(name) / "server.log"
             model_path = ensure_model(python)
-            # Two servers and the tests share the cores: with more threads each the servers mostly wait for one another.
+            # Two servers and the tests share the cores: with more threads, the servers mostly wait for each other.
             settings = local.ServerSettings(threads=1, extra_arguments=arguments)
             started = local.start_server(python, model_path, settings=settings, log_path=log_path)
             return Server(servers.enter_context(started).base_url, model_path, log_path, chat_template)
@@ -85,7 +85,7 @@ def tiny_server(serve):
 
 @pytest.fixture(scope="session")
 def tiny_moe_server(serve):
-    """A server with a tiny random Qwen3-MoE (3 layers, 8 experts, top 2) that returns routed experts if asked."""
+    """A server with a tiny random Qwen3-MoE (3 layers, 8 experts, top 2) that returns routed experts on request."""
     return serve(
         "tiny_moe",
         local.ensure_tiny_qwen3_moe,
@@ -108,7 +108,7 @@ def tiny_vl_server(serve):
 
 @pytest.fixture(scope="session")
 def smollm_server(serve):
-    """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template has no place for tools.
+    """A server with SmolLM2-135M-Instruct, 8192 tokens of context; its own chat template does not support tools.
 
     Its log has every request and answer (`support.real_servers.logged`).
     """
@@ -117,7 +117,7 @@ def smollm_server(serve):
 
 
 def pytest_collection_modifyitems(items):
-    # A test's own time is limited, not the time that its fixtures take to install and start a server.
+    # The time limit is for a test, not for its fixtures that install and start a server.
     for item in items:
         if "tests/integration" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300, func_only=True))

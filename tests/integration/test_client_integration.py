@@ -21,7 +21,7 @@ async def client(tiny_server):
 
 
 async def seconds_until(base_url, running):
-    """Seconds until the server has this many requests."""
+    """Return the seconds until the server has this many requests."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while await running_requests(base_url) != running:
@@ -29,7 +29,7 @@ async def seconds_until(base_url, running):
     return clock() - started
 
 
-async def test_a_generation_has_the_ids_and_logprobs_that_were_asked_for(client):
+async def test_generation_has_the_requested_ids_and_logprobs(client):
     params = {"max_new_tokens": 4, "ignore_eos": True}
     response = await client.generate(PROMPT, params, return_logprob=True, rid="mine")
     meta_info = response["meta_info"]
@@ -40,7 +40,7 @@ async def test_a_generation_has_the_ids_and_logprobs_that_were_asked_for(client)
     assert meta_info["id"].startswith("mine-")
 
 
-async def test_a_request_without_prompt_logprobs_takes_its_prompt_from_the_cache(client):
+async def test_prompt_without_logprobs_comes_from_the_cache(client):
     prompt = [*PROMPT, *range(100, 140)]
     await client.generate(prompt, {"max_new_tokens": 1}, return_logprob=True)
     again = await client.generate(prompt, {"max_new_tokens": 1}, return_logprob=True)
@@ -72,7 +72,7 @@ async def test_every_way_to_fill_the_context_is_told_as_such(client, prompt_beyo
         ({"json_schema": "{", "regex": "a"}, "json_schema"),
     ],
 )
-async def test_bad_sampling_parameters_come_back_with_the_servers_words(client, params, said):
+async def test_invalid_sampling_parameters_have_the_servers_message(client, params, said):
     with pytest.raises(SGLangHTTPError, match=said) as caught:
         await client.generate(PROMPT, params)
     assert caught.value.status == 400
@@ -85,7 +85,7 @@ async def test_a_wrong_path_is_said_to_be_no_sglang_server(tiny_server):
             await client.generate(PROMPT)
 
 
-async def test_a_cancelled_request_leaves_the_server_idle_within_a_second(client):
+async def test_cancelled_request_leaves_the_server_idle_in_a_second(client):
     async def attempt():
         task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
         await seconds_until(client.base_url, 1)
@@ -97,7 +97,7 @@ async def test_a_cancelled_request_leaves_the_server_idle_within_a_second(client
     assert await at_best(attempt, goal=1.0) < 1.0
 
 
-async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_server):
+async def test_timed_out_request_leaves_the_server_idle_in_a_second(tiny_server):
     async with SGLangClient(tiny_server.base_url, timeout=0.3, retry_delay=0.0) as client:
 
         async def attempt():
@@ -108,7 +108,7 @@ async def test_a_timed_out_request_leaves_the_server_idle_within_a_second(tiny_s
         assert await at_best(attempt, goal=1.0) < 1.0
 
 
-async def test_closing_the_client_returns_what_was_generated_until_then(client):
+async def test_closing_the_client_returns_partial_answers(client):
     task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
     await seconds_until(client.base_url, 1)
     await client.close()
@@ -117,7 +117,7 @@ async def test_closing_the_client_returns_what_was_generated_until_then(client):
     await seconds_until(client.base_url, 0)
 
 
-def test_one_client_serves_event_loops_in_sequence_and_in_threads(tiny_server):
+def test_client_serves_consecutive_loops_and_threads(tiny_server):
     client = SGLangClient(tiny_server.base_url, max_retries=0)
     lengths = []
 

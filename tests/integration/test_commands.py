@@ -27,7 +27,7 @@ from support.processes import has_ended
 from support.real_servers import logged
 
 
-async def test_serve_starts_a_real_server_that_answers_and_leaves_no_process_after_ctrl_c(sglang_python):
+async def test_serve_starts_a_server_and_leaves_no_process(sglang_python):
     def descendants(pid):
         """Ids of all processes that a process started, and of those that they started."""
         children = {
@@ -57,7 +57,7 @@ async def test_serve_starts_a_real_server_that_answers_and_leaves_no_process_aft
 
 
 @pytest.mark.timeout(1800, func_only=True)
-def test_an_evaluation_that_is_killed_and_resumed_has_each_sample_once(own_server, smollm_server, tmp_path):
+def test_killed_and_resumed_evaluation_has_each_sample_once(own_server, smollm_server, tmp_path):
     tasks, samples, kills = map(int, os.environ.get("KILLED_EVALUATION", "8,2,1").split(","))
     rng = random.Random(1)
     examples = worked_examples({"15 * 12": 180, "98 + 47": 145, "84 - 29": 55})
@@ -219,6 +219,6 @@ def test_every_module_of_the_provider_imports_without_extras(python, tmp_path):
 
 
 @pytest.mark.registry
-def test_every_module_of_the_environments_imports_with_their_extra(python, wheel, tmp_path):
+def test_every_env_module_imports_with_its_extra(python, wheel, tmp_path):
     _install(python, f"{wheel}[env]")
     _checked(python, "-c", IMPORTS, "strands_env", cwd=tmp_path)

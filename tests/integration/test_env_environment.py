@@ -26,7 +26,7 @@ def action(expression, value):
     return Action(message=f"What is {expression}?", task_context=context)
 
 
-async def test_episodes_at_once_use_their_tool_and_are_recorded_exactly(smollm_server):
+async def test_concurrent_episodes_are_recorded_exactly(smollm_server):
     problems = {"27 * 43": 1161, "64 * 18": 1152, "52 * 77": 4004, "91 * 36": 3276}
     async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
         env = environment(smollm_server, client=client, max_tool_iterations=3)
@@ -46,7 +46,7 @@ async def test_episodes_at_once_use_their_tool_and_are_recorded_exactly(smollm_s
     assert sum(result.reward.reward for result in results) >= 1
 
 
-async def test_an_episode_out_of_time_leaves_its_partial_answer_and_no_work(smollm_server):
+async def test_episode_out_of_time_leaves_its_partial_answer(smollm_server):
     async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
         await client.model_info()
         params = {"max_new_tokens": 4000, "ignore_eos": True}

@@ -93,10 +93,10 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
         return_prompt_logprobs=True,
     )
     agent = make_agent(model, tools)
-    # An answer of noise may end with its first token: go on until there is something to compare.
+    # A random answer may end with its first token: continue until there is something to compare.
     while len(model.trajectory.turns) < 3 or sum(model.token_manager.loss_mask) <= 100:
         try:
-            await agent.invoke_async("Go on.")
+            await agent.invoke_async("Continue.")
         except MaxTokensReachedException:
             pass
     assert_exact(wire, model)
@@ -106,8 +106,8 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
     assert max(differences) < 1e-4
 
 
-async def test_logprobs_under_top_p_are_exact_among_the_ids_of_the_sampling_masks(tiny_server, wire):
-    """Item 6: the distribution that truncated sampling really used, from the stock server."""
+async def test_logprobs_under_top_p_are_exact_within_sampling_masks(tiny_server, wire):
+    """The stock server returns the distribution that truncated sampling really used."""
     temperature, top_k = 0.7, 20
     model = make_model(
         tiny_server,
@@ -119,7 +119,7 @@ async def test_logprobs_under_top_p_are_exact_among_the_ids_of_the_sampling_mask
     agent = make_agent(model)
     while len(model.trajectory.turns) < 2 or sum(model.token_manager.loss_mask) <= 100:
         try:
-            await agent.invoke_async("Go on.")
+            await agent.invoke_async("Continue.")
         except MaxTokensReachedException:
             pass
     assert_exact(wire, model)
@@ -140,7 +140,7 @@ async def test_an_aborted_request_keeps_its_sampling_masks(tiny_server, wire):
     sampling_params = {"top_k": 5, "ignore_eos": True}
     fields = {"return_sampling_mask": True, "extra_key": "an aborted request"}
     model = make_model(tiny_server, wire, sampling_params=sampling_params, request_fields=fields)
-    running = asyncio.create_task(make_agent(model).invoke_async("Go on."))
+    running = asyncio.create_task(make_agent(model).invoke_async("Continue."))
     await until_it_runs(tiny_server.base_url)
     await abort_all(tiny_server.base_url)
     with pytest.raises(SGLangAbortedError):
@@ -150,12 +150,12 @@ async def test_an_aborted_request_keeps_its_sampling_masks(tiny_server, wire):
     assert turn.request_fields == fields
 
 
-async def test_logprobs_of_a_language_model_equal_a_float32_forward_pass(smollm_server, wire):
+async def test_language_model_logprobs_equal_a_forward_pass(smollm_server, wire):
     # Not min_new_tokens: it takes the stop tokens out of the distribution whose logprobs the server returns.
     sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 48}
     model = make_model(smollm_server, wire, sampling_params=sampling_params)
     agent = make_agent(model)
-    for question in ("Name three colours.", "Which one is your favourite?"):
+    for question in ("Name three colors.", "Which one is your favorite?"):
         try:
             await agent.invoke_async(question)
         except MaxTokensReachedException:
@@ -180,7 +180,7 @@ async def test_a_conversation_of_30_tool_turns_is_one_sequence(tiny_server, wire
         sampling_params=ends_soon(tiny_server.model_path, temperature=1.0),
         tool_parser=EveryAnswerCallsATool(30),
     )
-    result = await make_agent(model, tools).invoke_async("Go on.")
+    result = await make_agent(model, tools).invoke_async("Continue.")
     assert result.stop_reason == "end_turn"
     assert len(ran) == 30
     assert len(wire.exchanges) == 31
@@ -195,7 +195,7 @@ async def test_the_prefix_cache_serves_what_was_seen_before(tiny_server, wire):
         tool_parser=EveryAnswerCallsATool(5),
     )
     tools, _ = make_tools()
-    result = await make_agent(model, tools).invoke_async("Go on.")
+    result = await make_agent(model, tools).invoke_async("Continue.")
     for turn in model.trajectory.turns[1:]:
         before = len(turn.parent.token_ids())
         # The last sampled token has no key-value entry yet, so it is computed again.
@@ -207,7 +207,7 @@ async def test_the_prefix_cache_serves_what_was_seen_before(tiny_server, wire):
 async def test_two_rollouts_at_temperature_zero_are_identical(tiny_server):
     async def rollout():
         async with SGLangClient(tiny_server.base_url) as client, httpx.AsyncClient() as control:
-            # What comes from the cache and what is computed anew differ in the last float digits.
+            # Cached values and recomputed ones differ in the last float digits.
             await control.post(f"{tiny_server.base_url}/flush_cache", params={"timeout": 10})
             tools, _ = make_tools()
             model = SGLangModel(
@@ -216,7 +216,7 @@ async def test_two_rollouts_at_temperature_zero_are_identical(tiny_server):
                 sampling_params=ends_soon(tiny_server.model_path, temperature=0.0),
                 tool_parser=EveryAnswerCallsATool(3),
             )
-            await make_agent(model, tools).invoke_async("Go on.")
+            await make_agent(model, tools).invoke_async("Continue.")
             return model.token_manager.tokens
 
     first = await rollout()
@@ -250,7 +250,7 @@ def test_the_synchronous_agent_works_twice_in_a_row(tiny_server):
 async def test_an_answer_cut_by_max_new_tokens(tiny_server, wire):
     model = make_model(tiny_server, wire, sampling_params={"max_new_tokens": 5, "ignore_eos": True})
     with pytest.raises(MaxTokensReachedException) as caught:
-        await make_agent(model).invoke_async("Go on.")
+        await make_agent(model).invoke_async("Continue.")
     assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
     assert sum(model.token_manager.loss_mask) == 5
     assert_exact(wire, model)
@@ -277,7 +277,7 @@ async def test_a_first_prompt_longer_than_the_context(tiny_server, wire, words):
 
 async def test_an_aborted_request_keeps_what_was_sampled(tiny_server, wire):
     model = make_model(tiny_server, wire, sampling_params={"ignore_eos": True})
-    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Continue."))
     await until_it_runs(tiny_server.base_url)
     await abort_all(tiny_server.base_url)
     with pytest.raises(SGLangAbortedError) as caught:
@@ -367,7 +367,7 @@ def assert_each_token_is_of_its_version(sequence, paths):
 
 
 async def rollouts(server, client, **config):
-    """Start rollouts with one long turn each; what they end with."""
+    """Start rollouts with one long turn each; return their ends."""
     models = [
         SGLangModel(
             tokenizer=get_tokenizer(str(server.model_path)),
@@ -383,7 +383,7 @@ async def rollouts(server, client, **config):
 
 
 async def while_running(trainer, act):
-    """Do something once all rollouts are being sampled, and for a moment have been."""
+    """Do something shortly after all rollouts are being sampled."""
     async with httpx.AsyncClient(base_url=trainer.base_url, timeout=60, trust_env=False) as http:
 
         async def load():
@@ -396,7 +396,7 @@ async def while_running(trainer, act):
     await act()
 
 
-async def test_after_an_update_that_aborts_calls_go_on_and_every_token_has_its_version(trainer, tiny_server):
+async def test_calls_continue_after_an_aborting_weight_update(trainer, tiny_server):
     async with SGLangClient(tiny_server.base_url) as client:
         update = while_running(trainer, lambda: trainer.load("new", abort_all_requests=True))
         ended, _ = await asyncio.gather(rollouts(tiny_server, client, on_abort="resume"), update)
@@ -409,7 +409,7 @@ async def test_after_an_update_that_aborts_calls_go_on_and_every_token_has_its_v
         assert_each_token_is_of_its_version(sequence, trainer.paths)
 
 
-async def test_the_spans_that_the_server_tells_are_kept_where_it_holds_requests_over_an_update(trainer, tiny_server):
+async def test_spans_are_kept_where_requests_outlive_an_update(trainer, tiny_server):
     async def update():
         await trainer.post("/pause_generation", mode="retract")
         await trainer.load("new")
@@ -437,7 +437,7 @@ async def test_a_pause_that_aborts_raises_unless_told_otherwise(trainer, tiny_se
         assert sum(model.token_manager.loss_mask) == len(turn.output_ids)
 
 
-async def test_a_call_that_is_asked_while_the_server_is_paused_is_answered_after_it(trainer, tiny_server):
+async def test_call_to_a_paused_server_is_answered_after_the_pause(trainer, tiny_server):
     await trainer.post("/pause_generation", mode="abort")
     try:
         async with SGLangClient(tiny_server.base_url) as client:

@@ -1,4 +1,4 @@
-"""Forced tool calls: on a real server, and by the grammar engine of the supported SGLang (D1 to D5, D7).
+"""Forced tool calls: on a real server, and by the grammar engine of the supported SGLang.
 
 What a grammar lets through is one call of the forced tool that fits its schema; or there is no grammar. That is so for
 every format with the tokenizer of a real family, and over bytes for every schema that is easy to get wrong.
@@ -105,7 +105,7 @@ def walked(sglang_python, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, walked):
+def test_grammar_accepts_a_call_as_the_template_writes_it(name, walked):
     tokenizer = load_tokenizer(name)
     for job in walked[name]:
         for ids, refused in zip(job["texts"], job["refused"], strict=True):
@@ -113,11 +113,11 @@ def test_a_call_as_the_template_writes_it_is_let_through_token_by_token(name, wa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_sampled_under_the_grammar_is_one_call_that_fits_the_schema(name, walked):
+def test_grammar_samples_one_call_that_fits_the_schema(name, walked):
     tokenizer, parser = load_tokenizer(name), parser_of(FAMILIES[name])
     stops = {tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(FAMILIES[name])}
     for job in walked[name]:
-        ended = [ids for ids in job["walks"] if ids[-1] in stops]  # random reasoning may go on and on
+        ended = [ids for ids in job["walks"] if ids[-1] in stops]  # random reasoning may never end
         assert ended or job["flags"]
         for ids in ended:
             text = tokenizer.decode(ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -173,7 +173,7 @@ async def sample(server, choice, format_name, *, count=4, bias=0, **flags):
 
 
 @pytest.mark.parametrize("format_name", sorted(TOOL_PARSER_REGISTRY))
-async def test_a_model_of_noise_calls_a_tool_in_any_format_when_it_has_to(tiny_server, own_server, format_name):
+async def test_random_model_can_be_forced_to_call_in_any_format(tiny_server, own_server, format_name):
     for turn in await sample(tiny_server, {"any": {}}, format_name):
         assert not wrong_with(turn, ("convert", "now"), SHORT_TOOLS)
 
@@ -185,7 +185,7 @@ async def test_a_language_model_calls_the_tool_that_it_has_to(smollm_server, own
         assert not wrong_with(turn, names, SHORT_TOOLS)
 
 
-async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny_server, own_server):
+async def test_opened_reasoning_is_finished_before_the_call(tiny_server, own_server):
     choice = {"tool": {"name": "convert"}}
     turns = await sample(tiny_server, choice, "hermes", count=10, bias=4, reasoning_open=True)
     for turn in turns:
@@ -193,7 +193,7 @@ async def test_reasoning_that_the_prompt_opened_is_finished_before_the_call(tiny
     assert any(turn.reasoning for turn in turns)  # with this bias, one in ten ends its reasoning with the first token
 
 
-async def test_grammars_of_different_shapes_do_not_disturb_each_other_on_one_server(tiny_server, own_server):
+async def test_different_grammars_can_share_one_server(tiny_server, own_server):
     for format_name in ("hermes", "qwen_xml", "glm", "hermes", "gemma4", "qwen_xml"):
         begin = time.perf_counter()
         for turn in await sample(tiny_server, {"tool": {"name": "convert"}}, format_name, count=2):
@@ -680,7 +680,7 @@ def byte_walks(sglang_python):
 
 
 def test_the_server_compiles_every_grammar_at_once(byte_walks):
-    """D3: some were refused by the server, after the request."""
+    """The server rejected some of them, after the request."""
     refused = [
         (each["format"], each["tools"][0]["inputSchema"], each["error"]) for each in byte_walks if "error" in each
     ]
@@ -688,10 +688,10 @@ def test_the_server_compiles_every_grammar_at_once(byte_walks):
     assert max(each["compile_s"] for each in byte_walks) < 10
 
 
-def test_whatever_a_grammar_lets_through_is_one_call_of_the_forced_tool_that_fits_its_schema(byte_walks):
-    """D1, D2, D4, D5, D7: 20,000 texts, sampled with choices that a hostile model would make."""
+def test_grammar_accepts_only_a_call_of_the_forced_tool(byte_walks):
+    """20,000 texts, sampled with choices that a hostile model would make."""
     ended = [(ids, each) for each in byte_walks for ids in each.get("walks", ()) if ids[-1] == STOP]
-    assert len(ended) >= 20_000 * min(1, WALKS / 5)  # random reasoning may go on and on
+    assert len(ended) >= 20_000 * min(1, WALKS / 5)  # random reasoning may never end
     wrong = []
     for ids, each in ended:
         text = bytes(ids[:-1]).decode(errors="replace")

@@ -13,11 +13,11 @@ import pytest
 
 from integration.test_client_integration import (  # noqa: F401
     client,
-    test_a_cancelled_request_leaves_the_server_idle_within_a_second,
-    test_a_generation_has_the_ids_and_logprobs_that_were_asked_for,
-    test_a_request_without_prompt_logprobs_takes_its_prompt_from_the_cache,
-    test_closing_the_client_returns_what_was_generated_until_then,
+    test_cancelled_request_leaves_the_server_idle_in_a_second,
+    test_closing_the_client_returns_partial_answers,
     test_every_way_to_fill_the_context_is_told_as_such,
+    test_generation_has_the_requested_ids_and_logprobs,
+    test_prompt_without_logprobs_comes_from_the_cache,
     test_the_server_tells_its_health_its_model_and_its_context,
 )
 from integration.test_exactness import (  # noqa: F401
@@ -81,4 +81,4 @@ async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server):
         request_fields={"return_sampling_mask": True},
     )
     with pytest.raises(SGLangDecodingError, match="the server is older"):
-        await make_agent(model).invoke_async("Go on.")
+        await make_agent(model).invoke_async("Continue.")

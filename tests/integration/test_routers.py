@@ -38,7 +38,7 @@ from support.real_servers import LOG_EVERYTHING, at_best, logged, running_reques
 
 
 @pytest.mark.timeout(1500, func_only=True)  # the server starts three times
-async def test_episodes_outlive_a_killed_server_and_record_each_generation_once(own_server, sglang_python, tmp_path):
+async def test_episodes_outlive_a_killed_server(own_server, sglang_python, tmp_path):
     restarts = 2
     episode_count = 150
     concurrency = 12
@@ -243,7 +243,7 @@ ENDS = {"task": asyncio.CancelledError, "signal": SGLangCancelledError, "deadlin
 
 @FRONTS
 @pytest.mark.parametrize("way", [*ENDS, "close"])
-async def test_a_call_that_ends_early_leaves_all_workers_idle_within_a_second(workers, fronts, front, way):
+async def test_ended_call_leaves_all_workers_idle_within_a_second(workers, fronts, front, way):
     async def seconds_until_idle():
         """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
         partial = []
@@ -307,7 +307,7 @@ async def test_a_cancelled_call_of_a_model_is_a_cut_turn(workers, fronts, front)
 
 
 @FRONTS
-async def test_what_is_said_under_one_key_finds_its_prefix_in_the_cache(workers, fronts, front):
+async def test_requests_with_one_key_find_their_prefix_in_the_cache(workers, fronts, front):
     async with client_of(fronts, front) as client:
 
         async def converse(key):
@@ -401,7 +401,7 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
 # --- workers that die: these two tests come last ---
 
 
-async def test_a_worker_that_is_killed_in_flight_costs_no_call_and_nothing_is_recorded_twice(workers, fronts):
+async def test_killed_worker_costs_no_call_and_no_double_record(workers, fronts):
     staying, dying = workers
     tokenizer = get_tokenizer(staying.server.model_path)
     tokens = 300

@@ -51,7 +51,7 @@ class Pair:
 
 
 def answer(request):
-    """What the real server does below: sample the one token that it is forced to, or go on to the limit."""
+    """What the real server does below: sample the one forced token, or continue to the limit."""
     forced = [int(token_id) for token_id in request.sampling_params.get("logit_bias") or ()]
     return ScriptedAnswer(token_ids=forced * 64, finish_reason="length") if forced else LONG_ANSWER
 
@@ -130,7 +130,7 @@ GENERATIONS = {
     },
     "prompt ids wanted": {"return_prompt_token_ids": True},
     "routed experts of a dense model": {"return_routed_experts": True},
-    "a start of routed experts that nobody asked for": {"routed_experts_start_len": 6},
+    "a start of routed experts without a request for them": {"routed_experts_start_len": 6},
     "an unknown key": {"bogus": 1},
     "fields that say whose a request is": {
         "session_id": "s",
@@ -238,7 +238,7 @@ async def test_the_prefix_cache_finds_the_same(pair, extra):
     for prompt in (PROMPT * 4, [*PROMPT * 3, 9, 9, 9], [*PROMPT * 5]):
         request = {**body, "input_ids": prompt, **extra}
         real, scripted = await pair.compare("POST", "/generate", json=request)
-        # The first answer was sampled; a real one may by chance begin as the longest of these prompts goes on.
+        # The first answer was sampled; a real one may by chance begin as the longest of these prompts continues.
         assert scripted["meta_info"]["cached_tokens"] == pytest.approx(real["meta_info"]["cached_tokens"], abs=2)
 
 
@@ -357,7 +357,7 @@ async def test_a_refusal_has_the_same_shape_and_text(pair, name):
 @pytest.mark.parametrize(
     ("prompt_over", "max_new_tokens"), [(0, 1), (88, 2), (88, None), (-1, 2), (-12, 100), (-12, 13), (-1, 1), (-5, 0)]
 )
-async def test_a_prompt_that_does_not_fit_the_context_gets_the_same_text(pair, prompt_over, max_new_tokens):
+async def test_prompt_beyond_the_context_gets_the_same_message(pair, prompt_over, max_new_tokens):
     if pair.max_input_length != pair.context_length - 6:
         pytest.skip("this server has less memory than its context needs")
     body = {
@@ -455,13 +455,13 @@ async def test_tokenize_gives_the_same(pair, body):
         assert scripted == real
 
 
-@pytest.mark.parametrize("body", [{"rid": "nobody's"}, {"rid": None}, {}])
+@pytest.mark.parametrize("body", [{"rid": "unknown"}, {"rid": None}, {}])
 async def test_aborting_nothing_is_an_empty_200(pair, body):
     real, scripted = await pair.send("POST", "/abort_request", json=body)
     assert scripted.content == real.content == b""
 
 
-async def test_an_abort_without_a_usable_request_id_gives_the_same_shape(pair):
+async def test_abort_without_a_valid_request_id_has_the_same_shape(pair):
     await pair.compare("POST", "/abort_request", json={"rid": 5})
 
 

@@ -1,4 +1,4 @@
-"""On real servers: what trains beside the tokens. Routed experts, the tensors of images, and slime's samples."""
+"""Training data besides the tokens, on real servers: routed experts, the tensors of images, and slime's samples."""
 
 import asyncio
 import copy
@@ -29,7 +29,7 @@ PROMPT = [11, 50, 60, 70, 80]
 
 
 class NoToolCalls(ToolParser):
-    """Takes whatever was sampled for text: the mark of a tool call, sampled by chance, would end the conversation."""
+    """Reads every answer as text: a tool call's mark, sampled by chance, would end the conversation."""
 
     def parse(self, text):
         return []
@@ -49,7 +49,7 @@ async def converse(model):
 
 
 async def generate(base_url, input_ids, **body):
-    """One request of its own; `cold=True` flushes the prefix cache before."""
+    """Send a separate request; `cold=True` flushes the prefix cache before."""
     params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8, **body.pop("sampling_params", {})}
     async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
         if body.pop("cold", False):
@@ -64,7 +64,7 @@ def reference(tiny_moe_server):
     return load_reference(tiny_moe_server.model_path)
 
 
-async def test_every_turn_keeps_a_row_for_each_token_that_went_through_the_model(tiny_moe_server):
+async def test_every_turn_has_a_row_for_each_computed_token(tiny_moe_server):
     # Token 0 is a stop of another kind: an answer of noise that is cut behind it would rightly fork.
     params = {"ignore_eos": True, "max_new_tokens": 40, "logit_bias": {"0": -100.0}}
     model = make_model(tiny_moe_server, sampling_params=params)
@@ -89,10 +89,10 @@ async def test_they_are_the_experts_of_a_float32_forward_pass(tiny_moe_server, r
     assert_as_in_a_forward_pass(model, reference)
 
 
-async def test_those_of_an_answer_that_was_aborted_and_resumed_are_the_same(tiny_moe_server, reference):
+async def test_rows_of_a_resumed_answer_are_the_same(tiny_moe_server, reference):
     sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 600}
     model = make_model(tiny_moe_server, sampling_params=sampling_params, return_prompt_logprobs=True, on_abort="resume")
-    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Continue."))
     for _ in range(2):
         await abort_all_once_it_runs(tiny_moe_server)
     with pytest.raises(MaxTokensReachedException):
@@ -117,7 +117,7 @@ def assert_as_in_a_forward_pass(model, reference):
     assert_best_experts(routed, router_logits)
 
 
-async def test_rows_of_a_prompt_that_another_request_left_in_the_cache_are_the_same(tiny_moe_server):
+async def test_rows_of_a_cached_prompt_are_the_same(tiny_moe_server):
     prompt = [*PROMPT, *range(100, 400)]
     url = tiny_moe_server.base_url
     cold = await generate(url, prompt, cold=True)
@@ -139,9 +139,7 @@ async def test_rows_of_a_prompt_that_another_request_left_in_the_cache_are_the_s
         (PROMPT, {"logit_bias": {"50": 100.0}, "stop": ["PP"]}, "stop"),
     ],
 )
-async def test_however_a_generation_ends_real_and_scripted_rows_are_those_of_its_tokens(
-    tiny_moe_server, prompt, sampling_params, finish
-):
+async def test_real_and_scripted_rows_belong_to_their_tokens(tiny_moe_server, prompt, sampling_params, finish):
     script = [ScriptedAnswer(token_ids=[50] * 64, finish_reason="length")]
     scripted = ScriptedSGLang(get_tokenizer(str(tiny_moe_server.model_path)), script, experts=ScriptedExperts())
     with scripted.serve() as scripted_url:
@@ -158,7 +156,7 @@ async def test_however_a_generation_ends_real_and_scripted_rows_are_those_of_its
 
 async def test_an_aborted_request_keeps_the_rows_of_what_it_sampled(tiny_moe_server):
     model = make_model(tiny_moe_server, sampling_params={"ignore_eos": True})
-    running = asyncio.ensure_future(make_agent(model).invoke_async("Go on."))
+    running = asyncio.ensure_future(make_agent(model).invoke_async("Continue."))
     await abort_all_once_it_runs(tiny_moe_server)
     with pytest.raises(SGLangAbortedError):
         await running
@@ -179,7 +177,7 @@ async def test_rows_that_lack_the_first_ones_are_refused(tiny_moe_server):
 async def test_a_model_without_experts_is_an_error(tiny_server):
     model = make_model(tiny_server, sampling_params={"max_new_tokens": 4})
     with pytest.raises(SGLangDecodingError, match="the model has none"):
-        await make_agent(model).invoke_async("Go on.")
+        await make_agent(model).invoke_async("Continue.")
     assert sum(model.token_manager.loss_mask) == 0
 
 
@@ -215,7 +213,7 @@ async def converse_about_images(model):
     agent = make_agent(model, system_prompt="Look.")
     questions = [
         [{"text": "what is"}, image_block(png(100, 150, "red")), {"text": "this?"}],
-        [{"text": "go on"}],
+        [{"text": "continue"}],
         [image_block(png(200, 90, "blue")), image_block(png(64, 64, "green"))],
     ]
     for question in questions:
@@ -223,7 +221,7 @@ async def converse_about_images(model):
             await agent.invoke_async(question)
 
 
-async def test_a_conversation_with_images_is_one_sequence_that_the_server_saw_as_it_is_recorded(model):
+async def test_conversation_with_images_is_one_exact_sequence(model):
     await converse_about_images(model)
     [sequence] = model.trajectory.sequences()
     assert [turn.generation.cached_tokens > 0 for turn in model.trajectory.turns[1:]] == [True, True]
@@ -233,7 +231,7 @@ async def test_a_conversation_with_images_is_one_sequence_that_the_server_saw_as
     assert sequence.token_ids.count(pad) == int(grid.prod(dim=1).sum()) // 4
 
 
-async def test_the_sampled_logprobs_are_those_of_the_recorded_tokens_and_tensors(model, tiny_vl_server):
+async def test_logprobs_belong_to_the_recorded_tokens_and_tensors(model, tiny_vl_server):
     await converse_about_images(model)
     [sequence] = model.trajectory.sequences()
     policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny_vl_server.model_path, dtype=torch.float32).eval()
@@ -272,7 +270,7 @@ async def test_a_text_model_is_refused_before_anything_is_sent(tiny_server, tiny
 
 
 class FirstTwoAnswersCall(ToolParser):
-    """Takes the first two answers for calls of `look`: a random model writes none."""
+    """Reads the first two answers as calls of `look`, because a random model writes none."""
 
     def __init__(self):
         super().__init__()
@@ -303,11 +301,11 @@ def rollouts(server, **settings):
 
 
 def new_sample():
-    return Sample(index=0, group_index=0, prompt="Go on.", metadata={"system": uuid.uuid4().hex})
+    return Sample(index=0, group_index=0, prompt="Continue.", metadata={"system": uuid.uuid4().hex})
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_the_model(tiny_moe_server, parts):
+async def test_partial_rollout_has_the_models_logprobs_and_experts(tiny_moe_server, parts):
     async def end_rollout(base_url, state):
         """What slime does at the end of a rollout, once a request is running."""
         await until_it_runs(base_url)
@@ -351,7 +349,7 @@ async def test_a_rollout_of_any_number_of_parts_has_the_logprobs_and_experts_of_
     assert_best_experts(routed, router_logits)
 
 
-async def test_an_agent_with_tools_stays_within_the_budget_of_its_response(tiny_server):
+async def test_agent_with_tools_stays_within_its_response_budget(tiny_server):
     generate, state = rollouts(tiny_server, max_tool_iters=4)
     args, params = slime_args(tiny_server.base_url), slime_sampling_params(max_new_tokens=150, ignore_eos=True)
     samples = await asyncio.gather(*(generate(args, new_sample(), params) for _ in range(4)))

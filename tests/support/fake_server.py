@@ -1,4 +1,4 @@
-"""Servers for what `SGLangClient` does with answers: in process behind an httpx transport, and raw ones on a socket."""
+"""Fake servers for tests of `SGLangClient`: in process behind an httpx transport, and raw ones on a socket."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def generation(output_ids=None, *, rid="r", finish="stop"):
 
 
 class FakeServer:
-    """A server in process: what `/generate` answers, one after the other (the last for ever), and what it was asked."""
+    """A server in process, with the responses of `/generate` in order (the last one forever) and a log of requests."""
 
     def __init__(self, *answers, paths=None):
         self.answers = list(answers) or [httpx.Response(200, json=generation())]
@@ -60,7 +60,7 @@ async def never(_):
 
 
 class AbortableServer(FakeServer):
-    """Samples until it is aborted, and then answers with the ids that it had until then."""
+    """Samples until it is aborted, and then responds with the ids sampled so far."""
 
     def __init__(self, sampled=(7, 8, 9), *, finish="abort", **kwargs):
         super().__init__(self.sample, **kwargs)
@@ -78,7 +78,7 @@ class AbortableServer(FakeServer):
 
 
 class Network:
-    """Several servers by host name; None stands for one that refuses connections."""
+    """Several servers by host name; None is one that refuses connections."""
 
     def __init__(self, **servers):
         self.servers = servers
@@ -97,19 +97,19 @@ class Network:
         return SGLangClient(urls, transport=httpx.MockTransport(self), **settings)
 
     def hosts(self, path="/generate"):
-        """Who was asked, in order."""
+        """Host names of the requests, in order."""
         return [request.url.host for request in self.requests if request.url.path == path]
 
 
 OK = httpx.Response(200, json=generation())
 
 
-# A request as it came in; `writer` is the `asyncio.StreamWriter` of its connection.
+# A received request; `writer` is the `asyncio.StreamWriter` of its connection.
 RawRequest = namedtuple("RawRequest", ["path", "body", "writer"])
 
 
 class RawServer:
-    """For what a well-behaved server never does: reads requests on a free port, and leaves the bytes to `respond`.
+    """A server that misbehaves: it reads requests on a free port, and leaves the response's bytes to `respond`.
 
     An asynchronous context manager.
     """
@@ -152,7 +152,7 @@ class RawServer:
 
 
 def http_bytes(body, *, status="200 OK", missing=0):
-    """A JSON answer; `missing` bytes of its body are left out."""
+    """Return a JSON response without the last `missing` bytes of its body."""
     encoded = json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(encoded)}\r\n\r\n".encode()
     return head + encoded[: len(encoded) - missing]

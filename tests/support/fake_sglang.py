@@ -13,7 +13,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-# The child ignores what a careless stop would send, and says when it is ready to.
+# The child ignores the signal of a careless stop, and reports when it is ready to.
 STUBBORN_CHILD = """
 import signal, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -32,7 +32,7 @@ def write_interpreter(path):
 
 
 def write_model(folder):
-    """Write what passes for a model folder."""
+    """Write a folder that passes for a model."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")

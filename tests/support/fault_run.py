@@ -1,4 +1,4 @@
-"""Many episodes under faults, and a judge that compares what they recorded with what the servers say they sampled."""
+"""Many episodes under faults, and a judge that compares their records with the servers' logs."""
 
 import asyncio
 import random
@@ -9,10 +9,10 @@ from strands import tool
 from strands_sglang import TerminationReason, ToolLimiter, outcome_of, termination_reason
 from support.agents import make_agent
 
-# What a server says it did for one request: its own word, not the client's.
+# What a server logged for one request, independent of the client.
 Sampled = namedtuple("Sampled", ["rid", "input_ids", "output_ids", "logprobs", "version"])
 
-# How one episode went: its trajectory, its `TerminationReason`, and what it raised or None.
+# One episode: its trajectory, its `TerminationReason`, and its exception or None.
 Episode = namedtuple("Episode", ["trajectory", "reason", "error"])
 
 
@@ -27,7 +27,7 @@ async def calculator(expression: str) -> str:
 
 
 async def run_episodes(count, make_model, *, concurrency, seed=0, cancelled=0.0):
-    """Run episodes at a time, some of which somebody cancels: half of these the task, half the agent."""
+    """Run concurrent episodes and cancel some of them, half by their task, half by their agent."""
     slots = asyncio.Semaphore(concurrency)
 
     async def run(number):
@@ -61,7 +61,7 @@ def assert_all_end_in_the_table(episodes):
 
 
 def assert_recorded_as_sampled(episodes, log):
-    """Everything that is recorded was sampled by a server for just these tokens. Returns the requests' ids."""
+    """Check that a server sampled every recorded turn for exactly its prompt; return the ids of the requests."""
     seen = set()
     for episode in episodes:
         turns = [turn for turn in episode.trajectory.turns if turn.generation is not None]

@@ -1,4 +1,4 @@
-"""What tests ask a real SGLang server, do to it, and read in its log, beside the library."""
+"""Requests to a real SGLang server, actions on it, and its log, independent of the library."""
 
 import asyncio
 import json
@@ -9,21 +9,21 @@ from transformers import AutoModelForCausalLM
 
 
 async def running_requests(base_url):
-    """Requests that the server is generating for, or is going to."""
+    """Return the number of requests that the server runs or has queued."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         loads = (await http.get("/v1/loads")).json()["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 async def until_it_runs(base_url):
-    """Until the server is generating."""
+    """Wait until the server is generating."""
     async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as http:
         while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.01)  # polling the server's own word, with pytest's timeout as the limit
+            await asyncio.sleep(0.01)  # polls the server itself, with pytest's timeout as the limit
 
 
 async def at_best(seconds, *, goal):
-    """The best of up to three tries: a machine that is busy can be late, a library that does nothing always is."""
+    """Return the best of up to three tries: a busy machine can be late, a library that does nothing always is."""
     best = await seconds()
     for _ in range(2):
         if best >= goal:
@@ -37,12 +37,12 @@ async def abort_all(base_url):
         (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
 
 
-# Arguments with which a server logs every request and its whole answer.
+# Arguments that make a server log every request and its whole response.
 LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
 
 
 def logged(path, event):
-    """The log's entries of one kind, `request.received` or `request.finished`."""
+    """Return the log's entries of one kind, `request.received` or `request.finished`."""
     entries = []
     for line in path.read_text(errors="replace").splitlines():
         start = line.find('{"')
@@ -51,7 +51,7 @@ def logged(path, event):
     return entries
 
 
-# --- the judge of what a server computed: a forward pass of its model in float32 ---
+# --- Judge of the server's computation: a forward pass of its model in float32 ---
 
 
 def load_reference(model_path):
@@ -118,7 +118,7 @@ def rescored_among(model_path, sequence, temperature):
 
 
 def assert_best_experts(routed, router_logits):
-    """The routed experts, shape (T - 1, layers, top_k), are the router's best, but where float noise decides."""
+    """Check that routed experts, shape `(T - 1, layers, top_k)`, are the router's best, up to float noise."""
     chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter(2, torch.as_tensor(routed).long(), True)
     worst_in = router_logits.masked_fill(~chosen, torch.inf).amin(dim=-1)
     best_out = router_logits.masked_fill(chosen, -torch.inf).amax(dim=-1)

@@ -57,7 +57,7 @@ class PrefixCacheInfo:
 
 @dataclass
 class Sample:
-    """One rollout, as slime hands it to `generate` and reads it afterwards."""
+    """One rollout, as slime passes it to `generate` and reads it afterwards."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -331,7 +331,7 @@ ENDS = {
     "a limit on tokens": ([CALL, LONG], {}, "TRUNCATED", False, None),
     "a limit on tools": ([CALL] * 3, {}, "TRUNCATED", False, None),
     "a full context": ([CALL, LONG], {"server": {"context_length": 330}}, "TRUNCATED", False, None),
-    "an abort nobody asked for": ([CALL, CUT], {}, "TRUNCATED", True, 0.0),
+    "an unrequested abort": ([CALL, CUT], {}, "TRUNCATED", True, 0.0),
     "a first call that was aborted": ([CUT], {}, "TRUNCATED", True, 0.0),
     "an error of the server": ([CALL], {}, "FAILED", True, 0.0),
     "an error in the first call": ([], {}, "FAILED", True, 0.0),
@@ -340,11 +340,11 @@ ENDS = {
 }
 
 
-# --- whether slime can use samples ---
+# --- Judge of samples ---
 
 
 def demand(promises):
-    """Fail with the first promise that does not hold: slime could not use a sample, or would train on what is wrong."""
+    """Fail at the first broken promise: slime could not use the sample, or would train on wrong data."""
     broken = [promise for promise, holds in promises.items() if not holds]
     assert not broken, broken[0]
 
@@ -551,7 +551,7 @@ def check_against_server(
             if not mask:
                 continue
             tokens = sample.tokens[: start + number + 1]
-            places = [  # which answers' which token stands there
+            places = [  # the answer and position of the token
                 (i, len(tokens) - len(prompt) - 1)
                 for i, (prompt, output, _) in enumerate(answered)
                 if len(prompt) < len(tokens) <= len(prompt) + len(output)

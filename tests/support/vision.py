@@ -19,16 +19,16 @@ from strands_sglang.messages.content import Picture
 from support.families import families_directory, load_template, load_tokenizer
 
 
-def png(width=100, height=150, colour="red"):
+def png(width=100, height=150, color="red"):
     """The bytes of an image file."""
     file = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(file, "PNG")
+    Image.new("RGB", (width, height), color).save(file, "PNG")
     return file.getvalue()
 
 
-def picture(width=100, height=150, colour="red", where="here"):
+def picture(width=100, height=150, color="red", where="here"):
     """A picture as `content` makes it of a block."""
-    return Picture(png(width, height, colour), "png", where)
+    return Picture(png(width, height, color), "png", where)
 
 
 def image_block(data=None, image_format="png"):

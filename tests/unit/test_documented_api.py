@@ -174,7 +174,7 @@ async def rollout(server, tokenizer, *, hooks=(), **config):
 # --- the basic agent ---
 
 
-async def test_an_agent_answers_through_a_server_that_is_named_by_its_base_url(base_url, server, chatml_tokenizer):
+async def test_agent_answers_with_a_base_url(base_url, server, chatml_tokenizer):
     model = SGLangModel(tokenizer=chatml_tokenizer, base_url=base_url)
     agent = Agent(model=model, tools=[calculator])
     model.reset()
@@ -183,7 +183,7 @@ async def test_an_agent_answers_through_a_server_that_is_named_by_its_base_url(b
     assert "Result: 425" in server.requests[1].text
 
 
-async def test_an_agent_answers_through_a_server_that_is_named_by_its_client(base_url, chatml_tokenizer):
+async def test_agent_answers_with_a_client(base_url, chatml_tokenizer):
     client = SGLangClient(base_url=base_url)
     model = SGLangModel(client=client, tokenizer=chatml_tokenizer)
     result = await Agent(model=model, tools=[calculator]).invoke_async(QUESTION)
@@ -208,7 +208,7 @@ async def test_a_model_call_is_one_request_and_never_a_stream(server, chatml_tok
 # --- what is recorded ---
 
 
-async def test_the_token_manager_holds_ids_mask_and_logprobs_of_the_whole_episode(server, chatml_tokenizer):
+async def test_token_manager_has_the_whole_episode(server, chatml_tokenizer):
     tm = (await rollout(server, chatml_tokenizer)).token_manager
     assert len(tm.token_ids) == len(tm.loss_mask) == len(tm.logprobs) == len(tm)
     first, second = [response.body for response in server.responses]
@@ -226,7 +226,7 @@ async def test_the_first_segment_is_the_system_and_user_prompt(server, chatml_to
     assert tm.token_ids[: len(tm.segments[0])] == server.requests[0].input_ids
 
 
-async def test_the_first_segment_is_there_also_when_the_first_call_fails(chatml_tokenizer):
+async def test_first_segment_exists_even_if_the_first_call_fails(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, [])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     with pytest.raises(Exception, match="no answer"):
@@ -300,7 +300,7 @@ async def test_a_tool_call_is_parsed_exactly_as_it_was_generated(chatml_tokenize
 # --- limits ---
 
 
-async def test_tool_iteration_limiter_ends_the_loop_with_the_trajectory_intact(chatml_tokenizer):
+async def test_tool_iteration_limiter_keeps_the_trajectory_intact(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, lambda request: CALL)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     limiter = ToolIterationLimiter(max_iterations=5)
@@ -456,7 +456,7 @@ def exchanged_ids(server, call_index):
     return [*server.requests[call_index].input_ids, *server.responses[call_index].body["output_ids"]]
 
 
-async def test_an_answered_episode_is_completed_and_holds_what_the_server_saw(generate, chatml_tokenizer):
+async def test_answered_episode_has_what_the_server_saw(generate, chatml_tokenizer):
     sample, server = await generate_one(generate, chatml_tokenizer, [CALL, ANSWER])
     check_tokens(sample, chatml_tokenizer)
     convert([sample], slime_args())

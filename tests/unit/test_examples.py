@@ -56,7 +56,7 @@ def test_arithmetic_is_evaluated(expression, value):
         "1 / " + "9" * 190,
     ],
 )
-def test_anything_else_is_refused_or_a_number_and_nothing_else_ever_happens(expression):
+def test_any_other_expression_is_rejected_or_a_number(expression):
     try:
         assert isinstance(evaluate(expression), int | float)
     except ValueError as error:
@@ -96,7 +96,7 @@ def test_it_rewards_an_agent_that_uses_its_calculator(chatml_tokenizer, tmp_path
     assert summary == "mean reward 1.00 of 6 episodes"
 
 
-def test_it_prints_pass_at_k_of_a_local_file_and_goes_on_with_what_is_there(chatml_tokenizer, tmp_path):
+def test_it_prints_pass_at_k_of_a_local_file_and_resumes(chatml_tokenizer, tmp_path):
     chatml_tokenizer.save_pretrained(tmp_path / "tokenizer")
     problems = tmp_path / "aime.jsonl"
     rows = [{"id": n, "problem": f"Find {n} * 11.", "answer": str(11 * n), "year": "2024"} for n in (3, 4, 5)]
@@ -146,9 +146,7 @@ def tool(example):
 # --- generate and reward ---
 
 
-async def test_the_examples_generate_runs_python_and_its_reward_scores_the_answer(
-    example, chatml_tokenizer, monkeypatch
-):
+async def test_slime_example_runs_python_and_scores_the_answer(example, chatml_tokenizer, monkeypatch):
     install_slime(monkeypatch, chatml_tokenizer)
     asked = []
 
@@ -198,7 +196,7 @@ async def test_being_wrong_is_never_worse_than_failing(iterations, reward, examp
 # --- the tool ---
 
 
-async def test_code_runs_in_an_empty_folder_and_what_it_prints_comes_back(tool):
+async def test_code_runs_in_an_empty_folder_and_returns_its_output(tool):
     code = "import os, sys\nprint(os.listdir('.'), len(sys.argv))\nprint('x', file=sys.stderr)"
     assert (await tool.run_python(code)).split("\n")[:2] == ["['main.py'] 1", "x"]
 
@@ -212,7 +210,7 @@ async def test_a_program_that_prints_nothing_is_told_to_print(tool):
     assert await tool.run_python("1 + 1") == "[nothing was printed: print what you want to see]"
 
 
-async def test_code_that_runs_for_too_long_is_stopped_with_all_its_children(tool, tmp_path):
+async def test_code_that_runs_too_long_is_stopped_with_children(tool, tmp_path):
     mark = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"
@@ -259,7 +257,7 @@ async def test_a_run_that_is_cancelled_leaves_nothing_behind(tool, tmp_path):
     code = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     task = asyncio.ensure_future(tool.run_python(code))
     while not (mark.exists() and mark.read_text()):
-        await asyncio.sleep(0.01)  # until the program says so
+        await asyncio.sleep(0.01)  # until the program has started
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -306,7 +304,7 @@ def test_data_is_prepared_from_local_files(tmp_path):
         ([], "no rows"),
     ],
 )
-def test_rows_without_prompt_or_label_are_errors_that_leave_no_file(lines, message, example, tmp_path):
+def test_rows_without_prompt_or_label_leave_no_file(lines, message, example, tmp_path):
     module = example("prepare_data")
     source, target = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(lines), encoding="utf-8")

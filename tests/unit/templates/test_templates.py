@@ -1142,7 +1142,7 @@ def test_a_template_without_a_mark_for_images_is_refused():
 
 
 def test_the_images_of_all_turns_are_sent_in_order():
-    first, second = picture(colour="red"), picture(colour="blue")
+    first, second = picture(color="red"), picture(color="blue")
     turns = [expanded("#", first)[1], expanded("b#", second)[1]]
     fields = images().request_fields([IMAGE, 300, 198, IMAGE], turns)
     assert fields == {"image_data": [data_uri(first), data_uri(second)], "return_prompt_token_ids": True}
