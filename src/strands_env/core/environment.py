@@ -327,8 +327,8 @@ class Environment(Identified):
     ) -> None:
         """Create the environment. No model, agent or tool is created before the first step.
 
-        All limits apply to one episode; None means no limit. How an episode ends at a limit is described in
-        `strands_sglang.outcomes`.
+        All limits apply to one episode; None means no limit. An episode that reaches a limit ends with the outcome for
+        it, see [`TerminationReason`][strands_sglang.TerminationReason].
 
         Args:
             model_factory: Function that returns the model of a step.

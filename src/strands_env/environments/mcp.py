@@ -86,8 +86,8 @@ class MCPEnvironment(Environment):
                 already running, for all steps.
             answer_timeout: Seconds in which a server must list its tools. Servers are asked at the start of a step and
                 after a failed call.
-            max_result_chars: Characters of a tool result that the model sees; a note is added to a truncated result.
-                None for no limit.
+            max_result_chars: Characters of a tool result that the model sees, 32,000 by default; a note is added to a
+                truncated result. None for no limit.
             **kwargs: Other keyword arguments of `Environment`.
 
         Raises:

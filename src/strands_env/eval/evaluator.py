@@ -114,7 +114,7 @@ class Evaluator:
                 configuration or environment are never mixed with these; a file that contains them is refused.
             keep_trajectories: Whether to store all model calls of each finished sample, in a file per sample next to
                 the results. Needs an `output_path`.
-            success_threshold: Least reward of a success.
+            success_threshold: Least reward of a success, 1.0 by default.
             answer_fn: Function that returns what a sample answered, for majority votes.
             stop_after_failures: Number of consecutive dropped or errored samples after which `run` stops; None for no
                 limit.

@@ -78,7 +78,7 @@ class RegexReward(RewardFunction):
             whole: Whether the whole answer must match instead of a part of it.
             group: Number or name of the group that contains the answer; None to compare nothing.
             ignore_case: Whether upper and lower case are equal when the group is compared.
-            limits: Limits of CPU time and memory for one match.
+            limits: Limits for one match; by default 1 second of CPU time and 512 MiB of memory.
 
         Raises:
             ValueError: The pattern has no such group.

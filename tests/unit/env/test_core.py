@@ -51,7 +51,7 @@ from strands_env.core.models import (
     sglang_model_factory,
 )
 from strands_env.core.supervision import invoke
-from strands_env.environments import CalculatorEnvironment
+from strands_env.environments import CalculatorEnvironment, MCPEnvironment
 from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
 from strands_env.sandbox import PythonSandbox
@@ -398,6 +398,21 @@ async def test_exception_without_a_text_ends_its_own_episode(place):
     env = CalculatorEnv(lambda: ScriptedModel([ANSWER]), Contains())
     setattr(env, place, fails)
     assert "MuteError" in str((await env.step(ASK)).error)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "shown"),
+    [
+        (Evaluator.__init__, "success_threshold", lambda default: f"{default:.1f} by default"),
+        (MCPEnvironment.__init__, "max_result_chars", lambda default: f"{default:,} by default"),
+        (RegexReward.__init__, "limits", lambda default: f"default {default.cpu_s:g} second of CPU time and"),
+        (RegexReward.__init__, "limits", lambda default: f"{default.memory_bytes >> 20} MiB of memory"),
+    ],
+)
+def test_values_of_constant_defaults_are_documented(function, name, shown):
+    """The reference shows only the constant's name, so the docstring repeats the value."""
+    default = inspect.signature(function).parameters[name].default
+    assert shown(default) in " ".join(inspect.getdoc(function).split())
 
 
 # --- the answer without reasoning ---
