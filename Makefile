@@ -20,7 +20,7 @@ help:
 	@echo "make test-strands      the tests of Strands itself, which it fetches, with SGLangModel in the place of their models"
 	@echo "make test-docs         the documentation site, built and opened in headless Chromium"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
-	@echo "make lint              ruff, mypy and the import contracts"
+	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
@@ -66,6 +66,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python .ci/words.py
 
 docs: $(VENV)/.installed-dev
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zensical build --clean --strict --config-file docs/zensical.toml

@@ -6,7 +6,6 @@ The tests are those of the current server, with another server behind the same f
 import hashlib
 import os
 import shutil
-from pathlib import Path
 
 import httpx
 import pytest
@@ -30,6 +29,7 @@ from strands_sglang.local.install import build_once, environment_python, sglang_
 from strands_sglang.local.process import run_quietly
 from strands_sglang.local.server import free_port, sglang_command
 from support.agents import make_agent
+from support.pages import ROOT
 
 # Installed over a copy of the current environment: what this SGLang asks for of the packages that it is bound to.
 PINS = ("sglang==0.5.10.post1", "transformers==5.3.0", "tokenizers==0.22.2", "xgrammar==0.1.32")
@@ -54,7 +54,7 @@ def tiny_server(external_server, sglang_python, tmp_path_factory):
     model_path = local.ensure_tiny_qwen3(sglang_python)
     host, settings = "127.0.0.1", local.ServerSettings(threads=1)
     port, env = free_port(host), sglang_environment(threads=settings.thread_count)
-    shim = Path(__file__).parents[1] / "support" / "older_sglang"
+    shim = ROOT / "tests/support/older_sglang"
     with local.LocalServer(
         sglang_command(python, model_path, host=host, port=port, settings=settings),
         host=host,
@@ -67,10 +67,10 @@ def tiny_server(external_server, sglang_python, tmp_path_factory):
         yield server
 
 
-async def test_it_is_the_version_that_the_readme_names(tiny_server):
+async def test_it_is_the_version_that_the_documentation_names(tiny_server):
     version = httpx.get(f"{tiny_server.base_url}/get_server_info", trust_env=False).json()["version"]
     assert PINS[0] == f"sglang=={version}"
-    assert f"SGLang {version}" in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"SGLang {version}" in (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
 
 
 async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server):
