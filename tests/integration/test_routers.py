@@ -403,7 +403,7 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
 
 async def test_killed_worker_costs_no_call_and_no_double_record(workers, fronts):
     staying, dying = workers
-    tokenizer = get_tokenizer(staying.server.model_path)
+    tokenizer = get_tokenizer(staying.model_path)
     tokens = 300
     params = {"max_new_tokens": tokens, "ignore_eos": True}
     clients = {front: client_of(fronts, front, max_retries=10) for front in fronts}
@@ -458,9 +458,9 @@ async def test_killed_worker_costs_no_call_and_no_double_record(workers, fronts)
 
 async def test_with_all_workers_dead_every_way_gives_a_clear_error(workers, fronts):
     for worker in workers:
-        if worker.server.exit_code is None:
+        if worker.exit_code is None:
             kill(worker)
-            worker.server.stop()
+            worker.stop()
     for front in fronts:
         async with client_of(fronts, front, max_retries=2) as client:
             with pytest.raises(SGLangClientError) as caught:
