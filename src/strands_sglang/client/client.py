@@ -50,8 +50,8 @@ class SGLangClient:
     request, in one pool per running event loop. A closed client opens new ones when it is used again.
 
     **Retries.** Connection failures, undecodable responses and the statuses 408, 409, 425, 429 and 5xx (except 501 and
-    505) are retried. A timed-out attempt is retried once. An undecodable response is retried three times if no server
-    has sent a valid one yet, and so is a JSON response that lacks required fields. Other errors are raised at once.
+    505) are retried. A timed-out attempt is retried once. A JSON response that lacks required fields is retried three
+    times, and so is an undecodable response while no server has sent a valid one. Other errors are raised at once.
 
     **Several servers.** All of them must serve the same model; `SGLangModel` compares its tokenizer with each server's.
     A request goes to the server with the fewest requests in flight. Requests with the same `routing_key` go to the same
