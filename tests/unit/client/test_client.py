@@ -1479,7 +1479,7 @@ async def test_requests_to_a_dead_server_move_at_once():
     started = asyncio.get_running_loop().time()
     answers = await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))
     assert answers == [generation()] * 10
-    assert asyncio.get_running_loop().time() - started < 3.0
+    assert asyncio.get_running_loop().time() - started < 1.0
     assert client.available_urls == ("http://two",)
     before = len(network.hosts())
     await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))

@@ -691,9 +691,11 @@ def test_by_default_they_are_real_with_one_warning(chatml_tokenizer, caplog):
     agent(INJECTED)
     prompt = model.trajectory.turns[1].prompt_ids
     assert list(prompt).count(chatml_tokenizer.eos_token_id) == 3
-    (warning,) = [record for record in caplog.records if "escape_control_tokens=True" in record.getMessage()]
-    assert warning.levelno == logging.WARNING
-    assert "role=<tool>, token=<<|im_end|>>" in warning.getMessage()
+    Agent(model=rollout(copy.copy(chatml_tokenizer), ["ok"]), system_prompt="s", callback_handler=None)(INJECTED)
+    warnings = [record for record in caplog.records if "escape_control_tokens=True" in record.getMessage()]
+    assert [warning.levelno for warning in warnings] == [logging.WARNING] * 2
+    for warning, role in zip(warnings, ("tool", "user"), strict=True):
+        assert f"role=<{role}>, token=<<|im_end|>>" in warning.getMessage()
 
 
 @pytest.mark.parametrize("config", [{}, {"escape_control_tokens": True}])

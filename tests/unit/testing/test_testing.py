@@ -812,7 +812,7 @@ FAULTS = {
     "an HTTP error": (ScriptedFault(status=500), SGLangHTTPError),
     "too many requests": (ScriptedFault(status=429, headers={"Retry-After": "0"}), SGLangThrottledError),
     "a dropped connection": (ScriptedFault("drop"), SGLangConnectionError),
-    "half a body": (ScriptedFault("half"), Exception),
+    "half a body": (ScriptedFault("half"), SGLangConnectionError),
     "garbage": (ScriptedFault("garbage", message="<html>"), Exception),
 }
 

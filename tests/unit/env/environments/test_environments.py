@@ -154,6 +154,19 @@ async def test_agent_has_the_tools_of_the_server(factory):
     assert servers() == []
 
 
+async def test_agent_has_the_tools_of_every_page(factory, monkeypatch):
+    listed = MCPClient.list_tools_sync
+
+    def page(client, pagination_token=None):
+        tools = listed(client)
+        following = int(pagination_token or 0) + 1
+        return type(tools)(tools[following - 1 : following], str(following) if following < len(tools) else None)
+
+    monkeypatch.setattr(MCPClient, "list_tools_sync", page)
+    result = await MCPEnvironment(factory(call("write", length=2), "done"), clients=mcp_client).step(task())
+    assert tool_results(result) == [("success", "xx")]
+
+
 async def test_each_step_has_its_own_server(factory):
     environment = MCPEnvironment(factory(*[call("add", a=1, b=1), call("count"), "2"] * 2), clients=mcp_client)
     counts = [tool_results(await environment.step(task()))[1][1] for _ in range(2)]
@@ -334,6 +347,14 @@ async def test_parallel_programs_run_one_by_one(factory, interpreters):
     result = await agentcore(factory(both, "done")).step(task())
     assert sorted(text for _, text in tool_results(result)) == ["1", "2"]
     assert len(interpreters) == 1
+
+
+async def test_program_fails_if_any_result_is_an_error(factory, interpreters, monkeypatch):
+    results = [{"content": [{"type": "text", "text": text}], "isError": text == "bad"} for text in ("bad", "good")]
+    answer = {"stream": [{"result": result} for result in results]}
+    monkeypatch.setattr(FakeInterpreter, "invoke", lambda self, method, params: answer)
+    result = await agentcore(factory(call("execute_python_code", code="1"), "done")).step(task())
+    assert tool_results(result) == [("error", "bad\ngood")]
 
 
 async def test_service_error_is_an_infrastructure_error(factory, interpreters):

@@ -691,6 +691,7 @@ def caused(error, cause):
             ],
             True,
         ),
+        ([SGLangHTTPError("x", status=status, body="") for status in (429, 504, 529)], True),
         ([caused(RuntimeError("the provider's"), httpx.ConnectError("refused"))] * 3, True),
         ([ConnectionError("refused"), None, ConnectionError("refused")], False),
         ([SGLangContextLengthError("too long", status=400, body="")] * 3, False),
