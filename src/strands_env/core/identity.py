@@ -103,8 +103,12 @@ def describe(value: Any, depth: int = 0) -> Any:
         if isinstance(value, kind):
             return described(value, depth)
     if dataclasses.is_dataclass(value):
-        return {"class": _name(type(value)), **describe(_fields(value), depth + 1)}
+        return _record(value, _fields(value), depth)
     return _object(value, depth)
+
+
+def _record(value: Any, fields: dict[str, Any], depth: int) -> dict[str, Any]:
+    return {"class": _name(type(value)), **describe(fields, min(depth + 1, _MAX_DEPTH - 1))}
 
 
 def _array(value: Any, depth: int) -> Any:
@@ -175,10 +179,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
         (BuiltinFunctionType, np.ufunc),
         lambda value, depth: f"{getattr(value, '__module__', None) or type(value).__name__}.{value.__name__}",
     ),
-    (
-        BaseModel,
-        lambda value, depth: {"class": _name(type(value)), **describe(value.model_dump(), depth + 1)},
-    ),
+    (BaseModel, lambda value, depth: _record(value, value.model_dump(), depth)),
 )
 
 

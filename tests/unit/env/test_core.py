@@ -1486,6 +1486,13 @@ def test_identity_distinguishes_plain_arguments_by_value(one, other):
     assert describe(one) == json.loads(json.dumps(describe(one))) != describe(other)
 
 
+@pytest.mark.parametrize("value", [WorkerLimits(), Action(message="x")])
+def test_arguments_of_any_depth_are_described(value):
+    for _ in range(10):
+        value = [value]
+        assert str(describe(value)).startswith("[")
+
+
 def test_identity_is_the_same_before_and_after_episodes():
     """State of episodes in the identity made a run refuse its own results."""
     seen = []
