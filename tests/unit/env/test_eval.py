@@ -55,6 +55,7 @@ from strands_env.eval.evaluator import Progress
 from strands_env.eval.metrics import (
     compare,
     comparison_lines,
+    end_lines,
     majority_at_k,
     mean_bounds,
     mean_over_prompts,
@@ -1037,6 +1038,15 @@ def test_error_is_never_better_than_a_wrong_answer():
     metrics = standard_metrics(results, n_samples_per_prompt=1)
     assert metrics["avg@1"] == pytest.approx(-1 / 3) and metrics["pass@1"] == pytest.approx(1 / 3)
     assert standard_metrics(results, n_samples_per_prompt=1, success_threshold=-2.0)["pass@1"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("causes", [5, 6])
+def test_at_most_five_causes_of_dropped_samples_are_listed(causes):
+    results = {str(i): [sample(None, finished=False)] for i in range(causes)}
+    for name, (dropped,) in results.items():
+        dropped.step_result.error = name
+    lines = [f"dropped: 1 x {i}" for i in range(5)] + ["dropped: 1 other causes"] * (causes > 5)
+    assert end_lines(results) == [f"ends: {causes} infrastructure_error", *lines]
 
 
 def test_metrics_without_samples():
