@@ -15,7 +15,7 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser):
-    # Here and not beside the fixtures that use it: pytest reads options from the first conftest files only.
+    # Here and not next to the fixtures that use it: pytest reads options from the first conftest files only.
     parser.addoption(
         "--sglang-base-url",
         metavar="URL",
@@ -40,19 +40,19 @@ def rollout(chatml_tokenizer):
     return make
 
 
-@pytest.fixture(params=["inferred", "told"])
+@pytest.fixture(params=["inferred", "hooks"])
 def judged(chatml_tokenizer, request, monkeypatch):
     """Sets up a scripted server (arguments in `server=`), a model on it, and a judge that watches both.
 
-    What became of an answer is inferred from later calls, or told by the hooks of the model, which agents get then.
+    What agents keep is inferred from later calls, or reported by the model's hooks.
     """
-    told = request.param == "told"
-    monkeypatch.setattr(agents, "LISTENING", told)
+    has_hooks = request.param == "hooks"
+    monkeypatch.setattr(agents, "LISTENING", has_hooks)
 
     def make(answers, *, server=None, model_class=SGLangModel, **config):
         scripted = ScriptedSGLang(chatml_tokenizer, answers, **(server or {}))
         judge = Judge(scripted, model_class(tokenizer=chatml_tokenizer, client=scripted.client(), **config))
-        judge.told = told
+        judge.has_hooks = has_hooks
         return judge
 
     return make

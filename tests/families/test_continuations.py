@@ -1,6 +1,6 @@
-"""What follows a sampled turn, for every family and every case, against the full render of the same conversation.
+"""What follows a sampled turn, for every family and case, compared with the full render of the conversation.
 
-The reference is what the template writes behind the end of the sampled turn when it renders everything; the ends of
+The reference is what the template writes after the end of the sampled turn when it renders everything. The ends of
 turns come from the table of families, not from the library. docs/families.md shows what is proven here;
 `UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it.
 """
@@ -101,7 +101,7 @@ def results(*use_ids):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, case):
+def test_the_continuation_matches_the_full_render_after_the_turn(family, case):
     # The argument that switches reasoning, by the name that the family gave it.
     thinking = {
         "thinking on": {"enable_thinking": True, "thinking": True, "reasoning_effort": "medium"},
@@ -190,7 +190,7 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
         checks = [{"earlier_steps": steps} for steps in (0, 1, 2)]
         checks += [] if tools_refused else [{"earlier_steps": 2, "earlier_tools": True}]
     else:
-        # Where a user turn needs a conversation without tools, or a tool result cannot be, the other one is looked at.
+        # If a user turn needs a conversation without tools, or a tool result is impossible, the other one is checked.
         checks = [{"plain": (family, "user turn") in REFUSED}]
         checks += [] if tools_refused or case not in thinking else [{"count": 1}]
     refusal = None
@@ -203,7 +203,7 @@ def test_the_continuation_is_what_the_full_render_has_behind_the_turn(family, ca
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_full_render_holds_every_part_of_every_turn_or_is_refused(family):
+def test_a_full_render_holds_every_part_or_is_rejected(family):
     template = ChatTemplate(load_tokenizer(family))
     parts = {name: f"the-{name}-of-the-turn" for name in ("reasoning", "text", "key")}
     turn = calls(USE_IDS[0], key=parts["key"])
@@ -238,7 +238,7 @@ def test_a_full_render_holds_every_part_of_every_turn_or_is_refused(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_self_check_says_what_is_found_here(family):
+def test_the_self_check_agrees_with_these_tests(family):
     check = ChatTemplate(load_tokenizer(family)).self_check()
     refused = {case for (name, case) in REFUSED if name == family and case in TEMPLATE_CASES}
     if "user turn" in refused:
@@ -246,11 +246,11 @@ def test_the_self_check_says_what_is_found_here(family):
     assert {case for case, reason in check.items() if reason} == refused
 
 
-def test_the_self_check_costs_at_most_50_ms_of_cpu_in_every_family():
+def test_the_self_check_costs_at_most_50_ms_in_every_family():
     tokenizers = {family: load_tokenizer(family) for family in FAMILIES}
     costs = {}
     gc.collect()
-    gc.disable()  # a collection looks at all those vocabularies
+    gc.disable()  # a collection would traverse all those vocabularies
     try:
         for family, tokenizer in tokenizers.items():
             ChatTemplate(tokenizer)  # compiles the template
@@ -265,7 +265,7 @@ def test_the_self_check_costs_at_most_50_ms_of_cpu_in_every_family():
     assert {family: cost for family, cost in costs.items() if cost > 0.050} == {}
 
 
-def test_the_documented_matrix_is_what_is_proven_here():
+def test_the_documented_matrix_is_proven_here():
     cases = (*CASES, "full render")
     real = sum(not facts.stand_in for facts in FAMILIES.values())
     complete = len(FAMILIES) - len({family for family, _ in REFUSED})
@@ -335,7 +335,7 @@ def test_the_documented_matrix_is_what_is_proven_here():
     assert document.read_text(encoding="utf-8") == "\n".join(lines)
 
 
-def test_results_have_the_ids_that_a_template_of_kimi_writes_into_the_calls():
+def test_results_have_the_ids_that_kimis_template_writes():
     template = ChatTemplate(load_tokenizer("kimi_k2"))  # numbers the calls of each turn from 0
     messages = []
     for step in range(2):
@@ -351,8 +351,8 @@ def test_results_have_the_ids_that_a_template_of_kimi_writes_into_the_calls():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_copy_encodes_and_decodes_as_its_tokenizer(family):  # A1
-    """The library's own copies of real tokenizers give the ids that the tokenizers themselves give."""
+def test_a_copy_encodes_and_decodes_as_its_tokenizer(family):
+    """The library's copies of real tokenizers give the same ids as the tokenizers."""
     texts = (
         "",
         " leading and trailing \n\n",
@@ -372,14 +372,14 @@ def test_a_copy_encodes_and_decodes_as_its_tokenizer(family):  # A1
         assert encoder.decode(ids) == decoded
 
 
-def test_a_copy_of_a_truncating_tokenizer_encodes_in_full():  # A1
+def test_a_copy_of_a_truncating_tokenizer_encodes_in_full():
     tokenizer = copy.deepcopy(load_tokenizer("qwen3"))
     tokenizer.backend_tokenizer.enable_truncation(max_length=3)
     assert len(get_encoder(tokenizer).encode("one two three four five six")) == 6
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_messages_write_no_control_tokens_where_they_are_escaped(family):  # A15
+def test_messages_write_no_control_tokens_where_they_are_escaped(family):
     def user_turns(text):
         user = {"role": "user", "content": text}
         return [user, {"role": "assistant", "content": "x"}, user]

@@ -21,7 +21,7 @@ from support.environments import ANSWER, ASK, CALL, CalculatorEnv, lines, script
 
 BROKEN = call("broken", reason="no")
 UNREADABLE = "<tool_call>\n{not json\n</tool_call>"
-UNKNOWN = call("nobody", x=1)
+UNKNOWN = call("unregistered", x=1)
 
 turns = st.lists(st.lists(st.sampled_from([CALL, BROKEN, UNREADABLE, UNKNOWN]), min_size=1, max_size=4), max_size=40)
 
@@ -85,7 +85,7 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
         else:
             reasons.add(TerminationReason.TASK_COMPLETE)
         spent.append(reasons)
-    assert not any(spent[:-1]), "an episode went on beyond a budget"
+    assert not any(spent[:-1]), "an episode continued beyond a budget"
     assert result.termination_reason in spent[-1], "an episode ended for what was not spent"
 
     # No tool ran beyond a budget, and every call has its result.
@@ -112,7 +112,7 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
 
 
 @pytest.mark.timeout(1800)  # nearly two minutes of CPU, most of it Strands copying its history
-async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatml_tokenizer):
+async def test_a_thousand_turns_with_tools_are_one_sequence(chatml_tokenizer):
     env, server = scripted_env(
         chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None
     )
@@ -129,7 +129,7 @@ async def test_a_thousand_turns_with_tools_are_one_episode_of_one_sequence(chatm
 @pytest.mark.timeout(600)
 async def test_two_thousand_episodes_at_once_complete_on_one_model(chatml_tokenizer):
     waiting = 0
-    everybody = asyncio.Event()
+    all_asked = asyncio.Event()
 
     async def answer(request):
         nonlocal waiting
@@ -137,8 +137,8 @@ async def test_two_thousand_episodes_at_once_complete_on_one_model(chatml_tokeni
             return ANSWER
         waiting += 1
         if waiting == 2000:
-            everybody.set()
-        await everybody.wait()  # so that all of them are on their way at once
+            all_asked.set()
+        await all_asked.wait()  # so that all of them run at once
         return CALL
 
     first, server = scripted_env(chatml_tokenizer, answer, client={"max_connections": 2000})

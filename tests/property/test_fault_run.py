@@ -41,9 +41,7 @@ from support.slime import (
 
 
 @pytest.mark.timeout(900)
-async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_was_sampled(
-    chatml_tokenizer, monkeypatch
-):
+async def test_any_failure_ends_in_the_table_and_records_samples(chatml_tokenizer, monkeypatch):
     episode_count = 700
     requests = 5000
     seed = 20
@@ -103,7 +101,7 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
     told = set()
 
     class Telling(AiohttpTransport):
-        """Notes which requests the server is told to abort."""
+        """Notes the aborts that the server receives."""
 
         async def handle_async_request(self, request):
             if request.url.path == "/abort_request":
@@ -144,7 +142,7 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
                 request.rid, request.input_ids, response.body["output_ids"], logprobs, meta["weight_version"]
             )
     recorded = assert_recorded_as_sampled(episodes, log)
-    # What a server sampled and nobody recorded belongs to an attempt that the client gave up, for another one that is.
+    # Sampled tokens without a record belong to an attempt that the client gave up for another one.
     questions = {(key_of(request), *request.input_ids) for request in server.requests if request.rid in recorded}
     lost = [r for r in server.requests if r.rid in log and r.rid not in recorded and log[r.rid].output_ids]
     # Where the machine is slow, an answer that the server has cut itself can come when the client has just told it to
@@ -155,13 +153,13 @@ async def test_whatever_fails_every_episode_ends_in_the_table_and_records_what_w
 
 
 def same(trajectory):
-    """What the second process does with a trajectory: hand it back."""
+    """What the second process does with a trajectory: return it."""
     assert isinstance(trajectory, Trajectory)
     return trajectory
 
 
 @pytest.mark.timeout(900)
-async def test_every_request_is_its_record_and_every_sampled_token_is_trained_once(monkeypatch):
+async def test_requests_match_the_record_and_tokens_are_trained_once(monkeypatch):
     """2,000 episodes that mix what corrupts recordings elsewhere, judged by the server's log in another process.
 
     A thread truncates and pads with the model's own tokenizer. Each episode has three agents on one model object, two
@@ -205,10 +203,10 @@ async def test_every_request_is_its_record_and_every_sampled_token_is_trained_on
         async def play(self, number):
             rng = random.Random(f"{seed}:{number}")
             with self.model.episode() as trajectory:
-                hooks = [self.model.hooks] if number % 2 else []  # what Strands says of answers, and what digests tell
+                hooks = [self.model.hooks] if number % 2 else []  # what hooks report of answers, and what digests show
                 solvers = [make_agent(self.model, [calculator], hooks=hooks) for _ in range(2)]
                 critic = make_agent(self.model, system_prompt="You judge.", hooks=hooks)
-                # Both ask the same: nothing but the agents tells their conversations apart.
+                # Both ask the same: only the agents distinguish their conversations.
                 await asyncio.gather(*(self.ask(trajectory, solver, f"Question {number}", rng) for solver in solvers))
                 await self.ask(trajectory, critic, f"Is {number} right?", rng)
                 for agent in (*solvers, critic):
@@ -239,7 +237,7 @@ async def test_every_request_is_its_record_and_every_sampled_token_is_trained_on
             raise AssertionError(f"{question}: never answered")
 
         def resume(self, trajectory):
-            """Let the calls that were cut go on from their tokens once their agents ask again."""
+            """Let the cut calls continue from their tokens once their agents ask again."""
             for turn in trajectory.turns:
                 if turn.status is TurnStatus.CUT:
                     trajectory.resume(turn)
@@ -281,7 +279,7 @@ async def test_every_request_is_its_record_and_every_sampled_token_is_trained_on
     assert [rid for rid, sampled in log.items() if sampled.output_ids and rid not in recorded] == []
 
 
-async def test_partial_rollouts_keep_their_tokens_whenever_they_are_aborted(chatml_tokenizer):
+async def test_partial_rollouts_keep_their_tokens_after_any_abort(chatml_tokenizer):
     class Aborting:
         """Answers at random, and has slime abort in the middle of some answers."""
 

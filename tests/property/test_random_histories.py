@@ -1,4 +1,4 @@
-"""Whatever happens to a history, what is recorded is what the model saw and sampled, and is trained once.
+"""Whatever happens to a history, the record is what the model saw and sampled, and is trained once.
 
 Random episodes (`support.histories`) are played against the scripted server and judged from outside of the library.
 Every run has the same cases; `HISTORY_CASES=20000 HISTORY_SEED=1` has more and others.
@@ -40,7 +40,7 @@ def play(chatml_tokenizer, tmp_path, caplog):
 
 
 def some(count, *phases):
-    """Settings of a property that is looked at for so many plans."""
+    """Settings of a property for this many plans."""
     return settings(
         max_examples=count,
         database=None,
@@ -52,7 +52,7 @@ def some(count, *phases):
 
 @pytest.mark.timeout(max(300, CASES))
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_what_is_recorded_is_what_was_seen_and_sampled(play, shard):
+def test_the_record_is_what_was_seen_and_sampled(play, shard):
     seed_text = os.environ.get("HISTORY_SEED", "0")
     tally = Counter()
 
@@ -75,11 +75,11 @@ def test_what_is_recorded_is_what_was_seen_and_sampled(play, shard):
 
 
 FOUND = {
-    "calls from outside the loops go on in one sequence": Plan((Step(), Step(who=OUTSIDE), Step(who=OUTSIDE))),
-    "an agent goes on from an outside call all but its stop token": Plan(
+    "calls from outside the loops share one sequence": Plan((Step(), Step(who=OUTSIDE), Step(who=OUTSIDE))),
+    "an agent continues from an outside call all but its stop token": Plan(
         (Step(who=OUTSIDE, end="other stop"), Step(edits=(Edit("copy", at=OUTSIDE, to=2),)))
     ),
-    "an answer was thrown away, and a structured one stands in its place": Plan(
+    "a structured answer replaces a discarded one": Plan(
         (Step(who=1, attempt="thrown away", answer="structured"), Step(who=1))
     ),
     "a file knows of agents that were never answered": Plan(
@@ -89,12 +89,12 @@ FOUND = {
 
 
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
-def test_what_went_wrong_once_stays_right(play, plan):
+def test_earlier_failures_stay_fixed(play, plan):
     play(plan).check()
 
 
 def check_where(play, provable, **config):
-    """200 plans where only some continuations can be proven; a fair number of calls extends others all the same."""
+    """200 plans where only some continuations can be proven; a fair number of calls still extends others."""
     tally = Counter()
 
     @seed(0)
@@ -118,7 +118,7 @@ def is_followed_by_text(earlier, one):
     return any("text" in kind or "toolResult" not in kind for kind in kinds)
 
 
-def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(play):
+def test_moved_tools_are_extended_only_where_proven(play):
     moving_template = """\
 {%- set state = namespace(last_question=-1) %}
 {%- for message in messages %}
@@ -163,7 +163,7 @@ def test_where_the_template_moves_the_tools_only_what_is_proven_is_extended(play
     check_where(play, provable, chat_template=moving_template)
 
 
-def test_where_the_template_has_its_way_text_behind_reasoning_opens_a_sequence(play):
+def test_template_policy_opens_a_sequence_after_reasoning(play):
     def provable(earlier, one):
         blocks = [block for step in earlier.path() for block in step.call.blocks]
         return not (is_followed_by_text(earlier, one) and any("reasoningContent" in block for block in blocks))
@@ -171,14 +171,14 @@ def test_where_the_template_has_its_way_text_behind_reasoning_opens_a_sequence(p
     check_where(play, provable, history_policy="template")
 
 
-def test_a_file_gives_back_what_was_recorded(play, tmp_path):
-    def told(sequences):
+def test_a_file_restores_the_record(play, tmp_path):
+    def facts_of(sequences):
         """Sequences, segment by segment."""
         names = ("is_response", "token_ids", "logprobs", "loss_mask", "finish_reason", "weight_version")
         return [[[getattr(segment, name) for name in names] for segment in one.segments] for one in sequences]
 
-    def turn_told(turn):
-        """What a turn says of itself, tokens aside."""
+    def turn_facts(turn):
+        """The facts of a turn, tokens aside."""
         parent = None if turn.parent is None else turn.parent.index
         names = "index reason key agent status is_auxiliary constrained tool_calls answer_key sampling_params".split()
         return (parent, turn.asked(), *(getattr(turn, name) for name in names))
@@ -192,10 +192,10 @@ def test_a_file_gives_back_what_was_recorded(play, tmp_path):
         read = Trajectory.load(tmp_path / "stored")
         for shown in ({}, {"discarded": True}, {"discarded": True, "auxiliary": True}):
             sequences = recorded.sequences(**shown)
-            assert told(recorded.sequences(**shown)) == told(sequences)
-            assert told(read.sequences(**shown)) == told(sequences)
-        assert told([read.latest_main_sequence()]) == told([recorded.latest_main_sequence()])
-        assert [turn_told(turn) for turn in read.turns] == [turn_told(turn) for turn in recorded.turns]
+            assert facts_of(recorded.sequences(**shown)) == facts_of(sequences)
+            assert facts_of(read.sequences(**shown)) == facts_of(sequences)
+        assert facts_of([read.latest_main_sequence()]) == facts_of([recorded.latest_main_sequence()])
+        assert [turn_facts(turn) for turn in read.turns] == [turn_facts(turn) for turn in recorded.turns]
         assert read.tool_parse_errors == recorded.tool_parse_errors
 
     check()
@@ -250,7 +250,7 @@ def not_what_was_discarded(self, **shown):
     return sequences(self, auxiliary=shown.get("auxiliary", False))
 
 
-def behind_whatever_stopped_it(self, *arguments, **options):
+def after_any_stop_token(self, *arguments, **options):
     prompt = continuation(self, *arguments, **options)
     return prompt if prompt.kept is None else replace(prompt, token_ids=prompt.token_ids[1:], kept=None)
 
@@ -268,7 +268,7 @@ MUTANTS = [
     (Trajectory, "sequences", all_of_each_sequence, ONCE),
     (Trajectory, "sequences", a_sequence_for_each_turn, (ONCE, *ALL)),
     (Trajectory, "sequences", not_what_was_discarded, ALL),
-    (ChatTemplate, "continuation", behind_whatever_stopped_it, "a prompt is a chat"),
+    (ChatTemplate, "continuation", after_any_stop_token, "a prompt is a chat"),
 ]
 
 

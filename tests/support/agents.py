@@ -1,4 +1,4 @@
-"""What an episode in a test is made of: agents, tools that note what ran, models, tokenizers, a clock to move."""
+"""Parts of test episodes: agents, tools that note what ran, models, tokenizers, a clock."""
 
 import asyncio
 import functools
@@ -63,7 +63,7 @@ def raise_once(agent, event_type):
 
 
 def _hooks_of(model):
-    """The hooks of a model, of the one behind a view, and of those behind a router."""
+    """The hooks of a model, or of the models of a view or a router."""
     models = [getattr(one, "model", one) for one in getattr(model, "models", [model])]
     return [one.hooks for one in models if isinstance(one, SGLangModel)]
 
@@ -86,15 +86,15 @@ def make_agent(model, tools=None, **kwargs):
 
 
 class EveryAnswerCallsATool(ToolParser):
-    """Takes what was sampled for a tool call, a number of times: a model that cannot call tools drives a tool loop."""
+    """Parses the first answers as tool calls, so that a model that cannot call tools drives a tool loop."""
 
     def __init__(self, turns):
-        """Take the next answers for calls."""
+        """Parse this many answers as calls."""
         super().__init__()
         self.turns = turns
 
     def parse(self, text):
-        """One call of the calculator, until enough were made."""
+        """Return one call of the calculator, until enough were made."""
         self.turns -= 1
         if self.turns < 0:
             return []
@@ -110,7 +110,7 @@ class ScriptedModel(Model):
     """Answers the calls of an agent one after the other.
 
     Attributes:
-        answers: What is still to be answered: a text, a list of tool calls, or an exception to raise.
+        answers: The remaining answers: a text, a list of tool calls, or an exception to raise.
         calls: The messages of every call so far.
     """
 
@@ -292,12 +292,12 @@ def assistant(*blocks):
 
 
 def numbered(request):
-    """An answer that can be told from every other one."""
+    """An answer that differs from every other one."""
     return f"Answer-{request.index}."
 
 
 def statuses(trajectory):
-    """How far each turn has come."""
+    """The status of each turn."""
     return [turn.status.value for turn in trajectory.turns]
 
 
@@ -308,19 +308,19 @@ def response_masks(trajectory):
 
 
 def advance(seconds):
-    """Let this much time pass on the running loop: every timer that ends within it is due at once."""
+    """Advance the running loop's clock: every timer that ends within this time is due at once."""
     loop = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + seconds
 
 
 def needs_module(name):
-    """Skips a test, and says why, where Strands has no such module yet."""
+    """Skip a test if this version of Strands lacks a module."""
     return pytest.mark.skipif(not has_module(name), reason=f"this version of strands-agents has no {name}")
 
 
 def needs_argument(method, argument):
-    """Skips a test, and says why, where a method of `Agent` does not take an argument yet."""
+    """Skip a test if a method of `Agent` lacks an argument in this version of Strands."""
     taken = argument in inspect.signature(getattr(Agent, method)).parameters
     return pytest.mark.skipif(not taken, reason=f"Agent.{method} of this version of strands-agents takes no {argument}")
 

@@ -1,8 +1,7 @@
-"""Random episodes: what each step does to the history, what the model answers, what becomes of the answer.
+"""Random episodes: how each step edits the history, what the model answers, and whether the answer is kept.
 
-A step's numbers are taken modulo whatever there is when it is played, so a plan stays valid when hypothesis leaves
-steps out of it. Every block of every message has a mark of its own, `m<number>x`, by which it is found in the prompts
-that the server received.
+A step's numbers are taken modulo what exists when it is played, so a plan stays valid when hypothesis removes steps.
+Every block of every message has a mark of its own, `m<number>x`, by which it is found in the server's prompts.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from .judge import Judge, as_line, as_sent, require, require_equal
 
 AGENTS = 3
-# Who asks from outside every agent's loop: a summary, a judge.
+# The caller outside of every agent's loop: a summary, a judge.
 OUTSIDE = AGENTS
 
-EDITS = {"insert": 3, "delete": 3, "change": 4, "reorder": 2, "truncate": 3, "forget": 2, "summarise": 2}
+EDITS = {"insert": 3, "delete": 3, "change": 4, "reorder": 2, "truncate": 3, "forget": 2, "summarize": 2}
 EDITS |= {"duplicate": 2, "merge": 2, "split": 1, "tools": 2, "system": 2, "copy": 3, "cache point": 3}
 ARRIVALS = {"turn": 18, "echo": 3, "same question": 2, "again": 2, "two": 2, "foreign answer": 1, "dangling": 1}
 ATTEMPTS = {"none": 24, "error": 2, "abort": 1, "thrown away": 2}
@@ -35,7 +34,7 @@ ENDS = {"stop": 16, "other stop": 3, "stop string": 1, "cut": 3, "abort": 1, "er
 FATES = {"kept": 24, "thrown away": 2, "cancelled": 1, "edited": 1}
 
 STOP_STRING = "Qz"
-# What Strands puts where a call stood in an answer that was cut off.
+# Strands' replacement for a call in an answer that was cut off.
 REWRITTEN = "The selected tool {}'s tool use was incomplete due to maximum token limits being reached."
 
 _TOOLSETS = ((0,), (0, 1), (1, 0), (), (1,), (0, 1, 2))
@@ -50,20 +49,20 @@ Edit = namedtuple("Edit", ["kind", "at", "to"], defaults=["change", 0, 0])
 
 @dataclass(frozen=True)
 class Step:
-    """One turn of somebody: edits, what arrives, an attempt that comes to nothing, the call, and what becomes of it.
+    """One turn of a participant: edits, new messages, a failed attempt, the call, and the fate of the answer.
 
     Attributes:
         who: An agent, or `OUTSIDE`.
-        edits: What happens to the history before.
-        arrives: The new messages; "turn" is what Strands adds, tool results or a user's text; "same question" is what
-            another agent was asked last, and it gets the same answer in other tokens.
+        edits: Edits of the history before the call.
+        arrives: The new messages. "turn" is what Strands adds: tool results or a user's text. "same question" is what
+            another agent was asked last; it gets the same answer in other tokens.
         attempt: A call with the same messages before the one that counts.
         answer: What is sampled.
         end: How the sampling ends.
-        fate: What becomes of the answer.
-        injected: Whether a text stands behind the last message for this call only.
-        number: Chooses where there is a choice.
-        held: Whether the answer comes only when somebody else's step is over.
+        fate: What the agent does with the answer.
+        injected: Whether a text follows the last message for this call only.
+        number: Decides wherever there is a choice.
+        held: Whether the answer waits until another participant's step is over.
         stored: Whether the trajectory goes through a file before the step.
     """
 
@@ -80,14 +79,14 @@ class Step:
     stored: bool = False
 
     def kinds(self):
-        """What it tests."""
+        """Yield what the step tests."""
         yield from (edit.kind for edit in self.edits)
         yield from (self.arrives, f"attempt: {self.attempt}", f"answer: {self.answer}")
         yield from (f"end: {self.end}", f"fate: {self.fate}")
         yield from (kind for kind in ("injected", "held", "stored") if getattr(self, kind))
 
 
-# An episode, whose calls come from agents, or all of them from nobody (the model used alone).
+# An episode. Its calls come from agents, or none of them does (the model is used alone).
 Plan = namedtuple("Plan", ["steps", "has_agents"], defaults=[(), True])
 
 
@@ -119,7 +118,7 @@ PLANS = st.builds(Plan, st.lists(_STEP, min_size=3, max_size=8).map(tuple), _one
 
 @dataclass
 class Someone:
-    """An agent, or whoever calls from outside one (without a name and a `model_state`)."""
+    """An agent, or a caller from outside of one (without a name and a `model_state`)."""
 
     name: str | None
     system: str | None
@@ -133,7 +132,7 @@ class Someone:
 
 
 class Marks:
-    """Hands out marks, and texts that have one."""
+    """Creates marks, and texts with marks."""
 
     def __init__(self):
         self._numbers = count(1)
@@ -151,21 +150,21 @@ class Marks:
         return f"Be {self.mark()}."
 
     def tools(self, toolset):
-        """One of a few sets of tool specs; a tool has the same mark in all of them."""
+        """Return one of a few sets of tool specs; a tool has the same mark in all of them."""
         schema = {"json": {"type": "object", "properties": {"q": {"type": "string"}}}}
         chosen = _TOOLSETS[toolset % len(_TOOLSETS)]
         return [{"name": f"f{i}", "description": f"m{900 + i}x", "inputSchema": schema} for i in chosen]
 
 
-def apply_edit(edit, someone, everybody, marks, notices):
-    """Edit somebody's history, system prompt or tools; `notices` are of calls that did not parse, and never change."""
+def apply_edit(edit, someone, participants, marks, notices):
+    """Edit a participant's history, system prompt or tools; `notices` of unparsed calls never change."""
     messages = someone.messages = copy.deepcopy(someone.messages)
     if edit.kind == "tools":
         someone.tools = marks.tools(edit.to)
     elif edit.kind == "system":
         someone.system = None if edit.to % 3 == 0 else marks.system()
     elif edit.kind == "copy":
-        other = everybody[edit.at % len(everybody)]
+        other = participants[edit.at % len(participants)]
         someone.messages = copy.deepcopy(other.messages)
         if edit.to % 4:
             someone.system, someone.tools = other.system, other.tools
@@ -177,7 +176,7 @@ def apply_edit(edit, someone, everybody, marks, notices):
             "delete": lambda: messages.pop(at),
             "truncate": lambda: messages.__delitem__(slice(at, None)),
             "forget": lambda: messages.__delitem__(slice(at)),
-            "summarise": lambda: messages.__setitem__(slice(at + 1), [marks.user()]),
+            "summarize": lambda: messages.__setitem__(slice(at + 1), [marks.user()]),
             "duplicate": lambda: messages.insert(to, copy.deepcopy(messages[at])),
             "merge": lambda: _merge(messages, at),
             "change": lambda: _change(content, edit.to, marks, notices),
@@ -208,7 +207,7 @@ def _change(content, which, marks, notices):
 
 
 def _merge(messages, at):
-    """Join a message with the next one of its role; or its texts, where there is none."""
+    """Join a message with the next one of its role, or else its own texts."""
     message = messages[at]
     if at + 1 < len(messages) and messages[at + 1]["role"] == message["role"]:
         message["content"] += messages.pop(at + 1)["content"]
@@ -223,57 +222,56 @@ def _merge(messages, at):
 
 
 class Verdict(BaseModel):
-    """What a structured call produces."""
+    """The output of a structured call."""
 
     verdict: str
 
 
 class _Running:
-    """A step whose call waits for its answer until somebody else's step is over."""
+    """A step whose answer waits until another participant's step is over."""
 
     def __init__(self, who):
         self.who = who
-        self._asked, self._may_go_on = asyncio.Event(), asyncio.Event()
+        self._asked, self._released = asyncio.Event(), asyncio.Event()
 
     async def start(self, step):
-        """Run the step until its request is at the server, or to its end if it makes none that is held."""
+        """Run the step until its request is at the server, or to its end if no request is held."""
         self._step = asyncio.ensure_future(step)
         self._step.add_done_callback(lambda step: self._asked.set())
         await self._asked.wait()
 
     async def end(self):
-        self._may_go_on.set()
+        self._released.set()
         await self._step
 
     def held(self, answer):
-        """An answer that comes when it may."""
+        """Return an answer that waits for its release."""
 
         async def later(request):
             self._asked.set()
-            await self._may_go_on.wait()
+            await self._released.wait()
             return raised_or(answer)
 
         return later
 
 
 def raised_or(answer):
-    """An answer; an error is raised."""
+    """Return an answer, or raise it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 class Player:
-    """Plays one episode on a model: keeps agents' histories as Strands does, and makes the model's calls.
+    """Plays one episode on a model: keeps the agents' histories as Strands does, and makes the model's calls.
 
     Attributes:
         server: The scripted server.
         model: The model, with the episode's trajectory.
         judge: Watches both.
-        everybody: Who asks.
-        notices: By the toolUseId of a call that did not parse, the mark of what the model wrote, which it is shown
-            instead of a result.
-        thrown_away: The calls whose answers their agent forgot.
+        participants: The agents and the outside caller.
+        notices: By the toolUseId of an unparsed call, the mark of what the model wrote, which replaces the result.
+        thrown_away: The calls whose answers their agent threw away.
         structured: The calls that a grammar constrained.
     """
 
@@ -283,7 +281,7 @@ class Player:
         client = self.server.client()
         self.model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params={"stop": [STOP_STRING]}, **config)
         self.judge = Judge(self.server, self.model)
-        self.everybody, self.notices, self.thrown_away, self.structured = [], {}, [], []
+        self.participants, self.notices, self.thrown_away, self.structured = [], {}, [], []
         self._path, self._marks, self._running = folder / "trajectory", Marks(), None
 
     def _answer(self, request):
@@ -294,11 +292,11 @@ class Player:
         for number in range(AGENTS + 1):
             is_agent = plan.has_agents and number != OUTSIDE
             name, state = (f"agent {number}", {}) if is_agent else (None, None)
-            self.everybody.append(Someone(name, system, tools, state=state))
+            self.participants.append(Someone(name, system, tools, state=state))
         try:
             for step in plan.steps:
                 if self._running is not None and (step.stored or step.who == self._running.who):
-                    await self._let_go()
+                    await self._release()
                 if step.stored:
                     self.model.trajectory.save(self._path)
                     self.model.trajectory = Trajectory.load(self._path)
@@ -307,21 +305,21 @@ class Player:
                     await self._running.start(self._step(step, self._running))
                 else:
                     await self._step(step)
-                    await self._let_go()
+                    await self._release()
         finally:
-            await self._let_go()
+            await self._release()
             await self.model.client.close()
 
-    async def _let_go(self):
-        """Let the step that is held go on to its end."""
+    async def _release(self):
+        """Let the step that is held run to its end."""
         running, self._running = self._running, None
         if running is not None:
             await running.end()
 
     async def _step(self, step, running=None):
-        someone = self.everybody[step.who]
+        someone = self.participants[step.who]
         for edit in step.edits:
-            apply_edit(edit, someone, self.everybody, self._marks, self.notices)
+            apply_edit(edit, someone, self.participants, self._marks, self.notices)
         answer, end = step.answer, step.end
         if step.arrives == "same question" and self._take_question(someone, step.number):
             answer = "twin"
@@ -337,7 +335,7 @@ class Player:
         if answer == "structured":
             message = await self._structured(someone, messages)
         else:
-            if step.fate == "cancelled":  # what it would have been has to be known without the stream's end
+            if step.fate == "cancelled":  # the answer must be known without the stream's end
                 answer, end = "text", "stop" if end in ("cut", "stop string") else end
             message = await self._call(someone, messages, step.number, answer, end=end, fate=step.fate, running=running)
         if message is None or step.fate == "thrown away":
@@ -349,8 +347,8 @@ class Player:
         someone.messages.append(message)
 
     def _take_question(self, someone, which):
-        """Ask what somebody else was asked last; False if nobody was."""
-        others = [other for other in self.everybody if other is not someone and len(other.messages) > 1]
+        """Ask what another participant was asked last; False if there is none."""
+        others = [other for other in self.participants if other is not someone and len(other.messages) > 1]
         others = [other for other in others if other.messages[-1]["role"] == "assistant"]
         if others:
             other = others[which % len(others)]
@@ -359,12 +357,12 @@ class Player:
         return bool(others)
 
     def _arrivals(self, someone, step):
-        """The new messages; there is always at least one message in the end."""
+        """Return the new messages; the history always ends with at least one message."""
         messages, marks = someone.messages, self._marks
         if step.arrives == "again" and messages:
             return []
-        if step.arrives == "echo":  # what somebody else was asked at this point
-            others = [other.messages for other in self.everybody if other is not someone]
+        if step.arrives == "echo":  # what another participant was asked at this point
+            others = [other.messages for other in self.participants if other is not someone]
             said = [m[len(messages)] for m in others if len(m) > len(messages) and m[len(messages)]["role"] == "user"]
             if said:
                 return [copy.deepcopy(said[step.number % len(said)])]
@@ -385,7 +383,7 @@ class Player:
     # --- calls ---
 
     async def _call(self, someone, messages, number, answer, *, end="stop", fate="kept", running=None):
-        """Make a call, and return the message that Strands makes of the answer; None without one."""
+        """Make a call, and return the message that Strands makes of the answer; None without an answer."""
         sampled, written = self._sampled(someone, messages, number, answer, end)
         self._next = sampled if running is None else running.held(sampled)
         state = copy.deepcopy(someone.state)
@@ -401,7 +399,7 @@ class Player:
                     await stream.aclose()
                     call.blocks = [{"text": written[0]}]
                     call.owner = someone.name
-                    if someone.state == {}:  # its id is lost with the state, so for the model it is somebody new
+                    if someone.state == {}:  # its id is lost with the state, so the model sees a new agent
                         someone.name = f"{someone.name} again"
                     return copy.deepcopy(call.answer)
                 stop_reason = event.get("messageStop", {}).get("stopReason", stop_reason)
@@ -435,7 +433,7 @@ class Player:
         return {"role": "assistant", "content": [{"text": self._next}]}
 
     def _sampled(self, someone, messages, number, answer, end):
-        """What the server answers, and the texts in it: the spoken one, then the mark of each call."""
+        """Return the server's answer and the texts in it: the spoken one, then the mark of each call."""
         if end == "error":
             return RuntimeError("planned"), []
         marks = [self._marks.mark(), self._marks.mark()]
@@ -468,7 +466,7 @@ class Player:
         return ScriptedAnswer(token_ids=ids, finish_reason=finish, stop_token_id=stop), [spoken, *marks]
 
     def _twin(self, someone, messages):
-        """The text of an answer to the same conversation, or else of the latest one."""
+        """Return the text of an answer to the same conversation, or else of the latest one."""
         said = [call for call in self.judge.calls if len(call.blocks) == 1 and "text" in call.blocks[0]]
         lines = [as_line(message) for message in messages]
         same = [call for call in said if call.before == someone.before and call.lines == lines]
@@ -477,14 +475,14 @@ class Player:
     # --- the verdict ---
 
     def check(self, provable=lambda earlier, one: True):
-        """Judge the episode, before and after the agents' messages have settled it.
+        """Judge the episode, before and after the agents' messages settle it.
 
         Args:
             provable: See `Judge.check`.
 
         Returns:
-            How many answers there were, how many of them extended an earlier one, how many forked (had earlier ones
-            and began anew, or went another way than one before), and whether any did.
+            The number of answers, of those that extended an earlier one, of those that forked (started over, or took
+            another way than an earlier one), and whether there were any.
         """
         requests, trajectory = self.server.requests, self.model.trajectory
         calls = [self.judge.call_of(request) for request in requests]
@@ -499,8 +497,8 @@ class Player:
             self._check_chat(call, request.text)
         for one in answers:
             _check_reason(one, turns[one.index].reason, turns, calls)
-        # A call from outside the agents' loops goes on in a sequence of its own, and a sampled token that a later call
-        # did not keep stands at the end of one; fewer sequences could not hold every token.
+        # A call from outside the agents' loops continues in a sequence of its own, and a sampled token that a later
+        # call did not keep ends a sequence; fewer sequences could not hold every token.
         covered = [
             one.parent
             for one in answers
@@ -521,16 +519,20 @@ class Player:
         return Counter(found | {f"cases {kind}": found[kind] > 0 for kind in ("extending", "forking")})
 
     def _check_chat(self, call, text):
-        """The prompt is well formed, and holds each mark once, in order, under its role, and nothing else."""
+        """Require that the prompt is well formed, and holds exactly each mark once, in order, under its role."""
         turns = _TURN.findall(text)
         whole = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns) + "<|im_start|>assistant\n"
         is_chat = text == whole and not any(_CONTROL.search(said) for _, said in turns)
         require(is_chat, "a prompt is a chat", prompt=text)
         system, tools = call.before
-        told = [("system", mark) for mark in _MARK.findall(json.dumps(tools))]
+        tools_marks = [("system", mark) for mark in _MARK.findall(json.dumps(tools))]
         found = [(role, mark) for role, said in turns for mark in _MARK.findall(said)]
-        require([entry for entry in found if entry in told] == told, "each tool is told once", prompt=text)
-        found = [entry for entry in found if entry not in told]
+        require(
+            [entry for entry in found if entry in tools_marks] == tools_marks,
+            "each tool is described once",
+            prompt=text,
+        )
+        found = [entry for entry in found if entry not in tools_marks]
         for role, mark, is_needed in [("system", mark, True) for mark in _MARK.findall(system or "")] + self._marks_of(
             call.messages
         ):
@@ -541,9 +543,9 @@ class Player:
         require(not found, "nothing else is in the prompt", found=found, prompt=text)
 
     def _marks_of(self, messages):
-        """Role and mark of each block as templates order them, and whether a prompt may not leave it out.
+        """Return role and mark of each block in template order, and whether a prompt must hold it.
 
-        Templates leave earlier reasoning out; a call that did not parse is in the sampled ids, but not in a message.
+        Templates drop earlier reasoning; an unparsed call is in the sampled ids, but in no message.
         """
         expected, uses = [], []
         for message in messages:
@@ -564,7 +566,7 @@ class Player:
         return expected
 
     def _check_main(self, main, discarded):
-        """The main sequence is the latest one of the conversation that was answered first."""
+        """Require that the main sequence is the latest one of the conversation that was answered first."""
         opening = next((one.call for one in main if one.parent is None), None)
         if opening is not None:
             roots = [(one, one.path()[0].call) for one in main]
@@ -574,9 +576,9 @@ class Player:
             require_equal(found, latest.ids, "the main sequence is the latest of the first conversation")
 
     def _check_settled(self, main):
-        """Once the agents' messages have settled it, what an agent kept is given out, and what it threw away is not."""
+        """Require that, once settled, kept answers are exported and discarded ones are not."""
         trajectory = self.model.trajectory
-        histories = {one.name: [as_sent(m) for m in one.messages] for one in self.everybody if one.name is not None}
+        histories = {one.name: [as_sent(m) for m in one.messages] for one in self.participants if one.name is not None}
         for messages in histories.values():
             trajectory.settle(messages)
         ends = {owner: [as_line(message) for message in messages] for owner, messages in histories.items()}
@@ -586,26 +588,26 @@ class Player:
             else None
             for one in main
         }
-        given_out = set()
+        exported = set()
         for sequence in trajectory.sequences():
             leaf = next((one for one in main if one.ids == sequence.token_ids), None)
             require(leaf is not None, "a sequence is what was sent and sampled", ids=sequence.token_ids)
-            given_out.update(tuple(one.ids) for one in leaf.path())
+            exported.update(tuple(one.ids) for one in leaf.path())
         for one in main:
             said, own_end = full[one], ends.get(one.call.owner, [])
             children = [other for other in main if other.parent is one]
             if children or (said is not None and own_end[: len(said)] == said):
-                # Of several attempts of one agent that say the same one was kept, and nothing tells which.
+                # Of several attempts of one agent with the same text one was kept; it is unknown which.
                 same = (one.call.owner, one.call.before, said)
                 twins = [other for other in main if (other.call.owner, other.call.before, full[other]) == same]
-                is_shown = any(tuple(other.ids) in given_out for other in ([one] if children else twins))
-                require(is_shown, "what an agent kept is given out", request=one.index)
+                is_shown = any(tuple(other.ids) in exported for other in ([one] if children else twins))
+                require(is_shown, "what an agent kept is exported", request=one.index)
                 continue
             stands = said is not None and any(end[: len(said)] == said for end in ends.values())
             is_alone = all(other is one or other.ids != one.ids for other in main)
             if is_alone and not stands and self._is_thrown_away(one, said):
-                is_shown = tuple(one.ids) in given_out
-                require(not is_shown, "what an agent threw away is not given out", request=one.index)
+                is_shown = tuple(one.ids) in exported
+                require(not is_shown, "what an agent threw away is not exported", request=one.index)
 
     def _is_thrown_away(self, one, said):
         """Whether the agent threw the answer away, and its next call shows it."""
@@ -630,7 +632,7 @@ def _is_fork(one, answers):
 
 
 def _check_reason(one, reason, turns, calls):
-    """What the reason says is true."""
+    """Require that the reason is true."""
     facts = {"request": one.index, "reason": reason}
     if one.parent is None:
         begun = ("opens ",)

@@ -1,8 +1,8 @@
-"""Judges what a model sent and recorded by what the server received and returned, and by what Strands handed over.
+"""Judges what a model sent and recorded by the server's log and by what Strands passed to the model.
 
-Nothing here asks the library how conversations compare: a message stands in a prompt if its text stands in the decoded
-ids, a call had to extend an earlier one if its messages begin with that call's messages and that call's answer, and a
-token was sampled if the server's log says so.
+Nothing here asks the library how conversations compare. A prompt holds a message if its decoded ids contain the
+message's text. A call has to extend an earlier one if its messages begin with that call's messages and answer. A token
+was sampled if the server's log lists it.
 """
 
 import copy
@@ -21,7 +21,7 @@ _call = ContextVar("call", default=None)
 
 
 class ViolationError(AssertionError):
-    """A promise that did not hold, and what was there instead."""
+    """A promise that was broken, and the facts found instead."""
 
     def __init__(self, promise, facts):
         self.promise = promise
@@ -34,7 +34,7 @@ def require(held, promise, **facts):
 
 
 def require_equal(found, expected, promise, **facts):
-    """Name the first difference, unless two lists are equal."""
+    """Require that two lists are equal, and name their first difference otherwise."""
     if found != expected:
         i = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(expected))
         raise ViolationError(promise, facts | {"at": i, "found": found[i : i + 8], "expected": expected[i : i + 8]})
@@ -46,12 +46,12 @@ class Call:
 
     Attributes:
         messages: Its messages.
-        before: What stands before them: the system prompt and the tools.
+        before: What precedes them: the system prompt and the tools.
         asked: When it was made, in the order of all calls and answers.
-        answered: When its answer began to come; None until then.
-        blocks: The content blocks that were given back.
-        owner: Who asked; None where nobody told the judge.
-        is_rewritten: Whether Strands puts something else into the history than was given back.
+        answered: When its answer began to arrive; None until then.
+        blocks: The content blocks of the answer.
+        owner: Who asked; None if unknown.
+        is_rewritten: Whether Strands puts something else into the history than the answer.
     """
 
     messages: list
@@ -84,7 +84,7 @@ class Call:
         )
 
     def read(self, event):
-        """Take in an event of its stream."""
+        """Read an event of its stream."""
         if "contentBlockStart" in event:
             self.blocks.append(copy.deepcopy(event["contentBlockStart"]["start"]))
         elif "contentBlockDelta" in event:
@@ -99,7 +99,7 @@ class Call:
 
 @dataclass(eq=False)
 class Answer:
-    """A request for which something was sampled, by the server's log, and the answer that it goes on from."""
+    """A request for which the server's log lists sampled tokens, and the answer that it continues."""
 
     index: int
     call: Call
@@ -115,12 +115,12 @@ class Answer:
         return self.input_ids + self.output_ids
 
     def path(self):
-        """The answers from the first of the sequence to this one."""
+        """Return the answers from the first of the sequence to this one."""
         return [*(self.parent.path() if self.parent else ()), self]
 
 
 def as_sent(message):
-    """A message as Strands hands it to the model: without blank texts of the assistant and names that no tool has."""
+    """Return a message as Strands passes it to the model: without blank assistant texts and invalid tool names."""
     blocks = message["content"]
     if message["role"] == "assistant":
         blank = [block for block in blocks if "text" in block and not block["text"].strip()]
@@ -139,7 +139,7 @@ def _under_a_valid_name(block):
 
 
 def as_line(message):
-    """A message as text, without what the model never sees."""
+    """Return a message as text, without what the model never sees."""
     content = [block for block in message["content"] if "cachePoint" not in block]
     return json.dumps([message["role"], content], sort_keys=True, default=repr)
 
@@ -148,11 +148,11 @@ class Judge:
     """Watches a model on a scripted server.
 
     Attributes:
-        calls: In the order in which they came.
-        told: Whether agents have the model's hooks.
+        calls: The calls in order.
+        has_hooks: Whether agents have the model's hooks.
     """
 
-    told = False
+    has_hooks = False
 
     def __init__(self, server, model):
         self.server = server
@@ -189,11 +189,11 @@ class Judge:
         return call
 
     def call_of(self, request):
-        """The call that a request was made for."""
+        """Return the call that a request was made for."""
         return self.calls[int(request.rid.partition("-")[0].removeprefix("call"))]
 
     def answers(self):
-        """Every request for which something was sampled; one that was aborted before has nothing to record."""
+        """Return every request for which tokens were sampled; one aborted before that has nothing to record."""
         found = []
         for index, (request, response) in enumerate(zip(self.server.requests, self.server.responses, strict=True)):
             meta = response.body["meta_info"] if response is not None and response.status == 200 else {}
@@ -205,7 +205,7 @@ class Judge:
         return found
 
     def trained_text(self, trajectory=None):
-        """What the tokens to train say."""
+        """Return the text of the tokens to train."""
         sequences = (self.model.trajectory if trajectory is None else trajectory).sequences()
         trained = [[token.token_id for token in sequence.tokens if token.loss_mask] for sequence in sequences]
         return "|".join(map(self.server.tokenizer.decode, trained))
@@ -221,16 +221,15 @@ class Judge:
         exports=EXPORTS,
         provable=lambda earlier, answer: True,
     ):
-        """Require that every prompt holds its whole conversation, and that the record is what the server logged.
+        """Require that every prompt holds its whole conversation, and that the record matches the server's log.
 
         Args:
-            trajectories: Which ones hold the record; by default the model's.
+            trajectories: The trajectories that hold the record; by default the model's.
             discarded: Requests whose answers the agent threw away.
             auxiliary: Requests from outside the agents' loops.
-            constrained: Requests whose tokens a grammar chose among.
-            exports: What is exported: whether with discarded answers, and whether with auxiliary ones.
-            provable: Whether the text between an earlier answer and one that goes on from it can be told from the chat
-                template.
+            constrained: Requests whose tokens a grammar constrained.
+            exports: Exports to check, as pairs: with discarded answers, with auxiliary ones.
+            provable: Whether the chat template determines the text between an earlier answer and one that continues it.
 
         Returns:
             The answers, each with the one that it extends.
@@ -240,7 +239,7 @@ class Judge:
         decode = self.server.tokenizer.decode
         spoken = [(one.call.answer, decode(one.output_ids[:-1])) for one in answers]
         uses = [block["toolUse"] for call in self.calls for block in call.blocks if "toolUse" in block]
-        # The model is told why a call did not parse, in place of its result.
+        # The model reads why a call did not parse, instead of its result.
         unread = {use["toolUseId"] for use in uses if use["name"] == ToolParseResult.UNKNOWN_NAME}
         for request in self.server.requests:
             _check_prompt(self.call_of(request), request.text, spoken, unread)
@@ -256,7 +255,7 @@ class Judge:
         return answers
 
     def _check_record(self, trajectories, answers):
-        """Every sampled answer is recorded once, as it came. Returns the turns by the indices of their requests."""
+        """Require that every answer is recorded once, unchanged. Return the turns by index of their requests."""
         recorded = [turn for trajectory in trajectories for turn in trajectory.turns if turn.generation is not None]
         by_rid = {turn.generation.request_id: turn for turn in recorded}
         require(len(by_rid) == len(recorded), "an answer is recorded once")
@@ -265,30 +264,30 @@ class Judge:
             turn = turns[one.index] = by_rid.pop(self.server.requests[one.index].rid, None)
             require(turn is not None, "each answer is recorded", request=one.index)
             require_equal(turn.token_ids(), one.ids, "a turn holds what was sent and sampled", request=one.index)
-            require_equal(list(turn.output_ids), one.output_ids, "sampled ids stay as they came", request=one.index)
+            require_equal(list(turn.output_ids), one.output_ids, "sampled ids stay unchanged", request=one.index)
             require(list(turn.generation.logprobs or ()) == one.logprobs, "logprobs are the server's")
         require(not by_rid, "what was recorded was sampled", requests=list(by_rid))
         return turns
 
 
 def _check_prompt(call, prompt, spoken, unread):
-    """Every block of every message stands in the prompt, message behind message: in words, or as it was sampled."""
+    """Require that the prompt holds every block of every message in order: as words, or as sampled."""
     system, tools = call.before
     require(system is None or system in prompt, "the system prompt is in the prompt", prompt=prompt)
-    require(all(f'"{tool["name"]}"' in prompt for tool in tools or ()), "every tool is told", prompt=prompt)
+    require(all(f'"{tool["name"]}"' in prompt for tool in tools or ()), "every tool is in the prompt", prompt=prompt)
     position = 0
     for message in call.messages:
         ends, texts = [position], list(_texts(message, unread))
         verbatim = [text for answer, text in spoken if answer == message and prompt.find(text, position) >= 0]
         for text in (verbatim[:1] or texts) if texts else ():
             found = prompt.find(text, position)
-            require(found >= 0, "no message is missing", text=text, message=message, behind=prompt[position:])
+            require(found >= 0, "no message is missing", text=text, message=message, after=prompt[position:])
             ends.append(found + len(text))
         position = max(ends)
 
 
 def _place(one, recorded, turns, provable):
-    """Find what an answer goes on from: the longest conversation that it continues, its own agent's first."""
+    """Find the answer that an answer continues: the longest conversation, its own agent's first."""
     turn = turns[one.index]
     continued = [earlier for earlier in recorded if one.call.continues(earlier.call)]
     depth = max((len(earlier.call.messages) for earlier in continued), default=0)
@@ -307,7 +306,7 @@ def _place(one, recorded, turns, provable):
 
 
 def _check_exported(sequences, answers, untrained):
-    """A sequence is token by token what the server saw and sampled; each answer's tokens are trained in just one."""
+    """Require that sequences equal what the server saw and sampled; just one of them trains each answer's tokens."""
     trained = dict.fromkeys([one.index for one in answers], 0)
     left = [*answers]
     for sequence in sequences:
@@ -330,7 +329,7 @@ def _check_exported(sequences, answers, untrained):
 
 
 def _texts(message, unread):
-    """What of a message has to stand in a prompt. Reasoning of earlier turns is left out: chat templates drop it."""
+    """Yield the texts of a message that a prompt must hold. Chat templates drop earlier reasoning."""
     for block in message["content"]:
         if "text" in block and block["text"] != _BLANK:
             yield block["text"].strip()

@@ -1,4 +1,4 @@
-"""Histories: what agents do by themselves, and what others put in the place of messages, answers and results."""
+"""Histories: what agents do themselves, and how others replace messages, answers and results."""
 
 import asyncio
 import copy
@@ -65,7 +65,7 @@ def read(page: str) -> str:
 
 
 # Row 4
-async def test_a_result_that_is_shortened_before_it_is_seen_is_a_plain_continuation(judged):
+async def test_a_result_shortened_before_it_is_seen_continues(judged):
     judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], context_window_limit=30000)
     agent = make_agent(judge.model, [read], conversation_manager=None, context_manager="auto")
     await agent.invoke_async("Read two pages.")
@@ -97,7 +97,7 @@ async def test_offloaded_results_and_their_retrieval_are_one_sequence(judged):
 
 # Row 4
 @needs_module("strands._context_manager.presets")
-async def test_results_that_are_dropped_later_open_a_sequence_with_the_marker_as_prompt(judged):
+async def test_results_dropped_later_open_a_sequence_with_the_marker(judged):
     from strands._context_manager.strategies.offload import Offload
 
     judge = judged([*(call(expression=f"{i} * 7") for i in range(5)), "Done."], context_window_limit=30000)
@@ -112,12 +112,12 @@ async def test_results_that_are_dropped_later_open_a_sequence_with_the_marker_as
 
 # Row 4
 @needs_module("strands._context_manager.presets")
-@pytest.mark.parametrize("beside", ["in a message of its own", "inside an own answer"])
-async def test_a_marker_of_removed_messages_is_prompt_wherever_it_is_put(judged, beside):
+@pytest.mark.parametrize("place", ["in a message of its own", "inside an own answer"])
+async def test_a_marker_of_removed_messages_is_prompt(judged, place):
     from strands._context_manager.strategies.offload import Offload
 
     judge = judged(lambda request: f"Answer-{request.index}.", context_window_limit=3000)
-    kept = 4 if beside == "inside an own answer" else 3
+    kept = 4 if place == "inside an own answer" else 3
     strategies = [Offload.drop("*").when(utilization=0.35, preserve_recent=kept)]
     agent = make_agent(judge.model, conversation_manager=None, context_manager={"strategies": strategies})
     for i in range(6):
@@ -125,7 +125,7 @@ async def test_a_marker_of_removed_messages_is_prompt_wherever_it_is_put(judged,
     judge.check()
     assert len(judge.model.trajectory.sequences()) > 1
     marked = next(m["content"] for m in agent.messages if "[Dropped" in m["content"][-1].get("text", ""))
-    assert len(marked) == (2 if beside == "inside an own answer" else 1)
+    assert len(marked) == (2 if place == "inside an own answer" else 1)
     assert "[Dropped" in judge.server.requests[-1].text
     assert "[Dropped" not in judge.trained_text()
 
@@ -151,7 +151,7 @@ async def test_a_summary_inside_the_loop_is_auxiliary(judged):
 
 
 # Row 4
-async def test_a_status_that_is_shown_for_one_call_only_gives_every_call_a_sequence(judged):
+async def test_a_status_shown_for_one_call_opens_a_sequence_per_call(judged):
     judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "Done."], context_window_limit=30000)
     agent = make_agent(judge.model, make_tools()[0], conversation_manager=None, context_manager="agentic")
     await agent.invoke_async("Compute.")
@@ -163,7 +163,7 @@ async def test_a_status_that_is_shown_for_one_call_only_gives_every_call_a_seque
 
 
 # Row 4
-async def test_a_tool_that_drops_messages_of_its_own_agent_opens_a_sequence(judged):
+async def test_a_tool_that_drops_messages_opens_a_sequence(judged):
     judge = judged(["Answer-0.", "Answer-1.", call("forget"), "Done.", "Answer-4."])
 
     @tool(context=True)
@@ -184,12 +184,12 @@ async def test_a_tool_that_drops_messages_of_its_own_agent_opens_a_sequence(judg
 
 
 # Row 1
-async def test_a_sliding_window_that_drops_messages_opens_a_sequence_per_window(judged):
+async def test_a_sliding_window_opens_a_sequence_per_window(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model, conversation_manager=SlidingWindowConversationManager(window_size=4))
     for i in range(5):
         await agent.invoke_async(f"Question-{i}?")
-    # The third call is the first one behind a cut: two messages were gone before the fourth one.
+    # The third call is the first one after a cut: two messages were gone before the fourth one.
     assert ["Question-0" in request.text for request in judge.server.requests] == [True] * 3 + [False] * 2
     judge.check()
     assert response_masks(judge.model.trajectory) == [[1, 1, 1], [1], [1]]
@@ -220,7 +220,7 @@ async def test_a_window_that_nothing_leaves_stays_one_sequence(judged):
 
 
 # Row 1
-async def test_proactive_compression_drops_messages_before_the_call_that_would_be_too_long(judged):
+async def test_proactive_compression_precedes_the_long_call(judged):
     judge = judged(numbered, context_window_limit=200)
     manager = SlidingWindowConversationManager(window_size=2, proactive_compression={"compression_threshold": 0.3})
     agent = make_agent(judge.model, conversation_manager=manager)
@@ -231,9 +231,9 @@ async def test_proactive_compression_drops_messages_before_the_call_that_would_b
 
 
 # Row 2
-async def test_an_overflow_that_shortens_an_old_tool_result_opens_a_sequence(judged):
+async def test_an_overflow_that_shortens_a_result_opens_a_sequence(judged):
     def make_reader():
-        """A tool that returns far more than fits."""
+        """Create a tool that returns far more than fits."""
 
         @tool
         def read(page: str) -> str:
@@ -259,7 +259,7 @@ async def test_an_overflow_that_shortens_an_old_tool_result_opens_a_sequence(jud
 
 
 # Row 3
-async def test_a_summary_is_auxiliary_and_what_follows_it_opens_a_sequence(judged):
+async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
@@ -306,7 +306,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
 
 
 # Row 3
-async def test_an_agent_that_writes_the_summaries_has_sequences_of_its_own(judged):
+async def test_a_summarizing_agent_has_its_own_sequences(judged):
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
@@ -334,15 +334,14 @@ def read_pages(pages: int = 1) -> str:
 
 
 def watch(agent):
-    """What was projected for each model call."""
+    """Collect what was projected for each model call."""
     projected = []
     agent.add_hook(lambda event: projected.append(event.projected_input_tokens), BeforeModelCallEvent)
     return projected
 
 
 @pytest.mark.parametrize("with_tools", [True, False])
-async def test_what_strands_projects_for_a_call_is_what_the_call_sends(judged, with_tools):
-    """A5"""
+async def test_strands_projection_equals_the_sent_prompt(judged, with_tools):
     broken = "<tool_call>\nno JSON\n</tool_call>"
     answers = [
         call("read", pages=3),
@@ -364,7 +363,7 @@ async def test_what_strands_projects_for_a_call_is_what_the_call_sends(judged, w
 
 
 async def test_a_count_knows_which_sampled_tokens_stay(judged, chatml_tokenizer):
-    """A5: what a stop string cut gets its end, and another stop token than the template's goes."""
+    """A turn cut by a stop string gets its end, and another stop token than the template's is dropped."""
     other, end = chatml_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     judge = judged(
         [ScriptedAnswer("First.", stop_token_id=other), "Second. STOP here", "Third."],
@@ -379,7 +378,7 @@ async def test_a_count_knows_which_sampled_tokens_stay(judged, chatml_tokenizer)
 
 
 async def test_a_recorded_conversation_is_counted_as_recorded(judged):
-    """A5: also without the system prompt and the tools that stand before it."""
+    """Also without the system prompt and the tools before it."""
     judge = judged([call("read"), "Done.", "Second."])
     agent = make_agent(judge.model, [read_pages])
     await agent.invoke_async("Question?")
@@ -420,7 +419,6 @@ async def test_a_recorded_conversation_is_counted_as_recorded(judged):
 )
 @pytest.mark.parametrize("before", [0, 1])
 async def test_any_fragment_is_counted(judged, messages, before):
-    """A5"""
     judge = judged(numbered)
     for _ in range(before):
         await make_agent(judge.model).invoke_async("Question?")
@@ -429,7 +427,7 @@ async def test_any_fragment_is_counted(judged, messages, before):
 
 
 async def test_new_messages_are_encoded_once_for_count_and_call(judged, monkeypatch):
-    """A5: a count is on the way of every call."""
+    """Every call counts first."""
     judge = judged([call("read", pages=20), "Done."])
     encoded = []
     encode = judge.model.chat_template.encode
@@ -445,8 +443,7 @@ async def test_new_messages_are_encoded_once_for_count_and_call(judged, monkeypa
     assert sum("Question?" in text for text in encoded) == 1
 
 
-async def test_the_context_window_limit_is_what_was_configured_or_what_the_server_says(rollout):
-    """A5"""
+async def test_the_context_limit_is_the_configured_or_the_servers(rollout):
     for config, limit in (({}, 1500), ({"context_window_limit": 700}, 700), ({"max_context_tokens": 900}, 900)):
         _, model = rollout(["ok"], server={"context_length": 1500}, **config)
         await model.count_tokens([{"role": "user", "content": [{"text": "hi"}]}])
@@ -456,7 +453,6 @@ async def test_the_context_window_limit_is_what_was_configured_or_what_the_serve
 
 
 async def test_proactive_compression_goes_by_the_server_s_context(judged):
-    """A5"""
     limits = {"max_new_tokens": 400}
     judge = judged(lambda request: "word " * 100, server={"context_length": 1500}, sampling_params=limits)
     manager = SlidingWindowConversationManager(window_size=1000, proactive_compression={"compression_threshold": 0.5})
@@ -472,8 +468,6 @@ async def test_proactive_compression_goes_by_the_server_s_context(judged):
 
 
 async def test_a_server_that_cannot_be_asked_does_not_keep_a_count(chatml_tokenizer):
-    """A5"""
-
     async def never(*args, **kwargs):
         await asyncio.Event().wait()
 
@@ -487,14 +481,14 @@ async def test_a_server_that_cannot_be_asked_does_not_keep_a_count(chatml_tokeni
     assert model.context_window_limit is None
 
 
-# === hooks, middleware, steering and interventions: what they put in the place of messages, answers and results ===
+# === hooks, middleware, steering and interventions: how they replace messages, answers and results ===
 
 
 # --- Hooks: what they edit in the history, and the calls that they make the agent repeat ---
 
 
 # Row 7
-async def test_a_tool_result_that_a_hook_replaces_is_what_the_model_sees(judged):
+async def test_the_model_sees_a_result_that_a_hook_replaced(judged):
     judge = judged([call(expression="2 * 3"), "Fine."])
     agent = make_agent(judge.model, make_tools()[0])
 
@@ -509,7 +503,7 @@ async def test_a_tool_result_that_a_hook_replaces_is_what_the_model_sees(judged)
 
 
 # Row 7
-async def test_input_that_a_hook_replaces_for_the_tool_only_leaves_the_call_as_it_was_sampled(judged):
+async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
     judge = judged([call(expression="2 * 3"), "Fine."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -525,7 +519,7 @@ async def test_input_that_a_hook_replaces_for_the_tool_only_leaves_the_call_as_i
 
 
 # Row 7
-async def test_input_that_a_hook_edits_in_the_history_opens_a_sequence_and_the_call_is_still_trained(judged):
+async def test_input_edited_in_the_history_keeps_the_call_trained(judged):
     judge = judged([call(expression="2 * 3"), "Fine.", "Bye."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -545,7 +539,7 @@ async def test_input_that_a_hook_edits_in_the_history_opens_a_sequence_and_the_c
 
 
 # Row 7
-async def test_an_edited_call_of_an_episode_that_was_stopped_behind_it_is_final(judged):
+async def test_an_edited_call_of_a_stopped_episode_is_final(judged):
     judge = judged([call(expression="2 * 3")])
     agent = make_agent(judge.model, make_tools()[0])
 
@@ -561,7 +555,7 @@ async def test_an_edited_call_of_an_episode_that_was_stopped_behind_it_is_final(
 
 # Row 7
 @pytest.mark.parametrize("event_type", [AfterModelCallEvent, MessageAddedEvent])
-async def test_an_answer_whose_text_a_hook_replaces_is_discarded_and_the_new_text_is_prompt(judged, event_type):
+async def test_an_answer_with_replaced_text_is_discarded(judged, event_type):
     judge = judged(numbered)
     agent = make_agent(judge.model)
 
@@ -582,7 +576,7 @@ async def test_an_answer_whose_text_a_hook_replaces_is_discarded_and_the_new_tex
 
 # Row 7
 @pytest.mark.parametrize("settled", [True, False])
-async def test_that_a_hook_replaces_answers_is_told_once_with_what_differs(judged, caplog, settled):
+async def test_replaced_answers_are_warned_of_once_with_the_difference(judged, caplog, settled):
     judge = judged(lambda request: f"<think>\nhm\n</think>\n\n{numbered(request)}")
     agent = make_agent(judge.model)
 
@@ -595,7 +589,9 @@ async def test_that_a_hook_replaces_answers_is_told_once_with_what_differs(judge
         await agent.invoke_async(f"Question-{i}?")
     if settled:
         judge.model.trajectory.settle(agent.messages)
-    (warning,) = [record.getMessage() for record in caplog.records if "was replaced" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "replaced a sampled answer" in record.getMessage()
+    ]
     said = "message 1 (assistant) replaced it, with no reasoning, other text"
     assert said in warning
     assert "call=<0>" in warning
@@ -661,7 +657,7 @@ async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
 
 
 # Row 7
-async def test_a_user_message_that_a_hook_edits_before_the_first_call_is_seen_edited(judged):
+async def test_a_user_message_edited_before_the_first_call_is_seen(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
 
@@ -722,7 +718,7 @@ async def test_a_call_that_failed_and_is_retried_leaves_one_turn(judged):
 
 
 # Row 23
-async def test_an_answer_that_was_lost_because_a_hook_raised_is_discarded(judged):
+async def test_an_answer_lost_to_a_raising_hook_is_discarded(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     raise_once(agent, AfterModelCallEvent)
@@ -735,7 +731,7 @@ async def test_an_answer_that_was_lost_because_a_hook_raised_is_discarded(judged
 
 
 # Row 7
-async def test_messages_that_a_hook_takes_out_before_a_call_open_a_sequence(judged):
+async def test_messages_removed_by_a_hook_open_a_sequence(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
 
@@ -751,7 +747,7 @@ async def test_messages_that_a_hook_takes_out_before_a_call_open_a_sequence(judg
 
 
 # Row 7
-async def test_an_answer_of_a_tool_that_writes_into_the_history_is_prompt(judged):
+async def test_an_answer_written_by_a_tool_is_prompt(judged):
     judge = judged([call("note"), "Noted."])
 
     @tool(context=True)
@@ -777,14 +773,14 @@ async def collect(events):
 
 
 # Row 5
-async def test_text_that_is_injected_for_one_call_stands_in_that_prompt_only(judged):
+async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
     agent = make_agent(judge.model, make_tools()[0], plugins=[ContextInjector(lambda context: "<now>noon</now>")])
     await agent.invoke_async("Compute.")
     await agent.invoke_async("Thanks.")
     assert [request.text.count("<now>") for request in judge.server.requests] == [1, 0, 1]
     judge.check()
-    # The third call goes on from the second one, whose prompt held no injected text.
+    # The third call extends the second one, whose prompt held no injected text.
     assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
     judge.model.trajectory.settle(agent.messages)
     assert "discarded" not in statuses(judge.model.trajectory)
@@ -792,7 +788,7 @@ async def test_text_that_is_injected_for_one_call_stands_in_that_prompt_only(jud
 
 
 # Row 5
-async def test_text_that_is_injected_anew_at_every_call_stands_once_in_each_prompt(judged):
+async def test_text_injected_at_every_call_is_once_in_each_prompt(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
     minutes = iter(range(9))
     plugin = ContextInjector(lambda context: f"<now>minute {next(minutes)}</now>", trigger="everyTurn")
@@ -806,7 +802,7 @@ async def test_text_that_is_injected_anew_at_every_call_stands_once_in_each_prom
 
 # Row 5
 @needs_middleware
-async def test_a_system_prompt_and_tools_replaced_for_one_call_are_in_its_prompt_and_open_a_sequence(judged):
+async def test_parts_replaced_for_one_call_open_a_sequence(judged):
     from strands.middleware import InvokeModelStage
 
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
@@ -823,7 +819,7 @@ async def test_a_system_prompt_and_tools_replaced_for_one_call_are_in_its_prompt
     await agent.invoke_async("Thanks.")
     assert ["Be long-winded." in request.text for request in judge.server.requests] == [False, True, False]
     judge.check()
-    # The third call goes on from the first one, whose system prompt and tools it has; the answer between is prompt.
+    # The third call extends the first one, whose system prompt and tools it has; the answer between is prompt.
     assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
 
 
@@ -831,7 +827,7 @@ async def test_a_system_prompt_and_tools_replaced_for_one_call_are_in_its_prompt
 @needs_middleware
 @pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_of_several_answers_to_one_question_the_ones_not_taken_are_discarded(judged, kept, at_once):
+async def test_answers_not_taken_are_discarded(judged, kept, at_once):
     from strands.middleware import InvokeModelStage
 
     judge = judged(numbered)
@@ -857,7 +853,7 @@ async def test_of_several_answers_to_one_question_the_ones_not_taken_are_discard
 # Row 6
 @needs_middleware
 @pytest.mark.parametrize("kept", [0, 1, 2])
-async def test_the_next_call_tells_which_of_several_answers_was_taken(judged, kept):
+async def test_the_next_call_shows_which_answer_was_taken(judged, kept):
     from strands.middleware import InvokeModelStage
 
     judge = judged(numbered)
@@ -929,7 +925,7 @@ async def test_an_answer_that_middleware_made_up_is_prompt(judged):
 
 # Row 6
 @needs_middleware
-async def test_an_answer_that_middleware_rewrites_is_recorded_and_its_new_form_is_prompt(judged):
+async def test_an_answer_rewritten_by_middleware_is_prompt(judged):
     from strands.middleware import InvokeModelStage
 
     judge = judged(numbered)
@@ -944,11 +940,11 @@ async def test_an_answer_that_middleware_rewrites_is_recorded_and_its_new_form_i
     await agent.invoke_async("Question-1?")
     assert "REDACTED" in judge.server.requests[1].text
     assert "Answer-0" not in judge.server.requests[1].text
-    judge.check(discarded=[0, 1] if judge.told else [0])  # nothing but hooks knows of the last one
+    judge.check(discarded=[0, 1] if judge.has_hooks else [0])  # only hooks know of the last one
     assert "REDACTED" not in judge.trained_text()
 
 
-# --- Steering and interventions: what they put in the place of an answer or of a tool's result ---
+# --- Steering and interventions: how they replace an answer or a tool's result ---
 
 
 class Steering(SteeringHandler):
@@ -968,7 +964,7 @@ class Steering(SteeringHandler):
 
 
 # Row 23
-async def test_an_answer_that_steering_sends_back_is_discarded_and_the_guidance_is_prompt(judged):
+async def test_an_answer_sent_back_by_steering_is_discarded(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model, plugins=[Steering(answers=True)])
     await agent.invoke_async("Question?")
@@ -982,7 +978,7 @@ async def test_an_answer_that_steering_sends_back_is_discarded_and_the_guidance_
     assert "SAY IT POLITELY" not in judge.trained_text()
 
 
-async def test_a_tool_call_that_steering_refuses_is_trained_and_the_guidance_is_its_result(judged):
+async def test_a_call_refused_by_steering_is_trained(judged):
     judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "42."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools, plugins=[Steering(tools=True)])
@@ -1016,7 +1012,7 @@ def intervention(method, action):
         ("before_tool_call", Deny(reason="FEEDBACK"), []),
     ],
 )
-async def test_what_an_intervention_tells_the_model_is_prompt(judged, method, action, discarded):
+async def test_an_interventions_message_is_prompt(judged, method, action, discarded):
     judge = judged(lambda request: call(expression="2 * 3") if "FEEDBACK" not in request.text else "Fine.")
     agent = make_agent(judge.model, make_tools()[0], interventions=[intervention(method, action)])
     await agent.invoke_async("Compute.")
@@ -1025,7 +1021,7 @@ async def test_what_an_intervention_tells_the_model_is_prompt(judged, method, ac
     assert "FEEDBACK" not in judge.trained_text()
 
 
-async def test_a_denied_model_call_leaves_text_that_nobody_sampled(judged):
+async def test_a_denied_model_call_leaves_text_that_is_not_sampled(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model, interventions=[intervention("before_model_call", Deny(reason="NOT NOW"))])
     await agent.invoke_async("Question-0?")
@@ -1052,7 +1048,7 @@ async def test_a_transformed_answer_is_discarded(judged):
 
 
 # Row 15
-async def test_a_restored_session_opens_a_sequence_whose_prompt_holds_the_old_answers(judged, tmp_path):
+async def test_a_restored_session_opens_a_sequence_with_old_answers(judged, tmp_path):
     def agent():
         session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
         return make_agent(judge.model, make_tools()[0], session_manager=session)
@@ -1072,7 +1068,7 @@ async def test_a_restored_session_opens_a_sequence_whose_prompt_holds_the_old_an
 
 
 # Row 15
-async def test_a_restored_session_goes_on_with_a_record_that_is_still_there(judged, tmp_path):
+async def test_a_restored_session_continues_an_existing_record(judged, tmp_path):
     def agent():
         session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
         return make_agent(judge.model, make_tools()[0], session_manager=session)
@@ -1085,7 +1081,7 @@ async def test_a_restored_session_goes_on_with_a_record_that_is_still_there(judg
 
 
 # Row 15
-async def test_a_snapshot_that_is_loaded_takes_back_what_came_after_it(judged):
+async def test_a_loaded_snapshot_takes_back_later_messages(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     await agent.invoke_async("Question-0?")
@@ -1111,14 +1107,14 @@ async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
     assert "NOT GOOD ENOUGH" in judge.server.requests[1].text
     assert ("Answer-0" in judge.server.requests[1].text) == keeps_history
     judge.check()
-    # Attempts that start anew take the agent's whole state back, as if another agent had asked.
+    # Attempts that start over reset the agent's whole state, as if another agent had asked.
     assert response_masks(judge.model.trajectory) == ([[1, 1, 1]] if keeps_history else [[1], [1], [1]])
     assert "NOT GOOD ENOUGH" not in judge.trained_text()
 
 
 # Row 15
 @pytest.mark.parametrize("keeps_history", [True, False])
-async def test_attempts_at_the_goal_of_a_later_invocation_are_trained_once_each(judged, caplog, keeps_history):
+async def test_attempts_of_a_later_invocation_are_trained_once(judged, caplog, keeps_history):
     judge = judged(numbered)
     asked = []
 
@@ -1143,7 +1139,7 @@ async def test_attempts_at_the_goal_of_a_later_invocation_are_trained_once_each(
 
 
 # Row 15
-async def test_the_main_sequence_goes_with_the_agent_over_snapshots_and_sessions(judged, tmp_path):
+async def test_the_main_sequence_follows_snapshots_and_sessions(judged, tmp_path):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     snapshots = [agent.take_snapshot(preset="session")]
@@ -1167,8 +1163,8 @@ async def test_the_main_sequence_goes_with_the_agent_over_snapshots_and_sessions
 
 # Row 15
 @pytest.mark.parametrize("calls", [0, 2])
-async def test_branches_from_one_snapshot_that_ask_the_same_keep_all_their_answers(judged, calls):
-    """One of them uses a tool, and so goes on behind answers of the others that it never had."""
+async def test_branches_from_one_snapshot_keep_all_their_answers(judged, calls):
+    """One of them uses a tool, and continues after answers of the others that it never had."""
     asked = []
 
     def answer(request):
@@ -1189,12 +1185,12 @@ async def test_branches_from_one_snapshot_that_ask_the_same_keep_all_their_answe
     for branch in branches:
         judge.model.trajectory.settle(branch.messages)
     judge.check()
-    assert len({turn.agent for turn in judge.model.trajectory.turns}) == (4 if judge.told else 1)
+    assert len({turn.agent for turn in judge.model.trajectory.turns}) == (4 if judge.has_hooks else 1)
     assert statuses(judge.model.trajectory).count("final") == 3
 
 
 # Row 16
-async def test_an_agent_that_is_emptied_and_asked_the_same_again_keeps_its_first_answer(judged):
+async def test_an_emptied_agent_asked_again_keeps_its_first_answer(judged):
     judge = judged(["At once.", call(expression="2 * 3"), "It is 6."])
     agent = make_agent(judge.model, make_tools()[0])
     await agent.invoke_async("2 * 3?")
@@ -1243,7 +1239,7 @@ async def test_few_shot_answers_are_prompt(judged):
 
 
 # Row 16
-async def test_a_direct_tool_call_is_prompt_and_the_sequence_goes_on(judged):
+async def test_a_direct_tool_call_is_prompt_in_the_same_sequence(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model, make_tools()[0])
     await agent.invoke_async("Question-0?")
@@ -1297,7 +1293,7 @@ async def test_a_system_prompt_that_changes_opens_a_sequence(judged):
 
 
 # Row 17
-async def test_a_system_prompt_that_is_written_anew_at_every_invocation_opens_one_only_if_it_differs(judged):
+async def test_a_changed_system_prompt_opens_a_sequence(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     prompts = iter(["One.", "One.", "Two.", "One."])
@@ -1309,7 +1305,7 @@ async def test_a_system_prompt_that_is_written_anew_at_every_invocation_opens_on
     for i in range(4):
         await agent.invoke_async(f"Question-{i}?")
     judge.check()
-    # The fourth call goes on from the second one; the answer of the third is prompt there.
+    # The fourth call extends the second one; the answer of the third is prompt there.
     assert response_masks(judge.model.trajectory) == [[1], [1, 1, 1]]
 
 
@@ -1340,7 +1336,7 @@ async def test_a_tool_that_loads_a_tool_opens_a_sequence(judged):
 # Row 18
 # Row 22
 @needs_module("strands.background_tasks")
-async def test_a_result_from_the_background_is_prompt_also_where_it_is_merged_into_an_own_answer(judged):
+async def test_a_background_result_is_prompt_even_if_merged(judged):
     judge = judged([call("compute", expression="6 * 7"), "Started.", "It is 42."])
     go_on = asyncio.Event()
 
@@ -1371,7 +1367,7 @@ async def test_a_result_from_the_background_is_prompt_also_where_it_is_merged_in
 
 
 class Guarded(SGLangModel):
-    """A model behind a guardrail that redacts what was asked, what was answered, or both."""
+    """A model with a guardrail that redacts what was asked, what was answered, or both."""
 
     redaction: dict = {}
 
@@ -1391,7 +1387,7 @@ class Guarded(SGLangModel):
         ({"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"}, [0]),
     ],
 )
-async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_is_prompt(judged, redaction, discarded):
+async def test_redacted_text_is_gone_from_later_prompts(judged, redaction, discarded):
     judge = judged(numbered, model_class=Guarded)
     agent = make_agent(judge.model)
     judge.model.redaction = redaction
@@ -1400,7 +1396,7 @@ async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_
     await agent.invoke_async("Question-1?")
     assert ("SECRET" in judge.server.requests[1].text) == ("redactUserContentMessage" not in redaction)
     assert ("Answer-0" in judge.server.requests[1].text) == ("redactAssistantContentMessage" not in redaction)
-    is_known = judge.told or len(redaction) < 2
+    is_known = judge.has_hooks or len(redaction) < 2
     judge.check(discarded=discarded if is_known else [])
     assert ("is not known" in judge.model.trajectory.turns[0].note) != is_known
     assert all(text not in judge.trained_text() for text in redaction.values())
@@ -1408,7 +1404,7 @@ async def test_what_a_guardrail_redacts_is_gone_from_later_prompts_and_its_text_
 
 # Row 24
 @pytest.mark.parametrize("before", [0, 1])
-async def test_an_answer_that_a_guardrail_redacted_with_its_question_last_is_discarded_where_hooks_tell(judged, before):
+async def test_hooks_show_that_a_redacted_answer_is_discarded(judged, before):
     judge = judged(numbered, model_class=Guarded)
     agent = make_agent(judge.model)
     other = make_agent(judge.model, system_prompt="Another agent.")
@@ -1419,8 +1415,8 @@ async def test_an_answer_that_a_guardrail_redacted_with_its_question_last_is_dis
     await agent.invoke_async("SECRET QUESTION?")
     judge.model.trajectory.settle(other.messages)
     judge.model.trajectory.settle(agent.messages)
-    judge.check(discarded=[before + 1] if judge.told else [])
-    last = "discarded" if judge.told else "answered"
+    judge.check(discarded=[before + 1] if judge.has_hooks else [])
+    last = "discarded" if judge.has_hooks else "answered"
     assert statuses(judge.model.trajectory) == ["final", *["committed"] * before, last]
 
 
@@ -1467,7 +1463,7 @@ def remembering(model, store, tools=(), **kwargs):
 # Row 5
 @needs_module("strands.memory")
 @needs_argument("__init__", "memory_manager")
-async def test_what_is_remembered_is_in_one_prompt_only_and_opens_a_sequence_behind_it(judged):
+async def test_remembered_text_is_in_one_prompt_and_opens_a_sequence(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
     agent = remembering(judge.model, Store("PARIS IS NICE"), make_tools()[0])
     await agent.invoke_async("Compute.")
@@ -1477,7 +1473,7 @@ async def test_what_is_remembered_is_in_one_prompt_only_and_opens_a_sequence_beh
     assert shown[1] == 0
     judge.check()
     trajectory = judge.model.trajectory
-    # Behind the tool's result nothing was put in, so that call does not go on from the first one; the third one does.
+    # Nothing was injected after the tool's result, so that call does not extend the first one; the third one does.
     assert response_masks(trajectory) == [[1], [1, 1]]
     trajectory.settle(agent.messages)
     assert "discarded" not in statuses(trajectory)
@@ -1502,7 +1498,7 @@ async def test_memory_that_only_tools_reach_leaves_one_sequence(judged):
 # Row 3
 @needs_module("strands.memory")
 @needs_argument("__init__", "memory_manager")
-async def test_facts_that_a_model_extracts_behind_the_loop_are_auxiliary(judged):
+async def test_facts_extracted_after_the_loop_are_auxiliary(judged):
     from strands.memory import ExtractionConfig, InvocationTrigger, MemoryManager
 
     def answer(request):
@@ -1527,7 +1523,7 @@ async def test_facts_that_a_model_extracts_behind_the_loop_are_auxiliary(judged)
 # === an agent's own answers in every form: blank, with names that no tool has, structured, forced ===
 
 
-# --- Own answers are recognised in the form in which Strands gives them back, and a cut one ends its sequence ---
+# --- Own answers are recognized in the form in which Strands returns them, and a cut one ends its sequence ---
 
 
 @tool
@@ -1552,7 +1548,7 @@ def raw_call(arguments):
         pytest.param("", id="nothing at all"),
         pytest.param("  \n ", id="blank text"),
         pytest.param(f"  \n {raw_call('{}')}", id="blank text before a call"),
-        pytest.param(f"{raw_call('{}')}\n  ", id="blank text behind a call"),
+        pytest.param(f"{raw_call('{}')}\n  ", id="blank text after a call"),
         pytest.param(" Text with spaces around it. ", id="spaces around text"),
         pytest.param(f"Text, then a call. {raw_call('{}')}", id="text and a call"),
         pytest.param("<think>\nhm\n</think>\n\n", id="reasoning alone"),
@@ -1607,14 +1603,14 @@ async def test_tool_input_that_changes_its_form_in_json_is_extended(judged, argu
 
 
 # Row 10
-async def test_a_cut_tool_call_ends_its_sequence_and_the_text_in_its_place_is_prompt(judged):
+async def test_a_cut_call_ends_its_sequence_and_its_text_is_prompt(judged):
     judge = judged([ScriptedAnswer(call(expression="2 * 3"), finish_reason="length"), "Again."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Compute.")
     assert ran == []
-    await agent.invoke_async("Go on.")
+    await agent.invoke_async("Continue.")
     assert "tool use was incomplete" in judge.server.requests[1].text
     judge.check()
     assert response_masks(judge.model.trajectory) == [[1], [1]]
@@ -1625,23 +1621,23 @@ async def test_a_cut_tool_call_ends_its_sequence_and_the_text_in_its_place_is_pr
 
 # Row 10
 async def test_a_cut_text_is_extended(judged):
-    judge = judged([ScriptedAnswer("It goes on and", finish_reason="length"), "on."])
+    judge = judged([ScriptedAnswer("It continues and", finish_reason="length"), "on."])
     agent = make_agent(judge.model)
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Tell me.")
-    await agent.invoke_async("Go on.")
+    await agent.invoke_async("Continue.")
     judge.check()
     assert response_masks(judge.model.trajectory) == [[1, 1]]
 
 
 # Row 10
-async def test_a_cut_call_behind_whole_ones_ends_its_sequence(judged):
+async def test_a_cut_call_after_whole_ones_ends_its_sequence(judged):
     cut = ScriptedAnswer(call(expression="2 * 3") + "<tool_call>\n{", finish_reason="length")
     judge = judged([call(expression="6 * 7"), cut, "Again."])
     agent = make_agent(judge.model, make_tools()[0])
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Compute.")
-    await agent.invoke_async("Go on.")
+    await agent.invoke_async("Continue.")
     judge.check()
     # Both begin with the first call, which is trained in the first of them.
     assert response_masks(judge.model.trajectory) == [[1, 1], [0, 1]]
@@ -1668,13 +1664,12 @@ def result_texts(agent):
 
 
 def shown_results(request):
-    """The tool results that a request adds behind the last sampled turn."""
-    behind = request.text.rpartition("</tool_call>")[2]
-    return [part.partition("\n</tool_response>")[0] for part in behind.split("<tool_response>\n")[1:]]
+    """Return the tool results that a request adds after the last sampled turn."""
+    after = request.text.rpartition("</tool_call>")[2]
+    return [part.partition("\n</tool_response>")[0] for part in after.split("<tool_response>\n")[1:]]
 
 
-# A6
-async def test_a_hook_serves_an_unregistered_tool_with_the_input_that_was_sampled(judged):
+async def test_a_hook_serves_an_unregistered_tool_its_sampled_input(judged):
     judge = judged([call("ghost", x=1), "Done."])
     seen = []
 
@@ -1700,7 +1695,6 @@ async def test_a_hook_serves_an_unregistered_tool_with_the_input_that_was_sample
     assert len(judge.model.trajectory.sequences()) == 1
 
 
-# A6
 @needs_module("strands.middleware")
 @pytest.mark.parametrize("written", [call("ghost", x=1), BROKEN], ids=["well formed", "not parsable"])
 async def test_the_model_reads_what_middleware_answers(judged, written):
@@ -1716,10 +1710,9 @@ async def test_the_model_reads_what_middleware_answers(judged, written):
     assert shown_results(judge.server.requests[1]) == ["from afar"] == result_texts(agent)
 
 
-# A6
 @pytest.mark.parametrize("name", ["ghost", "invalid tool", "ghost\n", "n" * 65, "unknown_tool", "INVALID_TOOL_NAME"])
 @pytest.mark.parametrize("with_tools", [True, False])
-async def test_strands_says_what_it_says_of_unknown_tools(judged, name, with_tools):
+async def test_strands_keeps_its_error_of_unknown_tools(judged, name, with_tools):
     judge = judged([call(name, x=1), "Done.", "Again."])
     agent = make_agent(judge.model, make_tools()[0] if with_tools else [])
     for text in ("Call the ghost.", "And?"):
@@ -1727,14 +1720,13 @@ async def test_strands_says_what_it_says_of_unknown_tools(judged, name, with_too
     judge.check()
     ((use_name, use_input),) = [(use["name"], use["input"]) for use in tool_uses(agent)]
     assert (use_name, use_input) == (name, {"x": 1})
-    (told,) = result_texts(agent)
-    assert shown_results(judge.server.requests[1]) == [told]
+    (text,) = result_texts(agent)
+    assert shown_results(judge.server.requests[1]) == [text]
     assert judge.model.tool_parse_errors == {}
     assert len(judge.model.trajectory.sequences()) == 1
 
 
-# A6
-async def test_results_stand_behind_their_calls_though_strands_puts_those_of_invalid_names_first(judged):
+async def test_results_follow_their_calls_even_with_invalid_names(judged):
     judge = judged([call(expression="2 * 3") + call("invalid tool") + call("ghost"), "Done."])
     agent = make_agent(judge.model, make_tools()[0])
     await agent.invoke_async("Go.")
@@ -1745,7 +1737,6 @@ async def test_results_stand_behind_their_calls_though_strands_puts_those_of_inv
     assert len(judge.model.trajectory.sequences()) == 1
 
 
-# A6
 @pytest.mark.parametrize("name", ["ghost", "invalid tool"])
 async def test_a_restored_session_renders_the_call_that_was_sampled(judged, tmp_path, name):
     def restored(judge):
@@ -1763,12 +1754,11 @@ async def test_a_restored_session_renders_the_call_that_was_sampled(judged, tmp_
     assert shown_results(request) == result_texts(agent)
 
 
-# A6
 async def test_a_rewritten_history_renders_the_name_that_was_sampled(judged):
     judge = judged([call("invalid tool", x=1), "Done.", "Again."])
     agent = make_agent(judge.model, make_tools()[0])
     await agent.invoke_async("Go.")
-    agent.messages[0]["content"] = [{"text": "Go on."}]
+    agent.messages[0]["content"] = [{"text": "Continue."}]
     await agent.invoke_async("And?")
     assert call("invalid tool", x=1) in judge.server.requests[2].text
     assert len(judge.model.trajectory.sequences()) == 2
@@ -1801,8 +1791,6 @@ async def test_output_by_the_model_itself_is_a_tool_call_like_any_other(judged):
 
 # Row 12
 async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
-    """A14"""
-
     def is_constrained(request):
         return any(name in request.sampling_params for name in ("json_schema", "regex", "ebnf", "structural_tag"))
 
@@ -1825,7 +1813,7 @@ async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
 
 # Row 12
 @pytest.mark.filterwarnings("ignore:the tool choice is not forced:UserWarning")
-async def test_output_that_cannot_be_forced_is_asked_for_with_its_tool_alone(judged):
+async def test_output_that_cannot_be_forced_gets_only_its_tool(judged):
     class Odd(BaseModel):
         """A total that no grammar of the format can force."""
 
@@ -1841,8 +1829,7 @@ async def test_output_that_cannot_be_forced_is_asked_for_with_its_tool_alone(jud
 
 # Row 12
 @pytest.mark.filterwarnings("ignore:.*structured_output.* method is deprecated:DeprecationWarning")
-async def test_output_outside_the_loop_is_valid_beside_a_configured_grammar_and_stops(judged):
-    """A15"""
+async def test_output_outside_the_loop_is_valid_and_stops(judged):
     params = {"regex": "a+", "stop": ["Observation:"], "stop_token_ids": [5], "min_new_tokens": 9, "temperature": 0.5}
     judge = judged(['{"text": "Observation: two"}'], sampling_params=params)
     output = await make_agent(judge.model).structured_output_async(Text, "What?")
@@ -1854,7 +1841,6 @@ async def test_output_outside_the_loop_is_valid_beside_a_configured_grammar_and_
 
 # Row 12
 async def test_a_configured_stop_does_not_cut_a_forced_call(judged):
-    """A15"""
     judge = judged(["Well.", call("Text", text="Observation: two")], sampling_params={"stop": ["Observation:"]})
     result = await make_agent(judge.model).invoke_async("What?", structured_output_model=Text)
     assert result.structured_output == Text(text="Observation: two")
@@ -1884,7 +1870,7 @@ async def test_output_outside_the_loop_is_auxiliary_and_never_trained(judged, wi
 
 # Row 12
 @pytest.mark.filterwarnings("ignore:.*structured_output.* method is deprecated:DeprecationWarning")
-async def test_output_outside_the_loop_before_any_answer_is_no_main_conversation(judged):
+async def test_early_output_outside_the_loop_is_not_the_main_one(judged):
     judge = judged(['{"total": 6}', "Answer-1."])
     agent = make_agent(judge.model)
     assert await agent.structured_output_async(Total, "How much?") == Total(total=6)
@@ -1896,7 +1882,7 @@ async def test_output_outside_the_loop_before_any_answer_is_no_main_conversation
 # === cancellation and interrupts: where they meet an agent, and how it continues ===
 
 
-# --- Interrupts, resumes and calls that nobody answered: results that come late, in another order, or never ---
+# --- Interrupts, resumes and unanswered calls: results that come late, in another order, or never ---
 
 
 def responses(result, answer):
@@ -1914,7 +1900,7 @@ async def test_a_call_that_a_cancelled_task_left_unanswered_is_extended(judged):
 
     @tool
     async def wait() -> str:
-        """Wait for ever."""
+        """Wait forever."""
         started.set()
         await asyncio.Event().wait()
         return "never"
@@ -1933,7 +1919,7 @@ async def test_a_call_that_a_cancelled_task_left_unanswered_is_extended(judged):
 
 
 # Row 13
-async def test_a_call_that_a_raising_hook_left_unanswered_runs_without_a_model_call(judged):
+async def test_a_call_left_by_a_raising_hook_runs_without_a_model_call(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -1948,7 +1934,7 @@ async def test_a_call_that_a_raising_hook_left_unanswered_runs_without_a_model_c
 
 
 # Row 14
-async def test_an_interrupted_call_goes_on_behind_its_resume(judged):
+async def test_an_interrupted_call_continues_after_its_resume(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -1962,7 +1948,7 @@ async def test_an_interrupted_call_goes_on_behind_its_resume(judged):
 
 
 # Row 14
-async def test_results_of_interrupted_calls_come_in_the_order_of_the_calls(judged):
+async def test_results_of_interrupted_calls_are_in_call_order(judged):
     judge = judged(["".join(call(expression=f"{i} * 111") for i in (2, 3, 4)), "Done."])
     agent = make_agent(judge.model, make_tools()[0])
 
@@ -1982,7 +1968,7 @@ async def test_results_of_interrupted_calls_come_in_the_order_of_the_calls(judge
 
 
 # Row 14
-async def test_a_denied_call_is_told_to_the_model(judged):
+async def test_the_model_reads_that_a_call_was_denied(judged):
     judge = judged([call(expression="2 * 3"), "A pity."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -2012,7 +1998,7 @@ async def test_an_invocation_that_a_hook_resumes_is_extended(judged):
 
 
 # Row 22
-async def test_input_that_is_merged_into_a_message_that_was_seen_opens_a_sequence(judged):
+async def test_input_merged_into_a_seen_message_opens_a_sequence(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     await agent.invoke_async("Question-0?")
@@ -2029,7 +2015,7 @@ async def test_input_that_is_merged_into_a_message_that_was_seen_opens_a_sequenc
 
 
 # Row 11
-async def test_an_answer_that_is_cancelled_while_it_streams_is_discarded(judged):
+async def test_an_answer_cancelled_while_streaming_is_discarded(judged):
     async def cancelled(request):
         agent.cancel()
         return "Too late."
@@ -2049,8 +2035,8 @@ async def test_an_answer_that_is_cancelled_while_it_streams_is_discarded(judged)
 
 # Row 11
 @pytest.mark.parametrize("answer", ["A story.", call(expression="2 * 3"), f"First. {call(expression='2 * 3')}"])
-async def test_a_signal_of_the_caller_that_is_set_at_the_first_delta_cancels(judged, answer):
-    """A13: Strands looks for such a signal every 50 ms, and all of the answer is given out in less."""
+async def test_a_callers_signal_at_the_first_delta_cancels(judged, answer):
+    """Strands polls such a signal every 50 ms, and the whole answer is streamed in less."""
     judge = judged([answer, "Second."])
     tools, ran = make_tools()
     agent = make_agent(judge.model, tools)
@@ -2082,7 +2068,7 @@ async def test_settling_discards_an_answer_that_was_cancelled_last(judged, befor
 
 
 # Row 11
-async def test_an_answer_that_is_cancelled_behind_its_last_event_is_discarded(judged):
+async def test_an_answer_cancelled_after_its_last_event_is_discarded(judged):
     judge = judged(numbered)
     agent = make_agent(judge.model)
     cancelled = []
@@ -2114,7 +2100,7 @@ async def test_the_message_of_a_cancel_is_prompt(judged):
 
 # Row 11
 @needs_argument("cancel", "after_current_tools")
-async def test_a_cancel_behind_the_tools_leaves_nothing_to_discard(judged):
+async def test_a_cancel_after_the_tools_discards_nothing(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     agent = make_agent(judge.model, make_tools()[0])
 
@@ -2167,7 +2153,7 @@ async def test_text_of_a_hook_that_denies_an_invocation_is_prompt(judged):
 
 
 # Row 11
-async def test_text_that_ends_a_turn_behind_its_tools_is_prompt(judged):
+async def test_text_that_ends_a_turn_after_its_tools_is_prompt(judged):
     judge = judged([call(expression="2 * 3"), "Again."])
     agent = make_agent(judge.model, make_tools()[0])
 
@@ -2176,7 +2162,7 @@ async def test_text_that_ends_a_turn_behind_its_tools_is_prompt(judged):
 
     agent.add_hook(end, AfterToolsEvent)
     await agent.invoke_async("Compute.")
-    await agent.invoke_async("Go on.")
+    await agent.invoke_async("Continue.")
     assert "ENOUGH" in judge.server.requests[1].text
     judge.check()
     assert "ENOUGH" not in judge.trained_text()
@@ -2201,7 +2187,7 @@ async def test_tools_that_a_hook_cancels_are_a_plain_continuation(judged):
 
 
 # Row 11
-async def test_a_cancelled_task_leaves_a_failed_turn_that_the_next_call_does_not_need(judged):
+async def test_a_cancelled_task_leaves_a_failed_turn(judged):
     asked = asyncio.Event()
 
     async def hang(request):
@@ -2235,7 +2221,7 @@ def computes(request):
 
 
 def make_graph(model):
-    """Two nodes side by side, each with tools, and one behind both."""
+    """Two parallel nodes, each with tools, and one after both."""
     builder = GraphBuilder()
     for name in ("left", "right", "end"):
         agent = make_agent(model, make_tools()[0], system_prompt=f"You are {name}.", name=name)
@@ -2258,7 +2244,7 @@ async def test_the_nodes_of_a_graph_have_a_sequence_each(judged):
 
 
 # Row 20
-async def test_agents_that_share_an_invocation_state_are_told_apart_though_they_say_the_same(judged):
+async def test_agents_that_share_an_invocation_state_are_distinct(judged):
     judge = judged(lambda request: "The same." if "<tool_response>" in request.text else call(expression="2 * 3"))
     agents = [make_agent(judge.model, make_tools()[0]) for _ in range(4)]
     shared = {}
@@ -2269,7 +2255,7 @@ async def test_agents_that_share_an_invocation_state_are_told_apart_though_they_
 
 
 # Row 19
-async def test_a_graph_that_comes_back_to_a_node_starts_its_conversation_anew(judged):
+async def test_a_graph_that_returns_to_a_node_starts_over(judged):
     judge = judged(numbered)
     builder = GraphBuilder()
     for name in ("draft", "review"):
@@ -2309,13 +2295,13 @@ async def test_the_agents_of_a_swarm_have_sequences_of_their_own(judged):
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps):
     def answer(request):
-        if "You look things up." in request.text:
+        if "You look up facts." in request.text:
             return f"Found-{request.index}."
         calls = request.text.count("<tool_response>\n")
         return call("librarian", input=f"Book-{calls}") if calls < 2 else "Both found."
 
     judge = judged(answer)
-    librarian = make_agent(judge.model, system_prompt="You look things up.", name="librarian")
+    librarian = make_agent(judge.model, system_prompt="You look up facts.", name="librarian")
     agent = make_agent(judge.model, [librarian.as_tool(preserve_context=keeps)])
     await agent.invoke_async("Find two books.")
     assert "Found-3." in judge.server.requests[-1].text
@@ -2361,7 +2347,7 @@ async def test_a_judge_of_a_goal_is_an_agent_with_sequences_of_its_own(judged):
 
 
 # Row 21
-async def test_a_second_invocation_of_a_busy_agent_is_refused_and_leaves_no_trace(judged):
+async def test_a_second_invocation_of_a_busy_agent_leaves_no_trace(judged):
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request):
@@ -2383,7 +2369,7 @@ async def test_a_second_invocation_of_a_busy_agent_is_refused_and_leaves_no_trac
 
 # Row 21
 @pytest.mark.parametrize("first_to_answer", [0, 1])
-async def test_invocations_that_interleave_in_one_history_lose_no_answer(judged, first_to_answer):
+async def test_interleaved_invocations_lose_no_answer(judged, first_to_answer):
     asked = [asyncio.Event(), asyncio.Event()]
     answered = [asyncio.Event(), asyncio.Event()]
 
@@ -2408,7 +2394,7 @@ async def test_invocations_that_interleave_in_one_history_lose_no_answer(judged,
 
 
 # Row 19
-async def test_everything_at_once_in_concurrent_episodes_is_recorded_apart(judged):
+async def test_concurrent_mixed_episodes_are_recorded_apart(judged):
     judge = judged(computes)
 
     async def single():
@@ -2453,7 +2439,7 @@ def test_agents_in_threads_share_a_model(judged):
     assert lengths == [[[1, 1]]] * 6
 
 
-async def test_an_agent_as_a_tool_that_is_asked_the_same_twice_keeps_both_answers(judged):
+async def test_an_agent_tool_asked_the_same_twice_keeps_both_answers(judged):
     def answer(request):
         if "You look" in request.text:
             return f"Found-{request.index}."
@@ -2461,12 +2447,12 @@ async def test_an_agent_as_a_tool_that_is_asked_the_same_twice_keeps_both_answer
         return call("librarian", input="The book") if calls < 2 else "Both found."
 
     judge = judged(answer)
-    librarian = make_agent(judge.model, system_prompt="You look things up.", name="librarian")
+    librarian = make_agent(judge.model, system_prompt="You look up facts.", name="librarian")
     await make_agent(judge.model, [librarian.as_tool()]).invoke_async("Find it twice.")
     judge.check()
 
 
-# --- Helpers on `model.auxiliary`: recorded beside what is trained, and never trained unless asked for ---
+# --- Helpers on `model.auxiliary`: recorded, and never trained unless asked for ---
 
 
 def masks(trajectory):
@@ -2481,7 +2467,7 @@ def answer(request):
 
 
 @pytest.mark.parametrize("first", ["judge", "actor"])
-async def test_a_judge_is_recorded_and_not_trained_whoever_comes_first(judged, first):
+async def test_a_judge_is_recorded_untrained_in_any_order(judged, first):
     judge = judged(answer)
     agents = {
         "actor": make_agent(judge.model),
@@ -2499,7 +2485,7 @@ async def test_a_judge_is_recorded_and_not_trained_whoever_comes_first(judged, f
     assert "auxiliary" in trajectory.explain()
 
 
-async def test_a_helper_is_told_from_an_agent_that_says_the_same(judged):
+async def test_a_helper_is_distinct_from_an_agent_saying_the_same(judged):
     judge = judged(lambda request: "The same.")
     agents = [make_agent(judge.model), make_agent(judge.model.auxiliary), make_agent(judge.model)]
     for question in ("One?", "Two?"):
@@ -2510,7 +2496,7 @@ async def test_a_helper_is_told_from_an_agent_that_says_the_same(judged):
     assert masks(judge.model.trajectory) == [[1, 1]] * 3
 
 
-async def test_an_agent_that_goes_on_from_what_a_helper_said_trains_its_own_tokens_only(judged):
+async def test_continuing_from_a_helper_trains_only_own_tokens(judged):
     judge = judged(["A draft.", "Better."])
     helper = make_agent(judge.model.auxiliary)
     await helper.invoke_async("Question?")
@@ -2534,7 +2520,7 @@ async def test_an_answer_that_a_helper_threw_away_is_discarded(judged):
     assert statuses(judge.model.trajectory) == ["discarded", "committed", "answered"]
 
 
-async def test_a_call_without_an_agent_stays_the_rollouts_own_beside_a_helper(judged):
+async def test_a_call_without_an_agent_stays_trained_with_a_helper(judged):
     judge = judged(numbered)
     question = [{"role": "user", "content": [{"text": "Question?"}]}]
     async for _ in judge.model.stream(question):
@@ -2562,7 +2548,7 @@ async def test_helpers_that_strands_makes_are_auxiliary(judged):
     assert response_masks(judge.model.trajectory) == [[1, 1]]
 
 
-async def test_an_agent_that_writes_summaries_in_a_thread_of_the_manager_is_auxiliary(judged):
+async def test_a_summarizer_in_a_managers_thread_is_auxiliary(judged):
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
@@ -2579,7 +2565,7 @@ async def test_an_agent_that_writes_summaries_in_a_thread_of_the_manager_is_auxi
     assert len(judge.model.trajectory) == 0
 
 
-async def test_a_helper_in_a_thread_without_the_context_goes_to_the_episode_that_it_worked_for_before(judged):
+async def test_a_helper_without_context_joins_its_earlier_episode(judged):
     judge = judged(numbered)
 
     def elsewhere(helper, question):
@@ -2604,7 +2590,7 @@ async def test_a_helper_in_a_thread_without_the_context_goes_to_the_episode_that
     assert len(judge.model.trajectory) == 0
 
 
-async def test_what_is_auxiliary_stays_so_in_a_file(judged, tmp_path):
+async def test_auxiliary_turns_stay_auxiliary_in_a_file(judged, tmp_path):
     judge = judged(numbered)
     helper, agent = make_agent(judge.model.auxiliary), make_agent(judge.model)
     await helper.invoke_async("Judge!")
@@ -2616,7 +2602,7 @@ async def test_what_is_auxiliary_stays_so_in_a_file(judged, tmp_path):
     assert masks(judge.model.trajectory) == [[1], [1, 1]]
 
 
-async def test_a_helper_has_the_configuration_of_the_model_as_it_is_now(judged):
+async def test_a_helper_has_the_models_current_configuration(judged):
     judge = judged(numbered, context_window_limit=500)
     view: SGLangModel = judge.model.auxiliary
     assert view.context_window_limit == 500
@@ -2648,7 +2634,7 @@ needs_routing = needs_module("strands.models.routing")
 
 
 class Turns:
-    """Gives the invocations to the models in turn."""
+    """Routes the invocations to the models in turn."""
 
     def __init__(self, *order):
         self.order = cycle(order)
@@ -2665,7 +2651,7 @@ def routed(judges, tools=(), **kwargs):
 
 # Row 5
 @needs_routing
-async def test_a_model_goes_on_from_its_own_answers_and_those_of_the_other_are_prompt(judged):
+async def test_other_models_answers_are_prompt(judged):
     one = judged([call(expression="2 * 3"), "One says 6.", "One says bye."])
     two = judged(["Two says hello.", "Two says bye."])
     agent = routed([one, two], make_tools()[0], strategy=Turns(0, 1))
@@ -2685,7 +2671,7 @@ async def test_a_model_goes_on_from_its_own_answers_and_those_of_the_other_are_p
 
 # Row 23
 @needs_routing
-async def test_a_call_that_fails_on_one_model_and_is_answered_by_another_is_trained_there_only(judged):
+async def test_a_call_failed_over_to_another_model_is_trained_there(judged):
     one = judged([call(expression="2 * 3"), ScriptedFault(status=400), "One is back."])
     two = judged([numbered])
     agent = routed([one, two], make_tools()[0])
@@ -2705,7 +2691,7 @@ async def test_a_call_that_fails_on_one_model_and_is_answered_by_another_is_trai
 
 # Row 23
 @needs_routing
-async def test_where_every_model_fails_the_error_of_the_last_one_comes_out(judged):
+async def test_if_every_model_fails_the_last_error_is_raised(judged):
     judges = [judged([ScriptedFault(status=400)]) for _ in range(2)]
     with pytest.raises((SGLangClientError, EventLoopException)):
         await routed(judges).invoke_async("Question?")
@@ -2716,7 +2702,7 @@ async def test_where_every_model_fails_the_error_of_the_last_one_comes_out(judge
 
 # Row 23
 @needs_routing
-async def test_a_router_over_a_model_and_its_view_for_helpers_trains_the_models_own_calls(judged):
+async def test_a_router_of_model_and_auxiliary_trains_only_the_model(judged):
     judge = judged(numbered)
     from strands.models.routing import ModelRouter
 

@@ -1,6 +1,6 @@
 """Each way in which a history can differ has a test, and the table of docs/histories.md is true.
 
-How often the record is right about what became of an answer: told by the model's hooks, or inferred without them.
+How often the record is right about which answers were kept: reported by the model's hooks, or inferred without them.
 
 Every way in which a history can differ from "what it was, the answer, something new" is played with what may come
 before and after it. Answers that the agent throws away say THROWN, all others were kept; the record is held against
@@ -39,7 +39,7 @@ from support.agents import call, has_module, make_agent, make_tools, needs_modul
 COMPUTES = call(expression="2 * 3")
 AFTERWARDS = ("nothing", "a question", "a summary", "the same question")
 DOCS = Path(__file__).parents[3] / "docs" / "histories.md"
-COLUMNS = ("answers", "told right", "right", "not known", "wrong")
+COLUMNS = ("answers", "reported right", "right", "not known", "wrong")
 TABLE = {
     row: Counter(dict(zip(COLUMNS, map(int, counts.split("|")), strict=True)))
     for row, counts in re.findall(r"^\| +(\d*) \| [^|]+ \|([\d |]+)\|$", DOCS.read_text(), re.MULTILINE)
@@ -47,7 +47,7 @@ TABLE = {
 
 
 class Guarded(SGLangModel):
-    """A model behind a guardrail that redacts answers that are thrown away, and what they answer."""
+    """A model with a guardrail that redacts answers that are thrown away, and what they answer."""
 
     redaction = {}
 
@@ -63,11 +63,11 @@ class Guarded(SGLangModel):
 class Stage:
     """One play: a model on a scripted server, which says what `says` holds next, and afterwards KEPT and a number."""
 
-    def __init__(self, tokenizer, *, told, before):
+    def __init__(self, tokenizer, *, has_hooks, before):
         server = ScriptedSGLang(tokenizer, self.answer)
         self.model = Guarded(tokenizer=tokenizer, client=server.client(), context_window_limit=30000)
         self.says = []
-        self.tokenizer, self.told, self.before = tokenizer, told, before
+        self.tokenizer, self.has_hooks, self.before = tokenizer, has_hooks, before
 
     def answer(self, request):
         answer = self.says.pop(0) if self.says and "You are a helper." not in request.text else f"KEPT-{request.index}."
@@ -75,7 +75,7 @@ class Stage:
 
     async def agent(self, *tools, **kwargs):
         """An agent that was asked what comes before."""
-        agent = make_agent(self.model, list(tools), hooks=[self.model.hooks] if self.told else [], **kwargs)
+        agent = make_agent(self.model, list(tools), hooks=[self.model.hooks] if self.has_hooks else [], **kwargs)
         says, self.says = self.says, []
         for i in range(self.before):
             await agent.invoke_async(f"Before {i}?")
@@ -113,21 +113,21 @@ def check_row(chatml_tokenizer, caplog):
     caplog.set_level(logging.CRITICAL)
 
     async def check(row, *ways):
-        told, inferred = [
+        reported, inferred = [
             sum(
                 [
-                    await Stage(chatml_tokenizer, told=told, before=before).play(way, afterwards)
+                    await Stage(chatml_tokenizer, has_hooks=has_hooks, before=before).play(way, afterwards)
                     for way in ways
                     for before in (0, 1)
                     for afterwards in AFTERWARDS
                 ],
                 Counter(),
             )
-            for told in (True, False)
+            for has_hooks in (True, False)
         ]
-        assert set(told) == {"right"}
+        assert set(reported) == {"right"}
         if has_module("strands.middleware"):  # earlier versions of Strands have fewer ways
-            found = {"answers": told.total(), "told right": told["right"]}
+            found = {"answers": reported.total(), "reported right": reported["right"]}
             assert TABLE[str(row)] == found | {kind: inferred[kind] for kind in COLUMNS[2:]}
         assert inferred["right"] > inferred["wrong"]
 
@@ -251,7 +251,7 @@ async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
         return play
 
     def once(handler):
-        """Middleware that lets all calls but the first one through."""
+        """Middleware that blocks only the first call."""
         left = [handler]
 
         async def handle(context, next_fn):
@@ -686,17 +686,17 @@ def test_every_row_has_a_test():
         5: "text is injected for one call only",
         6: "middleware asks several times, or makes an answer up",
         7: "hooks edit messages, results and tool input",
-        8: "Strands normalises blank text and invalid names",
+        8: "Strands normalizes blank text and invalid names",
         9: "tool input goes through JSON",
         10: "a cut tool call is replaced by text",
-        11: "a cancel puts text in the place of an answer",
+        11: "a cancel replaces an answer by text",
         12: "structured output changes the tools",
         13: "a tool call is left without a result",
         14: "results come late and in another order",
         15: "a session, a snapshot or a checkpoint is restored",
         16: "the user edits, gives examples, calls tools directly",
         17: "the system prompt or the tools change",
-        18: "results from the background come as calls that nobody sampled",
+        18: "results from the background come as calls that were not sampled",
         19: "other agents' calls come in between",
         20: "parallel nodes share an invocation state",
         21: "invocations of one agent interleave",

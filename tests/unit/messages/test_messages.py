@@ -59,7 +59,7 @@ def test_tool_results_come_in_the_order_of_their_calls():
     assert [result["name"] for result in results] == [f"t{i}" for i in range(12)]
 
 
-def test_results_are_ordered_by_calls_of_a_message_that_is_not_among_them():
+def test_results_are_in_the_order_of_calls_in_earlier_messages():
     chat = to_chat_messages(
         [user(tool_result("b", {"text": "2"}), tool_result("a", {"text": "1"}))],
         known_calls=[{"toolUseId": "a", "name": "x", "id": "a"}, {"toolUseId": "b", "name": "y", "id": "b"}],
@@ -67,7 +67,7 @@ def test_results_are_ordered_by_calls_of_a_message_that_is_not_among_them():
     assert [message["content"] for message in chat] == ["1", "2"]
 
 
-def test_text_beside_tool_results_follows_them_as_a_user_message():
+def test_text_next_to_tool_results_becomes_a_user_message():
     chat = to_chat_messages([user("and also", tool_result("a", {"text": "4"}))])
     assert [(message["role"], message["content"]) for message in chat] == [("tool", "4"), ("user", "and also")]
 
@@ -88,7 +88,7 @@ def test_an_empty_message_is_an_empty_user_message():
     assert to_chat_messages([user()]) == [{"role": "user", "content": ""}]
 
 
-def test_a_notice_replaces_the_result_of_a_call_that_did_not_parse():
+def test_a_notice_replaces_the_result_of_an_unparsed_call():
     notices = {"a": "your call was not valid JSON"}
     (chat,) = to_chat_messages([user(tool_result("a", {"text": "Unknown tool"}))], result_notice=notices.get)
     assert chat["content"] == "your call was not valid JSON"
@@ -114,7 +114,7 @@ def test_a_notice_replaces_the_result_of_a_call_that_did_not_parse():
         (assistant({"image": {}}), r"messages\[0\].content\[0\]: .*image"),
     ],
 )
-def test_what_cannot_be_rendered_raises_with_its_path(message, path):
+def test_content_that_cannot_be_rendered_raises_with_its_path(message, path):
     with pytest.raises(UnsupportedContentError, match=path):
         to_chat_messages([message])
 
@@ -149,7 +149,7 @@ def test_tools_take_the_openai_form():
     assert to_chat_tools(None) is None
 
 
-def test_system_prompt_blocks_are_joined_and_others_refused():
+def test_system_prompt_texts_are_joined_and_others_rejected():
     assert system_text("s", None) == "s"
     assert system_text(None, None) is None
     assert system_text(None, [{"text": "a"}, {"cachePoint": {}}, {"text": "b"}]) == "a\nb"
@@ -177,7 +177,7 @@ def test_all_other_messages_stay_text():
     assert [message["content"] for message in chat] == ["a\nb", [{"type": "image"}]]
 
 
-def test_images_of_results_come_in_the_order_of_the_calls_with_their_paths():
+def test_images_of_results_are_in_call_order_with_paths():
     history = [
         assistant(tool_use("a"), tool_use("b")),
         user(image(b"3"), tool_result("b", image(b"2")), tool_result("a", {"json": 1}, image(b"1"))),
@@ -258,7 +258,7 @@ def test_text_of_a_binary_format_is_rendered():
         ({"source": {"content": [{"image": {}}]}}, r"content\[0\].document.source.content\[0\]: .*image"),
     ],
 )
-def test_what_is_not_text_raises_with_its_path(block, complaint):
+def test_documents_that_are_not_text_raise_with_their_path(block, complaint):
     with pytest.raises(UnsupportedContentError, match=rf"messages\[0\].{complaint}"):
         to_chat_messages([user({"document": {"name": "d", **block}})])
 
@@ -266,7 +266,7 @@ def test_what_is_not_text_raises_with_its_path(block, complaint):
 # --- fingerprints ---
 
 
-def test_an_answer_is_recognised_in_the_form_in_which_strands_gives_it_back():
+def test_an_answer_is_recognized_as_strands_returns_it():
     for emitted, returned in [
         (assistant(), assistant("[blank text]")),
         (assistant("  \n"), assistant("[blank text]")),
@@ -300,13 +300,13 @@ def test_different_messages_have_different_digests(one, other):
     assert message_digest(one) != message_digest(other)
 
 
-def test_canonicalising_changes_nothing_in_the_message():
+def test_canonicalizing_leaves_the_message_unchanged():
     message = assistant(" ", tool_use("a"))
     canonical_content(message)
     assert message == assistant(" ", tool_use("a"))
 
 
-def test_what_stands_before_the_messages_is_part_of_the_conversation():
+def test_the_conversation_includes_what_precedes_the_messages():
     base = fingerprint({"system prompt": "s", "tools": None}, [user("x")])
     assert base.key == fingerprint({"system prompt": "s", "tools": None}, [user("x")]).key
     assert base.key != fingerprint({"system prompt": "t", "tools": None}, [user("x")]).key

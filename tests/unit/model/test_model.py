@@ -1,4 +1,4 @@
-"""SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, seen, and resumed."""
+"""SGLangModel under a real Strands agent, on the scripted server: what is sent, recorded, seen and resumed."""
 
 import asyncio
 import base64
@@ -55,11 +55,11 @@ from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseR
 from support.agents import Gate, advance, call, make_agent, make_tools, needs_module, numbered, statuses
 from support.fake_server import FakeServer, Network
 
-# === sGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
+# === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
 
 def assert_exact(server, model):
-    """What the server was sent and returned is what the latest sequence holds, token by token."""
+    """Require that the latest sequence holds what the server received and returned, token by token."""
     tm = model.token_manager
     recorded, position = tm.token_ids, 0
     for request, response in zip(server.requests, server.responses, strict=True):
@@ -77,7 +77,7 @@ def assert_exact(server, model):
 # --- exactness ---
 
 
-async def test_one_answer_is_recorded_as_it_came(rollout):
+async def test_an_answer_is_recorded_unchanged(rollout):
     server, model = rollout(["It is 4."])
     result = await make_agent(model).invoke_async("What is 2+2?")
     assert str(result).strip() == "It is 4."
@@ -162,7 +162,7 @@ async def test_without_logprobs_everything_else_is_recorded(rollout):
     assert set(tm.logprobs) == {None}
 
 
-async def test_reset_starts_a_new_episode_and_leaves_the_old_record_valid(rollout):
+async def test_reset_starts_an_episode_and_keeps_old_records_valid(rollout):
     _, model = rollout(["One.", "Two."])
     await make_agent(model).invoke_async("a")
     old = model.token_manager
@@ -215,7 +215,7 @@ async def test_parallel_calls_run_and_their_results_come_in_order(rollout):
     assert_exact(server, model)
 
 
-async def test_a_failing_tool_is_told_to_the_model(rollout):
+async def test_the_model_reads_the_error_of_a_failing_tool(rollout):
     server, model = rollout([call("broken", reason="no luck"), "Sorry."])
     tools, _ = make_tools()
     result = await make_agent(model, tools).invoke_async("go")
@@ -257,7 +257,7 @@ async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(with_marks, by)
     assert_exact(server, model)
 
 
-async def test_a_cut_turn_is_told_to_the_parser(rollout):
+async def test_the_parser_knows_that_a_turn_was_cut(rollout):
     seen = []
 
     class Watching(HermesToolParser):
@@ -272,7 +272,7 @@ async def test_a_cut_turn_is_told_to_the_parser(rollout):
     assert seen == [(True, server.responses[0].body["output_ids"])]
 
 
-async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(rollout):
+async def test_an_unknown_tool_runs_nothing_and_the_model_reads_why(rollout):
     server, model = rollout([call("rm", path="/"), "Sorry."])
     tools, ran = make_tools()
     await make_agent(model, tools).invoke_async("go")
@@ -291,7 +291,7 @@ async def test_an_unknown_tool_runs_nothing_and_the_model_is_told(rollout):
         "<tool_call>\ncalculator(2 * 3)\n</tool_call>",
     ],
 )
-async def test_a_call_that_does_not_parse_runs_nothing_and_the_model_sees_why(rollout, broken):
+async def test_an_unparsed_call_runs_nothing_and_the_model_sees_why(rollout, broken):
     server, model = rollout([broken, call(expression="2 * 3"), "6"])
     tools, ran = make_tools()
     agent = make_agent(model, tools)
@@ -307,7 +307,7 @@ async def test_a_call_that_does_not_parse_runs_nothing_and_the_model_sees_why(ro
     assert_exact(server, model)
 
 
-async def test_good_calls_beside_a_broken_one_run(rollout):
+async def test_good_calls_next_to_a_broken_one_run(rollout):
     server, model = rollout([call(expression="2 * 3") + "<tool_call>oops</tool_call>", "ok"])
     tools, ran = make_tools()
     await make_agent(model, tools).invoke_async("go")
@@ -351,7 +351,7 @@ async def test_a_call_in_reasoning_that_the_prompt_opened_never_runs(rollout, ch
     assert ran == ["2 * 3"]
 
 
-async def test_an_error_that_a_parser_gave_a_real_name_runs_nothing(chatml_tokenizer):
+async def test_a_parse_error_with_a_real_tool_name_runs_nothing(chatml_tokenizer):
     class Naming(ToolParser):
         def parse(self, text):
             return [ToolParseResult.from_parse_error("c1", text, "calculator")] if "calculator" in text else []
@@ -364,7 +364,7 @@ async def test_an_error_that_a_parser_gave_a_real_name_runs_nothing(chatml_token
     assert model.tool_parse_errors == {"calculator": 1}
 
 
-async def test_a_tool_with_the_name_of_unparsable_calls_is_refused(rollout):
+async def test_a_tool_named_like_unparsed_calls_is_rejected(rollout):
     server, model = rollout(["never"])
 
     @tool
@@ -392,7 +392,7 @@ async def test_a_parser_that_raises_loses_no_tokens(rollout, chatml_tokenizer):
 # --- ends ---
 
 
-async def test_an_empty_answer_goes_on_to_be_one_sequence(rollout):
+async def test_a_call_after_an_empty_answer_extends_the_sequence(rollout):
     server, model = rollout(["", "Second."])
     agent = make_agent(model)
     result = await agent.invoke_async("a")
@@ -402,7 +402,7 @@ async def test_an_empty_answer_goes_on_to_be_one_sequence(rollout):
     assert_exact(server, model)
 
 
-async def test_an_answer_cut_by_max_new_tokens_is_not_complete_and_can_go_on(rollout, chatml_tokenizer):
+async def test_an_answer_cut_by_max_new_tokens_can_be_continued(rollout, chatml_tokenizer):
     server, model = rollout(
         ["A long answer that does not fit.", "And on."], sampling_params={"max_new_tokens": 4, "temperature": 1.0}
     )
@@ -411,8 +411,8 @@ async def test_an_answer_cut_by_max_new_tokens_is_not_complete_and_can_go_on(rol
         await agent.invoke_async("a")
     assert len(model.token_manager.segments[1]) == 4
     with pytest.raises(MaxTokensReachedException):
-        await agent.invoke_async("go on")
-    # The end of turn that was never sampled stands in the prompt, with mask 0.
+        await agent.invoke_async("continue")
+    # The missing end of turn is part of the next prompt, with mask 0.
     end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
     observation = model.token_manager.segments[2]
     assert (observation[0].token_id, observation[0].loss_mask) == (end, False)
@@ -474,7 +474,7 @@ async def test_retrying_a_failed_call_duplicates_nothing(rollout):
     assert sum(model.token_manager.loss_mask) == len(server.responses[0].body["output_ids"])
 
 
-async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(rollout, chatml_tokenizer):
+async def test_a_stop_string_is_cut_from_text_and_kept_in_tokens(rollout, chatml_tokenizer):
     server, model = rollout(["One END two", "ok"], sampling_params={"stop": ["END"]})
     agent = make_agent(model)
     result = await agent.invoke_async("a")
@@ -484,7 +484,7 @@ async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(rollout
     assert_exact(server, model)
 
 
-async def test_a_turn_that_stopped_at_another_token_forks_one_token_before_it(rollout, chatml_tokenizer):
+async def test_a_turn_with_another_stop_token_forks_before_it(rollout, chatml_tokenizer):
     other, end = chatml_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     server, model = rollout(
         [ScriptedAnswer("Hm.", stop_token_id=other), "ok", "fine"],
@@ -509,13 +509,13 @@ async def test_a_turn_that_stopped_at_another_token_forks_one_token_before_it(ro
     assert sum(model.token_manager.loss_mask) == sum(map(len, outputs)) - 1
 
 
-async def test_reasoning_that_was_cut_off_is_closed_before_the_next_message(rollout):
+async def test_cut_off_reasoning_is_closed_before_the_next_message(rollout):
     server, model = rollout([ScriptedAnswer("<think>\nLet me see", finish_reason="length"), "ok"], sampling_params=None)
     agent = make_agent(model)
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("a")
-    await agent.invoke_async("go on")
-    assert "<think>\nLet me see\n</think>\n\n<|im_end|>\n<|im_start|>user\ngo on" in server.requests[1].text
+    await agent.invoke_async("continue")
+    assert "<think>\nLet me see\n</think>\n\n<|im_end|>\n<|im_start|>user\ncontinue" in server.requests[1].text
     assert len(model.trajectory.sequences()) == 1
     assert_exact(server, model)
 
@@ -535,7 +535,7 @@ async def test_sampled_reasoning_stays_in_context_by_default(rollout):
     assert len(model.trajectory.sequences()) == 1
 
 
-async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(rollout):
+async def test_template_policy_starts_a_sequence_per_user_message(rollout):
     server, model = rollout([REASONING, REASONING + call(expression="2 * 3"), REASONING], history_policy="template")
     agent = make_agent(model, make_tools()[0])
     await agent.invoke_async("a")
@@ -550,7 +550,7 @@ async def test_the_templates_own_form_is_a_new_sequence_at_every_user_message(ro
     )
 
 
-async def test_a_template_that_keeps_history_goes_on_in_one_sequence(rollout, chatml_tokenizer):
+async def test_a_template_that_keeps_history_has_one_sequence(rollout, chatml_tokenizer):
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     _, model = rollout(["a", "b"], history_policy="template", chat_template=keeping)
@@ -560,7 +560,7 @@ async def test_a_template_that_keeps_history_goes_on_in_one_sequence(rollout, ch
     assert len(model.trajectory.sequences()) == 1
 
 
-def test_another_policy_is_refused(rollout):
+def test_an_invalid_history_policy_is_rejected(rollout):
     with pytest.raises(ValueError, match="history_policy must be 'append' or 'template', not 'strip'"):
         rollout([], history_policy="strip")
 
@@ -582,7 +582,7 @@ async def test_a_parser_that_was_named_stays(rollout, chatml_tokenizer):
     assert model.tool_parser is parser
 
 
-async def test_a_call_under_way_ends_as_it_began(rollout, chatml_tokenizer):
+async def test_a_call_under_way_keeps_its_configuration(rollout, chatml_tokenizer):
     def answer(request):
         model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
         return call(expression="2 * 3")
@@ -593,7 +593,7 @@ async def test_a_call_under_way_ends_as_it_began(rollout, chatml_tokenizer):
     assert ran == ["2 * 3"]
 
 
-async def test_what_a_parser_cannot_explain_is_kept_as_a_cut_turn(rollout):
+async def test_an_answer_that_breaks_the_parser_is_a_cut_turn(rollout):
     class Mute(HermesToolParser):
         def render_error(self, result):
             raise RuntimeError("no words")
@@ -606,7 +606,7 @@ async def test_what_a_parser_cannot_explain_is_kept_as_a_cut_turn(rollout):
     assert turn.output_ids.tolist() == server.responses[0].body["output_ids"]
 
 
-async def test_a_template_without_tool_calls_carries_a_rollout_and_refuses_to_render_one_from_history(rollout):  # A12
+async def test_a_template_without_calls_refuses_them_in_history(rollout):
     dropping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     dropping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     server, model = rollout([call(expression="2 * 3"), "It is 6."], chat_template=dropping, tool_parser="hermes")
@@ -624,7 +624,7 @@ async def test_a_template_without_tool_calls_carries_a_rollout_and_refuses_to_re
 # --- native call ids ---
 
 
-async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history(rollout):
+async def test_results_and_history_show_the_familys_ids(rollout):
     ids = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.id }}="
         "{{ c.function.arguments }}{% endfor %}{% if m.tool_call_id %}{{ m.tool_call_id }}:{% endif %}"
@@ -638,7 +638,7 @@ async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history
     await agent.invoke_async("a")
     assert "functions.calculator:0:" in server.requests[1].text
     assert "functions.calculator:1:" in server.requests[1].text
-    agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered anew
+    agent.messages[0]["content"][0]["text"] = "edited"  # everything is rendered again
     await agent.invoke_async("b")
     assert "functions.calculator:0=" in server.requests[2].text
     assert "functions.calculator:1=" in server.requests[2].text
@@ -648,7 +648,7 @@ async def test_a_family_with_ids_of_its_own_sees_those_in_results_and_in_history
 # --- kept answers ---
 
 
-async def test_the_answer_that_a_hook_had_sampled_anew_is_the_one_that_is_shown(rollout):
+async def test_an_answer_retried_by_a_hook_is_the_one_shown(rollout):
     class RetryOnce(HookProvider):
         retried = False
 
@@ -664,7 +664,7 @@ async def test_the_answer_that_a_hook_had_sampled_anew_is_the_one_that_is_shown(
     assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
 
 
-async def test_after_an_abort_of_the_first_call_the_retried_answer_is_shown(rollout):
+async def test_an_aborted_first_call_shows_the_retried_answer(rollout):
     server, model = rollout([ScriptedAnswer("PARTIAL", finish_reason="abort"), "whole"])
     agent = make_agent(model)
     with pytest.raises(SGLangAbortedError):
@@ -673,7 +673,7 @@ async def test_after_an_abort_of_the_first_call_the_retried_answer_is_shown(roll
     assert model.token_manager.segments[-1].token_ids == server.responses[1].body["output_ids"]
 
 
-async def test_why_a_call_did_not_parse_is_told_again_when_the_history_is_rendered_anew(rollout):
+async def test_parse_errors_are_rendered_again_with_the_history(rollout):
     server, model = rollout(["<tool_call>oops</tool_call>", "ok", "ok"])
     agent = make_agent(model, make_tools()[0])
     await agent.invoke_async("first question")
@@ -683,7 +683,7 @@ async def test_why_a_call_did_not_parse_is_told_again_when_the_history_is_render
     assert "Unknown tool" not in server.requests[2].text
 
 
-async def test_a_reset_during_a_call_keeps_the_errors_of_the_old_episode_out_of_the_new_one(rollout):
+async def test_a_reset_during_a_call_keeps_episodes_errors_apart(rollout):
     def answer(request):
         if request.index == 0:
             model.reset()
@@ -699,7 +699,7 @@ async def test_a_reset_during_a_call_keeps_the_errors_of_the_old_episode_out_of_
     assert (old.tool_parse_errors, model_errors) == ({"unknown_tool": 1}, [{}])
 
 
-async def test_no_tools_and_an_empty_list_of_tools_are_the_same_conversation(rollout):
+async def test_no_tools_and_an_empty_list_are_the_same_conversation(rollout):
     _, model = rollout(["a", "b"])
     history = [{"role": "user", "content": [{"text": "q"}]}]
     events = [event async for event in model.stream(history, None)]
@@ -709,7 +709,7 @@ async def test_no_tools_and_an_empty_list_of_tools_are_the_same_conversation(rol
     assert len(model.trajectory.sequences()) == 1
 
 
-async def test_a_system_prompt_given_only_as_content_blocks_is_in_the_prompt(rollout):
+async def test_a_system_prompt_of_content_blocks_is_in_the_prompt(rollout):
     server, model = rollout(["a"])
     question = [{"role": "user", "content": [{"text": "q"}]}]
     async for _ in model.stream(question, None, system_prompt_content=[{"text": "RULES"}]):
@@ -720,7 +720,7 @@ async def test_a_system_prompt_given_only_as_content_blocks_is_in_the_prompt(rol
 # --- rewritten histories ---
 
 
-async def test_more_than_one_sequence_to_train_is_said_once(rollout, caplog):
+async def test_several_sequences_to_train_are_warned_of_once(rollout, caplog):
     _, model = rollout(["One.", "Two."])
     await make_agent(model).invoke_async("a")
     assert model.token_manager
@@ -731,7 +731,7 @@ async def test_more_than_one_sequence_to_train_is_said_once(rollout, caplog):
     assert "trajectory.sequences()" in record.getMessage()
 
 
-async def test_an_edited_history_starts_a_sequence_with_the_whole_prompt(rollout):
+async def test_an_edited_history_starts_a_sequence(rollout):
     server, model = rollout(["One.", "Two.", "Three."])
     agent = make_agent(model)
     await agent.invoke_async("first question")
@@ -839,7 +839,7 @@ async def test_marks_and_opened_reasoning_do_not_hide_the_json(rollout, chatml_t
     assert event["output"] == Note(text="write <tool_call> like so")
 
 
-async def test_text_that_is_not_valid_raises_and_names_the_finish_reason(rollout):
+async def test_invalid_text_raises_with_the_finish_reason(rollout):
     _, model = rollout(['{"total": '], sampling_params={"max_new_tokens": 3})
     with pytest.raises(ValueError, match=r"not a valid Sum \(finish reason length\)"):
         async for _ in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2"}]}]):
@@ -864,7 +864,7 @@ async def ask(model, history, **options):
     return [event async for event in model.stream(history, SPECS, **options)]
 
 
-async def test_a_forced_call_is_constrained_and_never_trained_and_the_conversation_goes_on(rollout):
+async def test_a_forced_call_is_constrained_and_never_trained(rollout):
     server, model = rollout([call(expression="2 * 3"), "Six."])
     history = [{"role": "user", "content": [{"text": "2 times 3?"}]}]
     events = await ask(model, history, tool_choice={"any": {}})
@@ -892,7 +892,7 @@ async def test_a_tool_that_is_not_there_cannot_be_forced(rollout):
     assert len(model.trajectory) == 0
 
 
-async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(rollout):
+async def test_a_format_without_a_grammar_is_unforced_with_a_warning(rollout):
     class Lines(ToolParser):
         def parse(self, text, **context):
             return []
@@ -907,7 +907,7 @@ async def test_a_format_without_a_grammar_is_left_unforced_with_a_warning(rollou
 # --- sampling parameters ---
 
 
-async def test_left_out_max_new_tokens_means_what_still_fits(rollout):
+async def test_without_max_new_tokens_an_answer_may_fill_the_context(rollout):
     server, model = rollout(["ok"], server={"context_length": 1000})
     await make_agent(model).invoke_async("a")
     request = server.requests[0]
@@ -921,7 +921,7 @@ async def test_max_new_tokens_is_clamped_to_the_context(rollout):
     assert request.sampling_params["max_new_tokens"] == 100 - len(request.input_ids)
 
 
-async def test_a_prompt_that_leaves_room_for_one_token_is_sent_and_one_that_leaves_none_is_not(rollout):
+async def test_a_prompt_needs_room_for_one_token(rollout):
     server, model = rollout(["ok", "ok"])
     await make_agent(model).invoke_async("a")
     length = len(server.requests[0].input_ids)
@@ -944,7 +944,6 @@ async def test_the_lesser_of_the_own_limit_and_the_server_s_holds(rollout, own, 
 
 
 async def test_the_context_window_limit_is_guidance_and_ends_no_call(rollout):
-    """A5"""
     server, model = rollout(["ok"], context_window_limit=5, server={"context_length": 1000})
     await make_agent(model).invoke_async("a question of more than five tokens")
     request = server.requests[0]
@@ -966,7 +965,7 @@ async def test_params_is_the_earlier_spelling(rollout):
     assert model.get_config()["sampling_params"] == {"temperature": 0.25}
 
 
-async def test_what_is_changed_in_the_configuration_itself_takes_effect_too(rollout):
+async def test_in_place_changes_of_the_configuration_take_effect(rollout):
     server, model = rollout(["ok"], sampling_params={"max_new_tokens": 9}, context_window_limit=100)
     model.config["sampling_params"] = {"max_new_tokens": 4}
     model.get_config()["context_window_limit"] = 50
@@ -975,7 +974,7 @@ async def test_what_is_changed_in_the_configuration_itself_takes_effect_too(roll
     assert model.context_window_limit == 50
 
 
-async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(rollout):
+async def test_a_configuration_update_affects_the_next_call(rollout):
     server, model = rollout(["ok", "ok"], enable_thinking=True)
     await make_agent(model).invoke_async("a")
     model.update_config(enable_thinking=False, sampling_params={"temperature": 0.0})
@@ -994,8 +993,8 @@ async def test_an_update_of_the_configuration_takes_effect_at_the_next_call(roll
         ("context_window_limits", "did you mean 'context_window_limit' instead of 'context_window_limits'"),
     ],
 )
-def test_unknown_configuration_is_refused(rollout, key, message):
-    """A15: a key without effect makes another run than was meant."""
+def test_unknown_configuration_is_rejected(rollout, key, message):
+    """A key without effect makes a different run than intended."""
     with pytest.raises(ValueError, match=message):
         rollout(["never"], **{key: "a"})
     _, model = rollout(["never"])
@@ -1061,7 +1060,7 @@ async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokeniz
         await make_agent(model).invoke_async("a")
 
 
-async def test_a_server_that_is_too_busy_and_a_client_without_retries_is_throttling_for_strands(chatml_tokenizer):
+async def test_a_busy_server_without_retries_is_throttling(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, [])
 
     async def busy(request):
@@ -1133,7 +1132,7 @@ async def test_a_tokenizer_that_is_not_the_served_one(chatml_tokenizer):
     assert sum(model.token_manager.loss_mask) == 0
 
 
-async def test_images_and_documents_are_refused_with_their_path(rollout):
+async def test_images_and_documents_are_rejected_with_their_path(rollout):
     server, model = rollout(["never"])
     image = {"image": {"format": "png", "source": {"bytes": b"x"}}}
     with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\].*image"):
@@ -1142,7 +1141,7 @@ async def test_images_and_documents_are_refused_with_their_path(rollout):
     assert len(model.trajectory) == 0
 
 
-async def test_a_server_that_truncates_the_prompt_is_refused(chatml_tokenizer):
+async def test_a_server_that_truncates_the_prompt_is_rejected(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["ok"])
 
     async def truncate(request):
@@ -1165,7 +1164,7 @@ async def test_routed_experts_that_do_not_come_back_are_an_error(rollout):
         await make_agent(model).invoke_async("a")
 
 
-# --- Hooks of a model: what Strands tells of an answer is recorded at once, and for the agent that it concerns ---
+# --- Hooks of a model: what Strands reports of an answer is recorded at once, for the right agent ---
 
 
 def listened(model, *args, **kwargs):
@@ -1189,7 +1188,7 @@ async def test_a_repeated_call_is_known_without_a_later_one(rollout):
     assert "a hook retried the call" in model.trajectory.explain()
 
 
-async def test_an_answer_that_was_replaced_is_known_without_a_later_call(rollout, caplog):
+async def test_a_replaced_answer_is_known_without_a_later_call(rollout, caplog):
     _, model = rollout(numbered)
     agent = listened(model)
 
@@ -1205,7 +1204,7 @@ async def test_an_answer_that_was_replaced_is_known_without_a_later_call(rollout
     assert "replaced a sampled answer" in record.getMessage()
 
 
-async def test_an_answer_that_a_cancelled_task_never_got_into_its_history_is_discarded(rollout):
+async def test_an_answer_lost_to_a_cancelled_task_is_discarded(rollout):
     _, model = rollout(numbered)
     agent = listened(model)
 
@@ -1218,11 +1217,11 @@ async def test_an_answer_that_a_cancelled_task_never_got_into_its_history_is_dis
     assert statuses(model.trajectory) == ["discarded"]
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_an_answer_whose_history_is_summed_up_later_is_kept(rollout, told):
+@pytest.mark.parametrize("has_hooks", [True, False])
+async def test_an_answer_whose_history_is_summed_up_later_is_kept(rollout, has_hooks):
     """A summary of one exchange looks like a guardrail that replaced both of its messages."""
     _, model = rollout(numbered)
-    agent = listened(model) if told else make_agent(model)
+    agent = listened(model) if has_hooks else make_agent(model)
     await agent.invoke_async("Question-0?")
     agent.messages[:] = [
         {"role": "user", "content": [{"text": "What was said so far."}]},
@@ -1230,10 +1229,10 @@ async def test_an_answer_whose_history_is_summed_up_later_is_kept(rollout, told)
     ]
     await agent.invoke_async("Question-1?")
     assert statuses(model.trajectory) == ["answered", "answered"]
-    assert ("is not known" in model.trajectory.turns[0].note) != told
+    assert ("is not known" in model.trajectory.turns[0].note) != has_hooks
 
 
-async def test_a_call_that_did_not_parse_has_the_providers_error_as_its_result_in_the_history(rollout):
+async def test_history_holds_the_parse_error_of_an_unparsed_call(rollout):
     server, model = rollout(["<tool_call>\n{not json}\n</tool_call>", "Sorry."])
     agent = listened(model, make_tools()[0])
     seen = []
@@ -1248,7 +1247,7 @@ async def test_a_call_that_did_not_parse_has_the_providers_error_as_its_result_i
     assert len(model.trajectory.sequences()) == 1
 
 
-async def test_what_another_hook_says_of_a_call_that_did_not_parse_stands(rollout):
+async def test_another_hooks_result_of_an_unparsed_call_stays(rollout):
     server, model = rollout(["<tool_call>\n{not json}\n</tool_call>", "Sorry."])
     agent = listened(model, make_tools()[0])
 
@@ -1261,8 +1260,8 @@ async def test_what_another_hook_says_of_a_call_that_did_not_parse_stands(rollou
     assert "not json" not in server.requests[1].text.partition("BETTER SAID")[0].rpartition("</tool_call>")[2]
 
 
-async def test_agents_that_were_cut_at_their_first_call_go_on_from_their_own_tokens_in_any_order(rollout):
-    """A2: hooks know an agent again whose id Strands forgot."""
+async def test_agents_cut_at_their_first_call_resume_in_any_order(rollout):
+    """Hooks recognize an agent whose id Strands forgot."""
     parts = ["ALPHA ", "BETA ", "GAMMA "]
     answers = [ScriptedAnswer(part, finish_reason="abort") for part in parts]
     _, model = rollout([*answers, "end", "end", "end"])
@@ -1277,8 +1276,7 @@ async def test_agents_that_were_cut_at_their_first_call_go_on_from_their_own_tok
     assert results == ["GAMMA end", "BETA end", "ALPHA end"]
 
 
-async def test_copies_of_one_agent_in_one_trajectory_are_told_apart(rollout):
-    """A3."""
+async def test_copies_of_one_agent_in_one_trajectory_are_distinct(rollout):
     _, model = rollout(lambda request: "The same.")
     saved = listened(model)
     await saved.invoke_async("hello")
@@ -1293,8 +1291,7 @@ async def test_copies_of_one_agent_in_one_trajectory_are_told_apart(rollout):
     assert all(turn.parent.agent == turn.agent for turn in turns[4:])
 
 
-async def test_an_agent_that_is_made_in_an_episode_is_recorded_there_from_any_thread(rollout, caplog):
-    """A3."""
+async def test_an_agent_made_in_an_episode_is_recorded_there(rollout, caplog):
     _, model = rollout(lambda request: "ok")
 
     async def episode():
@@ -1309,8 +1306,8 @@ async def test_an_agent_that_is_made_in_an_episode_is_recorded_there_from_any_th
     assert not caplog.records
 
 
-async def test_what_is_asked_on_behalf_of_an_agent_before_its_first_call_is_auxiliary(rollout, caplog):
-    """A10: as by a conversation manager that sums a restored session up."""
+async def test_requests_before_an_agents_first_call_are_auxiliary(rollout, caplog):
+    """A conversation manager that summarizes a restored session does this."""
     _, model = rollout(numbered)
     agent = listened(model)
 
@@ -1325,15 +1322,15 @@ async def test_what_is_asked_on_behalf_of_an_agent_before_its_first_call_is_auxi
 
 
 @needs_module("strands.middleware")
-@pytest.mark.parametrize("helper_is_told", [True, False])
-async def test_a_helper_that_is_asked_during_a_call_is_not_taken_for_the_agent(rollout, helper_is_told):
+@pytest.mark.parametrize("helper_has_hooks", [True, False])
+async def test_a_helper_asked_during_a_call_is_not_the_agent(rollout, helper_has_hooks):
     from strands.middleware import InvokeModelStage
 
     _, model = rollout(numbered)
     agent = listened(model)
 
     async def ask_first(context, call_next):
-        helper = (listened if helper_is_told else make_agent)(model, system_prompt="You judge.")
+        helper = (listened if helper_has_hooks else make_agent)(model, system_prompt="You judge.")
         await helper.invoke_async("Is this a question?")
         async for event in call_next(context):
             yield event
@@ -1343,11 +1340,11 @@ async def test_a_helper_that_is_asked_during_a_call_is_not_taken_for_the_agent(r
         await agent.invoke_async("Question?")
     turns = model.trajectory.turns
     assert [turn.status.value for turn in turns] == ["answered", "committed", "answered", "answered"]
-    assert [turn.was_added for turn in turns] == [True if helper_is_told else None, True] * 2
+    assert [turn.was_added for turn in turns] == [True if helper_has_hooks else None, True] * 2
     assert len({turn.agent for turn in turns}) == 3
 
 
-async def test_an_edit_behind_the_hooks_is_found_by_the_next_call(rollout):
+async def test_the_next_call_finds_an_edit_after_the_hooks(rollout):
     _, model = rollout(numbered)
     agent = listened(model)
     await agent.invoke_async("Question-0?")
@@ -1371,7 +1368,7 @@ async def test_hooks_that_an_agent_has_twice_do_no_harm(rollout):
     assert statuses(model.trajectory) == ["discarded", "committed", "discarded", "answered"]
 
 
-async def test_what_was_told_survives_a_file_and_a_copy(rollout):
+async def test_hook_reports_survive_a_file_and_a_copy(rollout):
     _, model = rollout(numbered)
     agent = listened(model)
     await agent.invoke_async("Question?")
@@ -1395,8 +1392,8 @@ async def test_hooks_keep_nothing_alive(rollout):
     assert gone() is None
 
 
-async def test_environments_know_what_became_of_an_answer(rollout):
-    """Without a settled history: the answer was never put into it."""
+async def test_environments_know_which_answers_were_kept(rollout):
+    """The history is not settled: the answer never entered it."""
     _, model = rollout([*["<tool_call>\n{not json}\n</tool_call>"], "First.", "Second."])
 
     class Repeats:
@@ -1418,7 +1415,7 @@ async def test_environments_know_what_became_of_an_answer(rollout):
 
 @pytest.mark.parametrize("summed_up", [True, False])
 @pytest.mark.parametrize("text", ["REDACTED", "Answer-0. (checked)"])
-async def test_what_another_hook_makes_of_an_answer_in_the_history_is_known(rollout, text, summed_up):
+async def test_an_answer_edited_by_another_hook_is_recognized(rollout, text, summed_up):
     _, model = rollout(numbered)
     agent = listened(model)
 
@@ -1439,7 +1436,7 @@ async def test_what_another_hook_makes_of_an_answer_in_the_history_is_known(roll
         assert turn.note.startswith("kept in another form")
 
 
-# === a call whose request the server aborts: with `on_abort="resume"` it goes on from the tokens that it has ===
+# === a call whose request the server aborts: with `on_abort="resume"` it continues from its tokens ===
 
 
 def aborted(text):
@@ -1473,7 +1470,7 @@ def sampled(server, index):
     return server.responses[index].body["output_ids"]
 
 
-async def test_the_call_goes_on_from_its_tokens_and_the_agent_notices_nothing(resuming):
+async def test_a_resumed_call_continues_unnoticed_by_the_agent(resuming):
     server, model = resuming([aborted("The answer "), aborted(""), aborted("is "), "4."])
     result = await make_agent(model).invoke_async("2+2?")
     assert str(result).strip() == "The answer is 4."
@@ -1483,14 +1480,16 @@ async def test_the_call_goes_on_from_its_tokens_and_the_agent_notices_nothing(re
     (turn,) = model.trajectory.turns
     assert turn.token_ids() == fourth + sampled(server, 3)
     (sequence,) = model.trajectory.sequences()
-    told = [entry[0] for response in server.responses for entry in response.body["meta_info"]["output_token_logprobs"]]
-    assert sequence.logprobs[len(first) :] == told
-    assert sequence.loss_mask == [0] * len(first) + [1] * len(told)
+    returned = [
+        entry[0] for response in server.responses for entry in response.body["meta_info"]["output_token_logprobs"]
+    ]
+    assert sequence.logprobs[len(first) :] == returned
+    assert sequence.loss_mask == [0] * len(first) + [1] * len(returned)
     rids = [request.rid for request in server.requests]
     assert (*turn.generation.resumed_ids, turn.generation.request_id) == tuple(rids)
 
 
-async def test_an_abort_raises_by_default_with_what_was_sampled_kept_as_a_cut_turn(resuming):
+async def test_an_abort_raises_by_default_and_keeps_a_cut_turn(resuming):
     server, model = resuming([aborted("The answer "), "never asked"], on_abort=None)
     with pytest.raises(Exception, match="aborted the request") as failure:
         await make_agent(model).invoke_async("2+2?")
@@ -1500,7 +1499,7 @@ async def test_an_abort_raises_by_default_with_what_was_sampled_kept_as_a_cut_tu
     assert len(server.requests) == 1
 
 
-async def test_every_token_has_the_version_of_the_weights_that_sampled_it(resuming):
+async def test_every_token_has_its_weight_version(resuming):
     def update(request):
         server.weight_version = "2"
         return "New."
@@ -1547,7 +1546,7 @@ async def test_a_tool_call_in_two_parts_runs(resuming):
     assert sequence.token_ids == sent(server)[-1] + sampled(server, 2)
 
 
-async def test_routed_experts_are_those_that_each_token_was_sampled_with(resuming):
+async def test_routed_experts_are_those_of_the_sampling(resuming):
     experts = ScriptedExperts(layers=2, top_k=1)
     server, model = resuming([aborted("Half "), "whole."], experts=experts, return_routed_experts=True)
     await make_agent(model).invoke_async("go")
@@ -1555,7 +1554,7 @@ async def test_routed_experts_are_those_that_each_token_was_sampled_with(resumin
     assert generation.expert_ids().shape == (len(model.token_manager) - 1, 2)
 
 
-async def test_a_constrained_answer_begins_anew(resuming):
+async def test_a_constrained_answer_starts_over(resuming):
     from pydantic import BaseModel
 
     class Sum(BaseModel):
@@ -1576,7 +1575,7 @@ async def test_a_server_that_only_aborts_is_given_up_in_the_end(resuming):
     assert model.trajectory.turns[0].status.value == "failed"
 
 
-async def test_what_was_sampled_before_a_failure_is_kept(resuming):
+async def test_tokens_sampled_before_a_failure_are_kept(resuming):
     server, model = resuming([aborted("Half "), *[ScriptedFault(status=500)] * 9])
     with pytest.raises(Exception, match="500"):
         await make_agent(model).invoke_async("go")
@@ -1592,7 +1591,7 @@ async def test_a_cancel_keeps_all_parts(resuming):
     assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
 
 
-async def test_a_closed_client_does_not_go_on(resuming):
+async def test_a_closed_client_does_not_continue(resuming):
     client_box = []
 
     async def closed(request):
@@ -1608,8 +1607,8 @@ async def test_a_closed_client_does_not_go_on(resuming):
 
 
 @pytest.mark.parametrize("on_abort", ["raise", "resume"])
-async def test_a_call_that_a_closed_client_aborts_says_so(on_abort, resuming):
-    """A15 (p33): nobody looks for a weight update where the own process has closed the client."""
+async def test_a_call_aborted_by_closing_the_client_has_its_own_error(on_abort, resuming):
+    """The error must not blame a weight update if this process closed the client."""
     hang = Gate("more ")
     server, model = resuming([hang], on_abort=on_abort)
     running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
@@ -1641,7 +1640,7 @@ async def test_the_deadline_is_for_all_parts_together(resuming):
     assert turn.output_ids.tolist() == [token for i in range(3) for token in sampled(server, i)]
 
 
-async def test_an_answer_under_a_grammar_of_the_users_own_begins_anew_and_is_not_trained(resuming):
+async def test_an_answer_under_the_users_grammar_starts_over_untrained(resuming):
     server, model = resuming([aborted('{"tot'), '{"total": 4}'], sampling_params={"json_schema": '{"type": "object"}'})
     assert str(await make_agent(model).invoke_async("2+2?")).strip() == '{"total": 4}'
     assert sent(server)[0] == sent(server)[1]
@@ -1649,7 +1648,7 @@ async def test_an_answer_under_a_grammar_of_the_users_own_begins_anew_and_is_not
 
 
 @pytest.mark.parametrize("split", [5, 9, 12])
-async def test_a_stop_string_that_an_abort_has_split_still_ends_the_answer(resuming, split):
+async def test_a_stop_string_split_by_an_abort_ends_the_answer(resuming, split):
     text = "Yes.</answer> and so on"
     server, model = resuming([aborted(text[:split]), text[split:]], sampling_params={"stop": ["</answer>"]})
     assert str(await make_agent(model).invoke_async("2+2?")).strip() == "Yes."
@@ -1657,7 +1656,7 @@ async def test_a_stop_string_that_an_abort_has_split_still_ends_the_answer(resum
     assert (generation.finish_type, generation.stop_string) == ("stop", "</answer>")
 
 
-async def test_what_only_looks_like_the_rest_of_a_stop_string_does_not_end_the_answer(resuming):
+async def test_an_apparent_rest_of_a_stop_string_does_not_end_it(resuming):
     answers = [aborted("a </answ"), "ing and lower>", " and more.</answer> and so on"]
     server, model = resuming(answers, sampling_params={"stop": "</answer>"})
     assert str(await make_agent(model).invoke_async("2+2?")).strip() == "a </answing and lower> and more."
@@ -1668,7 +1667,7 @@ async def test_what_only_looks_like_the_rest_of_a_stop_string_does_not_end_the_a
     ]
 
 
-async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, monkeypatch):
+async def test_a_cancel_stays_a_cancel_if_parts_cannot_be_joined(resuming, monkeypatch):
     hang = Gate("more ")
     server, model = resuming(
         [aborted("Half "), hang], experts=ScriptedExperts(layers=2, top_k=1), return_routed_experts=True
@@ -1687,7 +1686,7 @@ async def test_a_cancel_stays_one_where_the_parts_do_not_fit_together(resuming, 
     assert (turn.status.value, turn.output_ids.tolist()) == ("cut", sampled(server, 0) + sampled(server, 1))
 
 
-async def test_a_client_that_is_closed_between_two_requests_does_not_go_on(resuming):
+async def test_a_client_closed_between_requests_does_not_continue(resuming):
     pausing = asyncio.Event()
     answers = [lambda request: pausing.set() or aborted(""), "never asked"]
     server, model = resuming(answers, client={"retry_delay": 0.05})
@@ -1702,7 +1701,7 @@ async def test_a_client_that_is_closed_between_two_requests_does_not_go_on(resum
 
 
 class ReservesAToken(httpx.AsyncBaseTransport):
-    """A server as of SGLang 0.5.10, which refuses what fills its context to the last token."""
+    """A server like SGLang 0.5.10, which rejects requests that fill its context to the last token."""
 
     def __init__(self, server):
         self.inner, self.context_length, self.refused = server.transport(), server.context_length, 0
@@ -1717,8 +1716,8 @@ class ReservesAToken(httpx.AsyncBaseTransport):
         return await self.inner.handle_async_request(request)
 
 
-async def test_a_server_that_reserves_the_last_token_of_its_context_is_asked_for_one_less(chatml_tokenizer):
-    """Item 9: what the oldest supported SGLang does, found out by the first call and remembered."""
+async def test_a_server_that_reserves_the_last_token_gets_one_less(chatml_tokenizer):
+    """The oldest supported SGLang does this; the first call finds out, and it is remembered."""
     server = ScriptedSGLang(chatml_tokenizer, ["One.", "Two.", "long " * 300], context_length=300)
     older = ReservesAToken(server)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=SGLangClient("http://x", transport=older, max_retries=0))
@@ -1737,7 +1736,7 @@ async def test_a_server_that_reserves_the_last_token_of_its_context_is_asked_for
     assert older.refused == 1
 
 
-async def test_calls_that_find_out_together_about_a_reserved_token_are_all_answered(chatml_tokenizer):
+async def test_concurrent_calls_that_find_a_reserved_token_succeed(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=300)
     client = SGLangClient("http://x", transport=ReservesAToken(server), max_retries=0)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
@@ -1745,7 +1744,7 @@ async def test_calls_that_find_out_together_about_a_reserved_token_are_all_answe
     assert len(server.requests) == 8
 
 
-async def test_the_deadline_is_for_what_is_asked_of_the_server_first_too(chatml_tokenizer):
+async def test_the_deadline_includes_the_first_server_check(chatml_tokenizer):
     busy = FakeServer(httpx.Response(503), paths={"/v1/models": httpx.Response(503)})
     model = SGLangModel(tokenizer=chatml_tokenizer, client=busy.client(max_retries=10**6, deadline=0.1))
     with pytest.raises(Exception, match="deadline") as failure:
@@ -1755,12 +1754,12 @@ async def test_the_deadline_is_for_what_is_asked_of_the_server_first_too(chatml_
 
 
 @pytest.mark.parametrize("name", ["on_abort", "history_policy"])
-def test_an_unknown_policy_is_refused(chatml_tokenizer, name):
+def test_an_unknown_abort_policy_is_rejected(chatml_tokenizer, name):
     with pytest.raises(ValueError, match=f"{name} must be '.*' or '.*', not 'maybe'"):
         SGLangModel(tokenizer=chatml_tokenizer, base_url="http://localhost:1", **{name: "maybe"})
 
 
-# --- going on with a cut turn later ---
+# --- resuming a cut turn later ---
 
 
 async def cut(resuming, answers, **config):
@@ -1772,7 +1771,7 @@ async def cut(resuming, answers, **config):
     return server, model, agent
 
 
-async def test_a_partial_rollout_goes_on_from_its_tokens_after_save_and_load(resuming, tmp_path):
+async def test_a_partial_rollout_continues_after_save_and_load(resuming, tmp_path):
     server, model, agent = await cut(resuming, [aborted("The answer "), "is 4."])
     model.trajectory.save(tmp_path / "part")
     model.trajectory = Trajectory.load(tmp_path / "part")
@@ -1786,8 +1785,8 @@ async def test_a_partial_rollout_goes_on_from_its_tokens_after_save_and_load(res
     assert sum(sequence.loss_mask) == len(sampled(server, 0)) + len(sampled(server, 1))
 
 
-async def test_agents_that_a_weight_update_cut_at_their_first_call_each_go_on_from_tokens_of_their_own(resuming):
-    """A2: Strands forgets the ids of agents whose first call fails."""
+async def test_agents_cut_by_a_weight_update_each_resume_their_tokens(resuming):
+    """Strands forgets the ids of agents whose first call fails."""
     parts = ["ALPHA alpha", "BETA beta", "GAMMA gamma"]
     answers = [*map(aborted, parts), " end", " end", " end"]
     server, model = resuming(answers, on_abort="raise")
@@ -1803,8 +1802,7 @@ async def test_agents_that_a_weight_update_cut_at_their_first_call_each_go_on_fr
     assert trained == sum(len(sampled(server, i)) for i in range(6))
 
 
-async def test_a_failed_first_call_stays_on_record_beside_another_agents(rollout):
-    """A2."""
+async def test_a_failed_first_call_stays_recorded_with_another_agent(rollout):
     _, model = rollout([ScriptedFault("status", 400), "fine"])
     with pytest.raises(SGLangHTTPError):
         await make_agent(model).invoke_async("q")
@@ -1813,7 +1811,7 @@ async def test_a_failed_first_call_stays_on_record_beside_another_agents(rollout
 
 
 @pytest.mark.parametrize("config", [{}, {"return_prompt_logprobs": True}])
-async def test_a_turn_that_is_to_go_on_can_be_saved_and_loaded(resuming, config, tmp_path):
+async def test_a_turn_waiting_to_resume_can_be_saved_and_loaded(resuming, config, tmp_path):
     server, model, agent = await cut(resuming, [aborted("The answer "), "is 4."], **config)
     model.trajectory.resume(model.trajectory.turns[0])
     model.trajectory.save(tmp_path / "part")
@@ -1824,7 +1822,7 @@ async def test_a_turn_that_is_to_go_on_can_be_saved_and_loaded(resuming, config,
     assert all(known) is bool(config)
 
 
-async def test_a_resumed_call_that_is_aborted_again_keeps_all_of_its_tokens(resuming):
+async def test_a_resumed_call_aborted_again_keeps_all_its_tokens(resuming):
     server, model, agent = await cut(resuming, [aborted("The "), aborted("answer "), "is 4."])
     model.trajectory.resume(model.trajectory.turns[0])
     with pytest.raises(Exception, match="aborted the request"):
@@ -1846,13 +1844,13 @@ async def test_a_resumed_call_without_a_budget_ends_by_length(resuming):
     assert (turn.generation.finish_type, turn.output_ids.tolist()) == ("length", sampled(server, 0))
 
 
-# --- what a model records of calls that were cut short from outside: cancelled tasks, `agent.cancel()`, deadlines ---
+# --- the record of calls that were cut short from outside: cancelled tasks, `agent.cancel()`, deadlines ---
 
 
 QUESTION = [{"role": "user", "content": [{"text": "hi"}]}]
 
 
-async def test_a_cancelled_task_leaves_a_cut_turn_with_what_was_sampled(rollout):
+async def test_a_cancelled_task_leaves_a_cut_turn_with_its_tokens(rollout):
     gate = Gate("The beginning of")
     server, model = rollout([gate])
     await cancelled_task(model, gate)
@@ -1866,7 +1864,7 @@ async def test_a_cancelled_task_leaves_a_cut_turn_with_what_was_sampled(rollout)
     assert sum(sequence.loss_mask) == len(turn.output_ids)
 
 
-async def test_a_cancelled_task_with_nothing_sampled_leaves_a_failed_turn(rollout):
+async def test_a_cancelled_task_without_samples_leaves_a_failed_turn(rollout):
     gate = Gate("")
     _, model = rollout([gate])
     await cancelled_task(model, gate)
@@ -1875,7 +1873,7 @@ async def test_a_cancelled_task_with_nothing_sampled_leaves_a_failed_turn(rollou
     assert isinstance(turn.cause, asyncio.CancelledError)
 
 
-async def test_the_same_call_after_a_cancelled_one_starts_anew(rollout):
+async def test_the_same_call_after_a_cancelled_one_starts_over(rollout):
     gate = Gate("The beginning of")
     server, model = rollout([gate, "The whole answer."])
     await cancelled_task(model, gate)
@@ -1885,7 +1883,7 @@ async def test_the_same_call_after_a_cancelled_one_starts_anew(rollout):
     assert (cut.status, answered.status) == (TurnStatus.CUT, TurnStatus.ANSWERED)
 
 
-async def test_agent_cancel_aborts_the_request_and_the_agent_ends_as_cancelled(rollout):
+async def test_agent_cancel_aborts_the_request(rollout):
     gate = Gate("The beginning of")
     server, model = rollout([call(expression="2 * 3"), gate])
     tools, _ = make_tools()
@@ -1904,7 +1902,7 @@ async def test_agent_cancel_aborts_the_request_and_the_agent_ends_as_cancelled(r
     assert termination_reason(result, trajectory=model.trajectory) is TerminationReason.CANCELLED
 
 
-async def test_an_agent_goes_on_after_a_cancel(rollout):
+async def test_an_agent_continues_after_a_cancel(rollout):
     gate = Gate("The beginning of")
     server, model = rollout([gate, "Better."])
     agent = make_agent(model)
@@ -1916,7 +1914,7 @@ async def test_an_agent_goes_on_after_a_cancel(rollout):
     assert "Cancelled by user" in server.requests[1].text
 
 
-async def test_a_signal_that_is_set_already_sends_nothing_and_records_nothing(rollout):
+async def test_a_signal_already_set_sends_and_records_nothing(rollout):
     server, model = rollout(["never"])
     signal = threading.Event()
     signal.set()
@@ -1949,7 +1947,7 @@ async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_token
     assert outcome_of(reason, sampled_tokens=len(turn.output_ids)).slime_status == "TRUNCATED"
 
 
-async def test_a_deadline_with_no_server_at_work_is_an_infrastructure_error():
+async def test_a_deadline_without_a_server_is_an_infrastructure_error():
     assert termination_reason(SGLangDeadlineError("late")) is TerminationReason.INFRASTRUCTURE_ERROR
 
 
@@ -1993,7 +1991,7 @@ async def test_a_retried_first_call_has_the_key_that_it_had(rollout):
     assert len(server.requests) == 2 and len(set(keys(server))) == 1
 
 
-async def test_a_configured_key_is_used_for_everything_and_can_be_changed(rollout):
+async def test_a_configured_key_is_used_everywhere_and_can_change(rollout):
     server, model = rollout(lambda request: "ok", routing_key="episode-7")
     await make_agent(model).invoke_async("go")
     await make_agent(model).invoke_async("something else")
@@ -2007,7 +2005,7 @@ async def test_a_configured_key_is_used_for_everything_and_can_be_changed(rollou
 # --- None ---
 
 
-def behind(server, seen, *, missing=()):
+def client_through(server, seen, *, missing=()):
     """A client of the server that notes every path, through something that lacks some of them."""
 
     async def pass_on(request):
@@ -2021,16 +2019,16 @@ def behind(server, seen, *, missing=()):
 
 async def test_many_models_that_start_together_ask_the_server_once(chatml_tokenizer):
     seen = []
-    client = behind(ScriptedSGLang(chatml_tokenizer, lambda request: "ok"), seen)
+    client = client_through(ScriptedSGLang(chatml_tokenizer, lambda request: "ok"), seen)
     models = [SGLangModel(tokenizer=chatml_tokenizer, client=client) for _ in range(20)]
     await asyncio.gather(*(make_agent(model).invoke_async("hi") for model in models))
     assert (seen.count("/tokenize"), seen.count("/v1/models"), seen.count("/generate")) == (1, 1, 20)
 
 
-async def test_behind_a_router_the_match_is_unproven_and_said_so_once(chatml_tokenizer, caplog):
+async def test_a_router_leaves_the_match_unproven_with_one_warning(chatml_tokenizer, caplog):
     seen = []
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
-    client = behind(server, seen, missing=("/tokenize", "/v1/models"))
+    client = client_through(server, seen, missing=("/tokenize", "/v1/models"))
     for _ in range(3):
         await make_agent(SGLangModel(tokenizer=chatml_tokenizer, client=client)).invoke_async("hi")
     assert sum("unproven" in record.getMessage() for record in caplog.records) == 1
@@ -2080,7 +2078,7 @@ async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     assert sorted(pair.hosts("/tokenize")) == ["one", "two"]
 
 
-async def test_one_server_with_another_tokenizer_is_an_error_that_names_it(chatml_tokenizer):
+async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_tokenizer):
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
@@ -2126,7 +2124,7 @@ async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer
     assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
 
 
-async def test_a_cancelled_agent_does_not_wait_for_the_check_of_a_server_that_is_down(chatml_tokenizer):
+async def test_a_cancelled_agent_does_not_wait_for_a_server_check(chatml_tokenizer):
     pair = Network(one=None)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(retry_delay=8.0))
     signal = threading.Event()
@@ -2166,7 +2164,7 @@ def test_routed_experts_that_are_missing_are_an_error():
 
 
 @pytest.mark.parametrize("given", [{}, {"return_routed_experts": False}, {"return_routed_experts": None}])
-def test_routed_experts_that_nobody_asked_for_may_be_missing(given):
+def test_unrequested_routed_experts_may_be_missing(given):
     config, _ = ModelConfig.read(given)
     check_answer(generation(routed_experts=None), config, 5, 5)
 
@@ -2175,23 +2173,23 @@ def test_an_aborted_request_may_lack_them():
     check_answer(generation(routed_experts=None, finish_type="abort"), ASKED, 5, 5)
 
 
-def test_another_number_of_ids_per_token_than_in_the_turn_before_is_an_error():
+def test_another_number_of_expert_ids_per_token_is_an_error():
     with pytest.raises(SGLangDecodingError, match="3 ids .* per token, but 6 for the previous turn.* 18 tokens"):
         check_answer(generation(prompt_tokens=15, rows=18, width=3), ASKED, 15, 6, parent=generation())
 
 
 @pytest.mark.parametrize("config", [ASKED, ModelConfig()])
-def test_a_turn_before_that_told_nothing_is_no_measure(config):
+def test_an_earlier_turn_without_experts_sets_no_width(config):
     check_answer(generation(), config, 5, 5, parent=generation(routed_experts=None))
 
 
 @pytest.mark.parametrize("details", [None, {"device": 4, "host": 0}, {"device": 4, "host": 0, "storage": 0}])
-def test_rows_of_tokens_from_the_first_tier_of_the_cache_are_taken(details):
+def test_expert_rows_from_the_first_cache_tier_are_accepted(details):
     check_answer(generation(meta_info={"cached_tokens_details": details}), ASKED, 5, 5)
 
 
 @pytest.mark.parametrize("tiers", [{"host": 4}, {"host": 0, "storage": 4, "storage_backend": "file"}])
-def test_rows_of_tokens_from_other_tiers_of_the_cache_are_an_error(tiers):
+def test_expert_rows_from_other_cache_tiers_are_an_error(tiers):
     answer = generation(meta_info={"cached_tokens_details": {"device": 0, **tiers}})
     with pytest.raises(SGLangDecodingError, match="tiers.*: 4.*--enable-hierarchical-cache"):
         check_answer(answer, ASKED, 5, 5)

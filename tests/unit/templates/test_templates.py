@@ -1,4 +1,4 @@
-"""Templates, and what they are made of: the encoder, control tokens in texts, images."""
+"""Chat templates and their parts: the encoder, control tokens in texts, images."""
 
 import base64
 import copy
@@ -82,7 +82,7 @@ def template(chatml_tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["tool result", "two tool results", "tool result and text", "user turn"])
-def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, kind):
+def test_the_continuation_matches_the_full_render(template, kind):
     def follow_up(kind):
         """The assistant's message, its calls, and the messages that follow it."""
         result = {"role": "tool", "content": "4", "name": "calculator", "tool_call_id": "t0"}
@@ -100,7 +100,7 @@ def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, k
     opening = template.opening(opening_messages(), TOOLS)
     whole = template.opening([*opening_messages(), answer, *new], TOOLS).token_ids
     end = end_of(template)
-    # The sampled turn, as the template writes it: what stands between the opening and the end of the turn.
+    # The sampled turn, as the template writes it: the text between the opening and the end of the turn.
     start = len(opening.token_ids)
     sampled = whole[start : whole.index(end, start) + 1]
 
@@ -109,19 +109,19 @@ def test_the_continuation_is_what_the_full_render_has_after_the_turn(template, k
 
 
 def test_a_cut_turn_gets_its_missing_end_as_a_prompt_token(template):
-    new = [{"role": "user", "content": "go on"}]
+    new = [{"role": "user", "content": "continue"}]
     ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
     cut = template.continuation(SampledTurn([5], None), new, None)
     assert cut.token_ids == [end_of(template), *ended.token_ids]
 
 
 def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
-    new = [{"role": "user", "content": "go on"}]
+    new = [{"role": "user", "content": "continue"}]
     cut = template.continuation(SampledTurn([5, end_of(template)], None), new, None)
     assert cut.token_ids[0] != end_of(template)
 
 
-def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template):
+def test_another_stop_token_is_the_only_token_dropped(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     new = [{"role": "user", "content": "x"}]
     ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
@@ -131,26 +131,26 @@ def test_of_a_turn_that_ended_in_another_token_all_but_that_token_stays(template
     assert ended.kept is None
 
 
-def test_another_stop_that_was_sampled_at_the_very_limit_is_replaced_too(template):
+def test_another_stop_token_at_the_limit_is_replaced(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert template.continuation(SampledTurn([5, other], None), [{"role": "user", "content": "x"}], None).kept == 1
 
 
-def test_reasoning_that_was_cut_off_is_closed_as_the_template_closes_it(template):
-    new = [{"role": "user", "content": "go on"}]
+def test_cut_off_reasoning_is_closed_as_the_template_does(template):
+    new = [{"role": "user", "content": "continue"}]
     cut = template.continuation(SampledTurn(template.encode("<think>\nI was"), None, ends_in_reasoning=True), new, None)
     assert template.decode(cut.token_ids).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
 
 
-def test_what_a_cut_turn_already_has_of_its_end_is_not_written_twice(template):
-    new = [{"role": "user", "content": "go on"}]
+def test_the_sampled_part_of_a_turns_end_is_not_repeated(template):
+    new = [{"role": "user", "content": "continue"}]
     cut = template.continuation(
         SampledTurn(template.encode("<think>\nI was\n"), None, ends_in_reasoning=True), new, None
     )
     assert template.decode(cut.token_ids).startswith("</think>\n\n<|im_end|>")
 
 
-def test_cut_reasoning_that_nothing_is_known_to_close_is_not_continued(chatml_tokenizer):
+def test_cut_reasoning_with_unknown_close_is_not_continued(chatml_tokenizer):
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(UnprovenContinuationError, match="cut off in its reasoning"):
@@ -166,14 +166,14 @@ def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     assert template.continuation(SampledTurn([end], end), new, None).ends_with("<think>")
 
 
-def test_a_closed_reasoning_block_in_the_prompt_is_not_open_reasoning(chatml_tokenizer):
+def test_a_closed_reasoning_block_in_the_prompt_is_not_open(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
     prompt = template.opening(opening_messages(), None)
     assert "</think>" in template.decode(prompt.token_ids)
     assert not prompt.ends_with("<think>")
 
 
-def test_arguments_of_the_generation_prompt_do_not_change_the_identity(chatml_tokenizer):
+def test_generation_prompt_arguments_do_not_change_the_identity(chatml_tokenizer):
     with_thinking = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": True})
     without = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
     assert with_thinking.identity == without.identity
@@ -186,7 +186,7 @@ def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer)
     assert plain.identity != greeted.identity
 
 
-def test_a_tokenizer_without_a_template_is_refused(chatml_tokenizer):
+def test_a_tokenizer_without_a_template_is_rejected(chatml_tokenizer):
     class Bare:
         chat_template = None
         name_or_path = "bare-model"
@@ -202,14 +202,14 @@ REFUSES_SYSTEM = (
 )
 
 
-def test_a_template_that_refuses_system_messages_continues_conversations_without_one(chatml_tokenizer):
+def test_a_template_without_system_messages_continues(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
     prompt = template.continuation(SampledTurn([5, end], end), new, None, has_system=False)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_what_the_template_refuses_of_the_stand_in_is_unproven_and_not_an_error(chatml_tokenizer):
+def test_a_rejected_stand_in_is_unproven_not_an_error(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="System role not supported"):
@@ -229,7 +229,7 @@ def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
     assert template.decode(prompt.token_ids).startswith("[3]4<|im_end|>")
 
 
-def test_a_sentinel_that_the_template_repeats_is_followed_to_its_last_place(chatml_tokenizer):
+def test_the_last_repetition_of_a_sentinel_counts(chatml_tokenizer):
     text = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>(again){% endif %}"
         "{{ m.content }}<|im_end|>{% endfor %}"
@@ -240,13 +240,13 @@ def test_a_sentinel_that_the_template_repeats_is_followed_to_its_last_place(chat
     assert template.decode(prompt.token_ids) == "x<|im_end|>"
 
 
-def test_a_stop_token_that_is_text_counts_as_a_cut_and_gets_its_end(template):
+def test_a_text_stop_token_is_a_cut_and_gets_its_end(template):
     mark = template.tokenizer.convert_tokens_to_ids("</tool_call>")
     prompt = template.continuation(SampledTurn([5, mark], mark), [{"role": "user", "content": "x"}], None)
     assert prompt.token_ids[0] == end_of(template)
 
 
-def test_a_template_that_is_changed_on_the_tokenizer_later_changes_nothing(chatml_tokenizer):
+def test_later_changes_of_a_tokenizers_template_have_no_effect(chatml_tokenizer):
     tokenizer = copy.deepcopy(chatml_tokenizer)
     template = ChatTemplate(tokenizer)
     before = template.opening(opening_messages(), None)
@@ -264,12 +264,12 @@ def test_tokenizers_are_freed_with_their_models(chatml_tokenizer):
     assert freed() is None
 
 
-def test_what_is_no_tokenizer_is_told():
+def test_a_value_that_is_no_tokenizer_is_an_error():
     with pytest.raises(ChatTemplateError, match="must be a Hugging Face tokenizer, not 'Qwen/Qwen3-4B'.*get_tokenizer"):
         get_chat_template("Qwen/Qwen3-4B", None, {})
 
 
-def test_a_template_that_refuses_a_conversation_is_quoted(chatml_tokenizer):
+def test_a_template_that_rejects_a_conversation_is_quoted(chatml_tokenizer):
     text = "{% if messages|length > 2 %}{{ raise_exception('only one exchange') }}{% endif %}<|im_end|>" + (
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -278,13 +278,13 @@ def test_a_template_that_refuses_a_conversation_is_quoted(chatml_tokenizer):
         template.opening([*opening_messages(), {"role": "user", "content": "x"}], None)
 
 
-def test_a_template_without_an_end_of_turn_token_continues_nothing(chatml_tokenizer):
+def test_a_template_without_an_end_token_continues_nothing(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(UnprovenContinuationError, match="no special token"):
         template.continuation(SampledTurn([5], None), [{"role": "user", "content": "x"}], None)
 
 
-MOVING = (  # as Mistral's templates do: system prompt and tools stand in front of the latest user message
+MOVING = (  # as Mistral's templates do: system prompt and tools are before the latest user message
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% if loop.last %}[TOOLS]{{ tools or '' }}{{ system }}{% endif %}"
     "{{ m.content }}{% elif m.role != 'system' %}{{ m.content }}{{ m.tool_calls or '' }}<|im_end|>{% endif %}"
@@ -292,7 +292,7 @@ MOVING = (  # as Mistral's templates do: system prompt and tools stand in front 
 )
 
 
-def test_a_template_that_moves_the_system_prompt_is_not_continued_with_a_user_turn(chatml_tokenizer):
+def test_a_moved_system_prompt_is_not_continued_with_a_user_turn(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
     new = [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="moves the system prompt"):
@@ -301,7 +301,7 @@ def test_a_template_that_moves_the_system_prompt_is_not_continued_with_a_user_tu
     assert template.decode(without.token_ids) == "[TOOLS]x"
 
 
-def test_a_template_that_moves_the_tools_is_not_continued_with_a_user_turn(chatml_tokenizer):
+def test_moved_tools_are_not_continued_with_a_user_turn(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
     end, new = end_of(template), [{"role": "user", "content": "x"}]
     with pytest.raises(UnprovenContinuationError, match="moves the tools"):
@@ -321,7 +321,7 @@ def results(count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_template_without_calls_goes_on_after_a_sampled_call(chatml_tokenizer, count):  # A12
+def test_a_template_without_calls_continues_after_a_sampled_call(chatml_tokenizer, count):
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
     end = end_of(template)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(count)]
@@ -331,7 +331,7 @@ def test_a_template_without_calls_goes_on_after_a_sampled_call(chatml_tokenizer,
     assert set(template.self_check().values()) == {None}
 
 
-def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):  # A12
+def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
     end, called = end_of(template), call_message(*CALLS)
     with pytest.raises(ChatTemplateError, match="drops the tool calls"):
@@ -341,7 +341,7 @@ def test_a_template_without_calls_still_renders_none_from_history(chatml_tokeniz
 
 
 @pytest.mark.parametrize("calls", ["", "{{ m.tool_calls or '' }}"])
-def test_a_template_that_leaves_results_out_is_not_continued_with_them(chatml_tokenizer, calls):  # A12
+def test_dropped_results_are_not_continued(chatml_tokenizer, calls):
     text = (
         "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         + calls
@@ -352,7 +352,7 @@ def test_a_template_that_leaves_results_out_is_not_continued_with_them(chatml_to
         template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
 
 
-def test_a_template_that_leaves_the_system_prompt_out_is_refused(chatml_tokenizer):  # A12
+def test_a_template_that_drops_the_system_prompt_is_rejected(chatml_tokenizer):
     text = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(ChatTemplateError, match="drops the system prompt"):
@@ -374,7 +374,7 @@ GLM = (  # the end of a turn is the next role's token
 )
 
 
-def test_a_stop_token_that_is_the_next_role_is_neither_doubled_nor_lost(glm_tokenizer):
+def test_a_stop_token_that_is_the_next_role_is_sent_once(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     observation = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
     new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
@@ -393,7 +393,7 @@ def test_another_role_than_the_one_that_follows_is_replaced(glm_tokenizer):
 
 
 def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
-    # A turn with calls ends in another token than one without, and what is taken for its end comes behind a message.
+    # A turn with calls ends in another token than one without, and its apparent end comes after a message.
     text = (
         "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% endif %}"
         "{{ m.content }}{{ m.tool_calls or '' }}"
@@ -406,7 +406,7 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
         template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
 
 
-def test_a_sentinel_that_the_template_changes_is_replaced_by_another(chatml_tokenizer):
+def test_a_sentinel_changed_by_the_template_is_replaced(chatml_tokenizer):
     text = chatml_tokenizer.chat_template.replace("message.content", "message.content | upper")
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     end = end_of(template)
@@ -414,7 +414,7 @@ def test_a_sentinel_that_the_template_changes_is_replaced_by_another(chatml_toke
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nSHOUT<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_takes_arguments_as_text_gets_them_as_text(chatml_tokenizer):
+def test_a_template_that_takes_text_arguments_gets_text(chatml_tokenizer):
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.arguments + '</tool_call>' }}{% endfor %}"
@@ -426,7 +426,7 @@ def test_a_template_that_takes_arguments_as_text_gets_them_as_text(chatml_tokeni
     assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
 
 
-def test_what_depends_on_everything_before_it_is_unproven_and_says_so(chatml_tokenizer):
+def test_a_continuation_that_depends_on_history_is_unproven(chatml_tokenizer):
     last_only = (  # numbers the results of the whole conversation
         "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
         "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}"
@@ -451,7 +451,7 @@ def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenize
     assert both.identity != one.identity
 
 
-def test_a_control_token_of_the_turns_own_text_stays_in_the_sequence(glm_tokenizer):
+def test_a_control_token_of_the_turns_text_stays(glm_tokenizer):
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}<|observation|>{% endfor %}<|im_end|>{% endfor %}"
@@ -469,14 +469,14 @@ def test_the_family_can_be_named(glm_tokenizer):
     assert (named.family.name, named.stops) == ("glm", ("<|endoftext|>", "<|user|>", "<|observation|>"))
 
 
-def test_a_named_family_that_cannot_be_is_refused(chatml_tokenizer):
+def test_a_family_that_cannot_be_used_is_rejected(chatml_tokenizer):
     with pytest.raises(ValueError, match="no model family named 'gml'; the families are: .*glm"):
         ChatTemplate(chatml_tokenizer, family="gml")
     with pytest.raises(ChatTemplateError, match="family='mistral': none of its stop tokens"):
         ChatTemplate(chatml_tokenizer, family="mistral")
 
 
-def test_a_template_that_strips_reasoning_behind_a_user_message_is_known_to_rewrite_history(chatml_tokenizer):
+def test_a_template_that_strips_reasoning_rewrites_history(chatml_tokenizer):
     assert ChatTemplate(chatml_tokenizer).rewrites_history()
     assert not ChatTemplate(chatml_tokenizer).rewrites_history(reasoning=False)
     assert not ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True)
@@ -502,13 +502,13 @@ def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):
 
 # --- the forms in which a template takes a turn ---
 
-# Shows text or tool calls of a turn, and knows of no reasoning.
+# Shows text or tool calls of a turn, and has no reasoning.
 TEXT_OR_CALLS = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
 {% else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# The same, and refuses two turns of one role in a row.
+# The same, and rejects two turns of one role in a row.
 ALTERNATING = (
     """{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"""
     """{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}""" + TEXT_OR_CALLS
@@ -534,14 +534,14 @@ def thoughtful_history():
     )
 
 
-def test_a_full_render_has_reasoning_and_text_that_the_template_does_not_show_beside_a_call(chatml_tokenizer):
+def test_a_full_render_has_reasoning_and_text_next_to_calls(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=TEXT_OR_CALLS)
     text = template.opening(thoughtful_history(), TOOLS).text
     shown = "<|im_start|>assistant\n<think>\nAdd them.\n</think>\n\nLet me compute.<|im_end|>\n<|im_start|>assistant\n"
     assert f"{shown}<tool_call>" in text
 
 
-def test_text_that_a_template_leaves_out_in_every_form_is_refused_with_its_path(chatml_tokenizer):
+def test_text_that_every_form_drops_is_rejected_with_its_path(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template drops text next to a tool call"):
         template.opening(thoughtful_history(), TOOLS)
@@ -551,7 +551,7 @@ def test_text_that_a_template_leaves_out_in_every_form_is_refused_with_its_path(
     assert "<tool_call>" in template.opening(silent, TOOLS).text
 
 
-def test_new_messages_with_text_that_the_template_leaves_out_are_refused_too(chatml_tokenizer):
+def test_new_messages_with_dropped_text_are_rejected(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]"):
         template.continuation(SampledTurn([7, end_of(template)], end_of(template)), thoughtful_history(), TOOLS)
@@ -586,7 +586,7 @@ def control_ids(tokenizer, ids):
 
 
 def history(text):
-    """Every place of a conversation that can hold a text of others."""
+    """A conversation with foreign text in every place that can hold it."""
     call = {"type": "function", "id": "c1", "function": {"name": "fetch", "arguments": {"url": text, text: [text]}}}
     return [
         {"role": "system", "content": text},
@@ -601,10 +601,10 @@ def tools(text):
     return [{"type": "function", "function": {"name": "fetch", "description": text, "parameters": {text: text}}}]
 
 
-# --- A15: escaped ---
+# --- escaped ---
 
 
-def test_a_tool_result_cannot_end_the_turn_that_it_stands_in(chatml_tokenizer):
+def test_a_tool_result_cannot_end_its_own_turn(chatml_tokenizer):
     model = rollout(chatml_tokenizer, [CALL, "done"], escape_control_tokens=True)
     Agent(model=model, tools=[fetch], callback_handler=None)("go")
     (sequence,) = model.trajectory.sequences()
@@ -626,7 +626,7 @@ def test_the_text_stays_the_same_to_the_letter(chatml_tokenizer):
     assert opening.text == plain.render(messages, tools("x"), add_generation_prompt=True)
 
 
-def test_a_conversation_without_control_tokens_has_the_same_ids_either_way(chatml_tokenizer):
+def test_text_without_control_tokens_has_the_same_ids(chatml_tokenizer):
     messages, specs = history("What is 17 times 23?"), tools("Fetches.")
     end = chatml_tokenizer.eos_token_id
     prompts = []
@@ -651,7 +651,7 @@ def escaping(chatml_tokenizer):
 
 @given(text=hostile)
 @settings(max_examples=150, deadline=None)
-def test_a_prompt_holds_no_control_token_that_the_template_did_not_write(chatml_tokenizer, escaping, text):
+def test_prompts_hold_only_the_templates_control_tokens(chatml_tokenizer, escaping, text):
     template = escaping
     end = chatml_tokenizer.eos_token_id
     calls = [{"id": "c1", "name": f"fetch{text}"}]
@@ -666,7 +666,7 @@ def test_a_prompt_holds_no_control_token_that_the_template_did_not_write(chatml_
         assert control_ids(chatml_tokenizer, ids) == control_ids(chatml_tokenizer, expected)
 
 
-def test_switching_it_on_in_the_middle_of_a_conversation_opens_a_sequence(chatml_tokenizer):
+def test_enabling_escaping_mid_conversation_opens_a_sequence(chatml_tokenizer):
     model = rollout(chatml_tokenizer, ["one", "two"])
     agent = Agent(model=model, callback_handler=None)
     agent("hello")
@@ -676,12 +676,12 @@ def test_switching_it_on_in_the_middle_of_a_conversation_opens_a_sequence(chatml
     assert "control tokens" in model.trajectory.turns[1].reason
 
 
-def test_something_else_than_a_switch_is_refused(chatml_tokenizer):
+def test_escaping_must_be_true_or_false(chatml_tokenizer):
     with pytest.raises(ValueError, match="escape_control_tokens must be True or False, not 'tools'"):
         rollout(chatml_tokenizer, [], escape_control_tokens="tools")
 
 
-# --- A15: as on the server ---
+# --- as on the server ---
 
 
 def test_by_default_they_are_real_with_one_warning(chatml_tokenizer, caplog):
@@ -708,7 +708,7 @@ def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, capl
 # --- images ---
 
 
-def test_placeholders_of_images_stay_real_and_imitations_become_text(chatml_tokenizer):
+def test_image_placeholders_stay_and_imitations_become_text(chatml_tokenizer):
     torch = pytest.importorskip("torch")
     from strands_sglang.templates.image_tokens import ImageProcessor
 
@@ -761,14 +761,14 @@ def words(vocabulary, **settings):
     return tokenizer
 
 
-def test_a_vocabulary_that_has_a_control_token_as_a_piece_writes_it_in_letters():
+def test_control_tokens_that_are_pieces_are_spelled_in_letters():
     tokenizer = words(["<unk>", "<end>", "▁", "a", "e", "n", "d", "<", ">"])
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
     ids = template.opening([{"role": "user", "content": "a<end>a"}], None).token_ids
     assert tokenizer.convert_ids_to_tokens(ids)[-9:] == ["a", "<", "e", "n", "d", ">", "a", "<end>"][-9:]
 
 
-def test_what_cannot_be_written_as_text_is_refused():
+def test_a_token_that_cannot_be_encoded_as_text_is_rejected():
     tokenizer = words(["<unk>", "<end>", "▁", "a", "☎"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["☎"]})
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
@@ -776,7 +776,7 @@ def test_what_cannot_be_written_as_text_is_refused():
         template.opening([{"role": "user", "content": "a☎"}], None)
 
 
-def test_a_spelling_that_is_normalized_to_a_control_token_is_refused(chatml_tokenizer):
+def test_text_normalized_to_a_control_token_is_rejected(chatml_tokenizer):
     from tokenizers import AddedToken, normalizers
 
     tokenizer = copy.deepcopy(chatml_tokenizer)
@@ -788,14 +788,14 @@ def test_a_spelling_that_is_normalized_to_a_control_token_is_refused(chatml_toke
         template.opening([{"role": "user", "content": "［STOP］"}], None)
 
 
-# === what is done with a tokenizer by its owner, in whatever thread, changes nothing that the library encodes ===
+# === the owner's calls of a tokenizer, in any thread, change nothing that the library encodes ===
 
 
 TEXT = "What is 17 times 23? Please use the calculator tool and tell me the result."
 
 
 class ContestedTokenizer(PreTrainedTokenizerFast):
-    """One whose owner, in another thread, gets in between always: after the settings of a call, before its text."""
+    """A tokenizer whose owner, in another thread, always interferes: after the settings of a call, before its text."""
 
     def set_truncation_and_padding(self, **settings):
         super().set_truncation_and_padding(**settings)
@@ -827,10 +827,7 @@ def test_the_owner_does_get_in_between(contested, chatml_tokenizer):
     assert contested.encode(text) != chatml_tokenizer.encode(text)
 
 
-# --- A1 ---
-
-
-def test_prompts_are_whole_whatever_other_threads_do_with_the_tokenizer(contested, chatml_tokenizer):
+def test_prompts_are_whole_while_threads_use_the_tokenizer(contested, chatml_tokenizer):
     prompts = []
     for tokenizer in (contested, chatml_tokenizer):
         server = ScriptedSGLang(chatml_tokenizer, ["Let me see.", "It is 391."])
@@ -908,7 +905,7 @@ def test_an_encoder_does_not_keep_the_tokenizer_alive(chatml_tokenizer):
     assert encoder.decode(encoder.encode(TEXT)) == TEXT
 
 
-def test_a_model_made_after_a_token_was_added_knows_it_and_an_earlier_one_stays_as_it_was(chatml_tokenizer):
+def test_only_models_made_after_a_token_was_added_know_it(chatml_tokenizer):
     tokenizer = copy.deepcopy(chatml_tokenizer)
     earlier = get_chat_template(tokenizer, None, {})
     before = earlier.encode("a<|note|>b")
@@ -920,7 +917,7 @@ def test_a_model_made_after_a_token_was_added_knows_it_and_an_earlier_one_stays_
     assert earlier.encode("a<|note|>b") == before
 
 
-def test_a_model_made_after_named_templates_were_changed_uses_the_new_ones(chatml_tokenizer):
+def test_only_models_made_after_template_changes_use_them(chatml_tokenizer):
     tokenizer = copy.copy(chatml_tokenizer)
     for mark in ("first", "second"):
         tokenizer.chat_template = {"default": chatml_tokenizer.chat_template + mark}
@@ -951,7 +948,7 @@ def test_a_tokenizer_in_python_is_copied_whole():
     assert encoder.decode([97, 98]) == "ab"
 
 
-def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is_with_a_warning(caplog):
+def test_an_uncopyable_tokenizer_is_used_with_a_warning(caplog):
     class Stubborn(SlowTokenizer):
         def __deepcopy__(self, memo):
             raise TypeError("cannot pickle '_Stubborn' object")
@@ -960,7 +957,7 @@ def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is_with_a_warning(caplo
     assert "cannot be copied" in caplog.text
 
 
-def test_a_tokenizer_that_cannot_be_remembered_is_copied_each_time():
+def test_an_unhashable_tokenizer_is_copied_each_time():
     class Unhashable(SlowTokenizer):
         __hash__ = None
 
@@ -972,7 +969,7 @@ def test_a_tokenizer_that_cannot_be_remembered_is_copied_each_time():
 # --- images ---
 
 
-def test_images_are_expanded_with_a_tokenizer_that_nobody_else_calls(contested, chatml_tokenizer):
+def test_images_are_expanded_with_a_private_tokenizer(contested, chatml_tokenizer):
     torch = pytest.importorskip("torch")
 
     class Processor:
@@ -1002,7 +999,7 @@ def test_images_are_expanded_with_a_tokenizer_that_nobody_else_calls(contested, 
 # --- tokenizers of all kinds ---
 
 
-def test_a_tokenizer_with_code_of_its_own_is_encoded_with_that_code(chatml_tokenizer):
+def test_a_tokenizer_with_its_own_code_encodes_with_it(chatml_tokenizer):
     class Shouting(PreTrainedTokenizerFast):
         def _encode_plus(self, text, *args, **settings):
             return super()._encode_plus(text.upper(), *args, **settings)
@@ -1022,7 +1019,7 @@ def test_added_tokens_keep_their_ids(chatml_tokenizer):
     assert encoder.tokenizer.added_tokens_decoder == tokenizer.added_tokens_decoder
 
 
-def test_what_a_tokenizer_was_loaded_with_is_put_aside_but_its_splitting_of_control_tokens(chatml_tokenizer):
+def test_load_settings_are_dropped_except_token_splitting(chatml_tokenizer):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=copy.deepcopy(chatml_tokenizer.backend_tokenizer), split_special_tokens=True
     )
@@ -1030,8 +1027,8 @@ def test_what_a_tokenizer_was_loaded_with_is_put_aside_but_its_splitting_of_cont
     assert get_encoder(tokenizer).encode(text) == tokenizer.encode(text) != chatml_tokenizer.encode(text)
 
 
-def test_what_the_owner_changes_in_place_is_not_seen(chatml_tokenizer):
-    """A1: transformers keeps special tokens in a dictionary, and parts of a tokenizer in Rust have settings, too."""
+def test_in_place_changes_by_the_owner_have_no_effect(chatml_tokenizer):
+    """Transformers keeps special tokens in a dictionary, and parts of a tokenizer in Rust have settings, too."""
     tokenizer = copy.deepcopy(chatml_tokenizer)
     tokenizer.chat_template = "{{ eos_token }}{{ messages[0].content }}"
     encoder = get_encoder(tokenizer)
@@ -1097,11 +1094,11 @@ def expanded(text, *pictures):
 # --- expansion ---
 
 
-def test_a_prompt_without_images_stays_as_it_is():
+def test_a_prompt_without_images_stays_unchanged():
     assert expanded("ab") == (Letters().encode("ab"), None)
 
 
-def test_the_sent_form_is_kept_beside_the_expanded_one():
+def test_the_sent_form_is_kept_with_the_expanded_one():
     ids, inputs = expanded("a#b", picture())
     assert ids == [197, PATCH, PATCH, 198]
     assert inputs.sent_ids.tolist() == [197, IMAGE, 198]
@@ -1121,7 +1118,7 @@ def test_the_placeholders_must_be_those_of_the_images(text, complaint):
         expanded(text, picture(where="messages[0]"))
 
 
-def test_what_a_processor_complains_of_names_the_path():
+def test_a_processors_error_names_the_path():
     class Refusing(Letters):
         def __call__(self, **_):
             raise IndexError("too small")
@@ -1130,12 +1127,12 @@ def test_what_a_processor_complains_of_names_the_path():
         ImageProcessor(Refusing(), Letters()).expand([IMAGE], "#", [picture(where="messages[3]")])
 
 
-def test_something_else_than_a_processor_is_refused():
+def test_a_value_that_is_no_processor_is_rejected():
     with pytest.raises(ValueError, match=r"AutoProcessor.from_pretrained"):
         ImageProcessor(object(), Letters())
 
 
-def test_a_template_without_a_mark_for_images_is_refused():
+def test_a_template_without_a_mark_for_images_is_rejected():
     with pytest.raises(ValueError, match="no control token for an image"):
         ImageProcessor(Letters(), Letters(image=""))
 
@@ -1159,7 +1156,7 @@ def test_a_request_that_is_built_again_has_the_same_images():
     assert images().request_fields([IMAGE], turns) == images().request_fields([IMAGE], turns)
 
 
-def test_a_placeholder_without_an_image_is_refused():
+def test_a_placeholder_without_an_image_is_rejected():
     with pytest.raises(UnsupportedContentError, match="2 placeholders for 1 images"):
         images().request_fields([IMAGE, IMAGE], [expanded("#", picture())[1]])
 
@@ -1182,7 +1179,7 @@ def test_an_image_is_sent_as_a_data_uri(image_format, kind):
     assert base64.b64decode(data) == one.data
 
 
-# --- the servers prompt ---
+# --- the server's prompt ---
 
 
 def test_the_recorded_prompt_passes():
@@ -1194,7 +1191,7 @@ def test_a_server_that_does_not_tell_passes():
 
 
 @pytest.mark.parametrize("served", [[1, 3], [1], [1, 2, 3]])
-def test_another_prompt_is_an_error_that_says_where_it_differs(served):
+def test_a_different_prompt_is_an_error_with_the_position(served):
     with pytest.raises(SGLangDecodingError, match=r"differs from the recorded one at token [12]"):
         check_prompt({"prompt_token_ids": served}, [1, 2])
 
@@ -1206,7 +1203,7 @@ def inputs(**tensors):
 # --- train inputs ---
 
 
-def test_the_tensors_of_turns_are_joined_along_their_first_dimension():
+def test_tensors_of_turns_are_joined_along_the_first_dimension():
     joined = multimodal_train_inputs(
         [inputs(pixels=torch.zeros(2, 3), grid=torch.tensor([[1, 2, 2]])), inputs(pixels=torch.ones(1, 3))]
     )
@@ -1231,7 +1228,7 @@ class TestServersThatTakeNoImages:
                 await require_image_understanding(client, picture(where="messages[0]"))
         return len(server.asked)
 
-    async def test_a_server_that_says_so_is_an_error(self):
+    async def test_a_server_that_takes_no_images_is_an_error(self):
         with pytest.raises(UnsupportedContentError, match=r"messages\[0\]: .*http://sglang.test:30000 takes no images"):
             await self.ask(httpx.Response(200, json={"has_image_understanding": False}))
 
@@ -1251,7 +1248,7 @@ class TestServersThatTakeNoImages:
             await require_image_understanding(client, picture())
 
 
-def test_nothing_heavy_is_imported_until_an_image_comes():
+def test_heavy_imports_wait_for_the_first_image():
     code = (
         "import strands_sglang.templates.image_tokens, sys; print({'torch', 'PIL', 'transformers'} & set(sys.modules))"
     )
@@ -1259,7 +1256,7 @@ def test_nothing_heavy_is_imported_until_an_image_comes():
     assert answer.stdout.strip() == "set()"
 
 
-def test_an_episode_without_images_has_no_train_inputs_and_needs_no_torch(monkeypatch):  # A9
+def test_an_episode_without_images_needs_no_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     tokens = TokenManager()
     tokens.add_prompt([1, 2])

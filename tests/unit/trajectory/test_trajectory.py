@@ -1,4 +1,4 @@
-"""What a trajectory records, for whom, and how it is stored."""
+"""What a trajectory records, for which agent, and how it is stored."""
 
 import asyncio
 import concurrent.futures
@@ -113,7 +113,7 @@ def test_the_opening_prompt_can_be_seen_before_there_is_an_answer():
     assert recorder.trajectory.sequences() == []
 
 
-def test_an_observation_that_was_never_answered_is_left_out_of_the_sequence():
+def test_an_unanswered_observation_is_left_out():
     recorder = Recorder()
     first = recorder.call([user("q")], "a")
     recorder.trajectory.fail(recorder.ask([user("q"), assistant("a"), user("r")]), ValueError("context is full"))
@@ -160,22 +160,22 @@ def sampled_in(trajectory):
     ]
 
 
-def test_a_call_that_goes_on_from_what_was_cut_takes_its_place():
+def test_a_resuming_call_replaces_the_cut_turn():
     recorder = Recorder()
     turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
     recorder.trajectory.resume(turn)  # it waits already
     assert (turn.status, turn.waits_to_go_on) == (TurnStatus.CUT, True)
     assert "[cut, waits to be resumed]" in recorder.trajectory.explain()
-    assert sampled_in(recorder.trajectory) == [[7, 8]]  # A2: until it goes on, and if it never does
+    assert sampled_in(recorder.trajectory) == [[7, 8]]  # until it continues, and if it never does
     again = recorder.ask([user("q")], prompt=[1, 2])
     assert recorder.trajectory.turns == [again]
     assert again.resumes is turn.generation
 
 
 @pytest.mark.parametrize("call", [{"prompt": [1, 3]}, {"prompt": [1, 2], "constrained": True}])
-def test_what_was_cut_stays_where_a_call_cannot_go_on_from_it(call):
-    """A2: tokens are never put behind other tokens than those before them, and never lost either."""
+def test_a_cut_turn_stays_if_a_call_cannot_resume_it(call):
+    """Tokens never follow other tokens than those they were sampled after, and are never lost."""
     recorder = Recorder()
     turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
@@ -185,8 +185,7 @@ def test_what_was_cut_stays_where_a_call_cannot_go_on_from_it(call):
     assert sampled_in(recorder.trajectory) == [[7, 8]]
 
 
-def test_a_resumed_call_that_fails_keeps_what_was_sampled_before():
-    """A2."""
+def test_a_resumed_call_that_fails_keeps_its_earlier_tokens():
     recorder = Recorder()
     recorder.trajectory.resume(cut_turn(recorder, 7, 8))
     for _ in range(2):
@@ -195,8 +194,8 @@ def test_a_resumed_call_that_fails_keeps_what_was_sampled_before():
     assert recorder.ask([user("q")], prompt=[1, 2]).resumes.output_ids.tolist() == [7, 8]
 
 
-def test_agents_that_were_cut_at_the_same_question_go_on_from_their_own_tokens():
-    """A2: those that are known by earlier answers, in any order."""
+def test_agents_cut_at_the_same_question_resume_their_tokens():
+    """Agents that are known by earlier answers, in any order."""
     recorder = Recorder()
     agents = ["one", "two", "three"]
     for agent in agents:
@@ -210,8 +209,8 @@ def test_agents_that_were_cut_at_the_same_question_go_on_from_their_own_tokens()
         assert (again.resumes, again.parent) == (turns[agent].generation, turns[agent].parent)
 
 
-def test_agents_that_were_made_anew_go_on_from_what_was_cut_in_order():
-    """A2: a restarted rollout has new agents, and an agent whose first call fails is not remembered by Strands."""
+def test_agents_made_again_resume_cut_turns_in_order():
+    """A restarted rollout has new agents, and Strands forgets an agent whose first call fails."""
     recorder = Recorder()
     for agent in ("one", "two"):
         recorder.call([user("q")], agent=agent)
@@ -224,8 +223,7 @@ def test_agents_that_were_made_anew_go_on_from_what_was_cut_in_order():
     assert sampled_in(recorder.trajectory) != []
 
 
-def test_an_agent_that_was_not_cut_takes_nobody_elses_tokens():
-    """A2."""
+def test_an_agent_that_was_not_cut_resumes_no_other_turn():
     recorder = Recorder()
     for agent in ("one", "two"):
         recorder.call([user("q")], agent=agent)
@@ -236,8 +234,7 @@ def test_an_agent_that_was_not_cut_takes_nobody_elses_tokens():
     assert recorder.ask(history, agent="one", prompt=[1, 2]).resumes is turn.generation
 
 
-def test_several_cut_attempts_of_one_agent_go_on_in_order():
-    """A2."""
+def test_cut_attempts_of_one_agent_resume_in_order():
     recorder = Recorder()
     attempts = [recorder.ask([user("q")], agent="one", prompt=[1, 2]) for _ in range(3)]
     for i in (2, 0, 1):
@@ -247,8 +244,7 @@ def test_several_cut_attempts_of_one_agent_go_on_in_order():
     assert [turn.resumes.output_ids.tolist() for turn in again] == [[100], [101], [102]]
 
 
-def test_another_agents_call_leaves_a_failed_one_on_record():
-    """A2."""
+def test_another_agents_call_keeps_a_failed_one_recorded():
     recorder = Recorder()
     failed = recorder.ask([user("q")], agent="one")
     recorder.trajectory.fail(failed, ConnectionError())
@@ -275,7 +271,7 @@ def test_an_abort_before_the_first_token_is_a_failure():
         ([user("q"), assistant("a"), user("r")], {"system prompt": "new"}, "the system prompt changed"),
     ],
 )
-def test_anything_else_than_an_exact_prefix_opens_a_sequence_and_says_why(messages, parts, reason):
+def test_anything_but_an_exact_prefix_opens_a_sequence(messages, parts, reason):
     recorder = Recorder()
     recorder.call([user("q")], "a")
     turn = recorder.call(messages, **parts)
@@ -293,11 +289,11 @@ def test_forks_share_their_prefix_and_train_it_once():
     assert first.token_ids[:4] == second.token_ids[:4]
     assert first.loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
     assert second.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
-    # The latest sequence stands alone with its own full mask.
+    # The latest sequence alone, with its own full mask.
     assert recorder.trajectory.latest_main_sequence().loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_fork_names_what_differs_from_the_call_that_went_on_before():
+def test_a_fork_names_the_difference_from_the_earlier_call():
     recorder = Recorder()
     recorder.call([user("q")], "a")
     recorder.call([user("q"), assistant("a"), user("r")], "b")
@@ -334,17 +330,16 @@ def test_a_call_from_outside_the_loop_is_left_aside():
     assert (main.loss_mask, judge.loss_mask) == ([0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1])
 
 
-def test_where_agents_have_a_loop_later_calls_without_an_agent_are_left_aside():
+def test_later_calls_without_an_agent_are_auxiliary():
     recorder = Recorder()
     main = recorder.call([user("q")], agent="A")
-    after = recorder.call([user("summarise that")])
+    after = recorder.call([user("summarize that")])
     assert [turn.is_auxiliary for turn in (main, after)] == [False, True]
     assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [main.token_ids()]
     assert recorder.trajectory.latest_main_sequence().token_ids == main.token_ids()
 
 
-def test_what_was_recorded_before_the_first_agent_asked_stays_trained_and_that_is_said(caplog):
-    """A10."""
+def test_calls_before_the_first_agent_stay_trained(caplog):
     recorder = Recorder()
     history = [user("my own loop"), assistant("a"), user("r")]
     recorder.call(history[:1], "a")
@@ -360,8 +355,7 @@ def test_what_was_recorded_before_the_first_agent_asked_stays_trained_and_that_i
     assert "calls=<2>" in record.getMessage()
 
 
-def test_a_caller_may_say_that_a_call_beside_agents_is_the_rollouts_own():
-    """A10."""
+def test_a_caller_can_keep_a_call_without_an_agent_trained():
     recorder = Recorder()
     recorder.call([user("q")], agent="A")
     own = recorder.call([user("my own loop")], auxiliary=False)
@@ -369,7 +363,7 @@ def test_a_caller_may_say_that_a_call_beside_agents_is_the_rollouts_own():
     assert len(recorder.trajectory.sequences()) == 2
 
 
-def test_two_agents_that_said_the_same_are_told_apart():
+def test_two_agents_that_said_the_same_are_distinct():
     recorder = Recorder()
     turns = {agent: recorder.call([user("q")], "a", agent=agent) for agent in "AB"}
     assert turns["A"].answer_key == turns["B"].answer_key
@@ -378,7 +372,7 @@ def test_two_agents_that_said_the_same_are_told_apart():
         assert after.parent is turns[agent]
 
 
-def test_an_agent_without_a_turn_of_its_own_extends_the_one_that_is_there():
+def test_an_agent_without_own_turns_extends_another():
     recorder = Recorder()
     turn = recorder.call([user("q")], "a", agent="A")
     assert recorder.call([user("q"), assistant("a"), user("r")], agent="restored").parent is turn
@@ -387,12 +381,12 @@ def test_an_agent_without_a_turn_of_its_own_extends_the_one_that_is_there():
 THROWN_AWAY = {
     "the call is retried": [user("q")],
     "a guide follows instead": [user("q"), user("Think again.")],
-    "another answer stands there": [user("q"), assistant("Cancelled by user"), user("r")],
+    "another answer is there": [user("q"), assistant("Cancelled by user"), user("r")],
 }
 
 
 @pytest.mark.parametrize("what", THROWN_AWAY)
-def test_an_answer_that_its_agent_goes_on_without_is_discarded(what):
+def test_an_answer_that_its_agent_skips_is_discarded(what):
     recorder = Recorder()
     thrown = recorder.call([user("q")], "a", agent="A")
     kept = recorder.call(THROWN_AWAY[what], "b", agent="A")
@@ -402,7 +396,7 @@ def test_an_answer_that_its_agent_goes_on_without_is_discarded(what):
     assert [sequence.token_ids for sequence in everything] == [thrown.token_ids(), kept.token_ids()]
 
 
-def test_the_answer_of_another_agent_to_the_same_question_is_not_discarded():
+def test_another_agents_answer_to_the_question_is_kept():
     recorder = Recorder()
     turns = [recorder.call([user("q")], "a", agent=agent) for agent in "AB"]
     assert [turn.status for turn in turns] == [TurnStatus.ANSWERED] * 2
@@ -416,7 +410,7 @@ def test_a_cut_answer_that_is_rewritten_is_not_discarded():
     assert len(recorder.trajectory.sequences()) == 2
 
 
-def test_an_answer_in_a_history_that_was_shortened_before_it_is_not_discarded():
+def test_an_answer_in_a_shortened_history_is_not_discarded():
     recorder = Recorder()
     turn = recorder.call([user("long ago"), assistant("old"), user("q")], "a", agent="A")
     recorder.call([user("q"), assistant("a"), user("r")], agent="A")
@@ -434,7 +428,7 @@ def test_the_answer_that_the_messages_end_with_is_final():
     assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.FINAL)
 
 
-def test_of_several_answers_to_one_question_the_others_are_discarded():
+def test_other_answers_to_the_question_are_discarded():
     recorder = Recorder()
     tries = []
     for answer in "abc":  # best of three: the middleware asks with one state
@@ -453,7 +447,7 @@ def test_another_agents_answers_stay_as_they_are():
     assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
 
 
-def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_the_messages_of_that_one():
+def test_an_answer_continued_by_another_agent_is_not_judged():
     recorder = Recorder()
     recorder.call([user("q")], "a", agent="A")
     history = [user("q"), assistant("a"), user("r")]
@@ -465,7 +459,7 @@ def test_an_answer_of_the_agent_that_another_one_goes_on_from_is_not_judged_by_t
     assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
 
 
-def test_messages_that_were_shortened_tell_nothing():
+def test_shortened_messages_settle_nothing():
     recorder = Recorder()
     turn = recorder.call([user("q")], "a", agent="A")
     recorder.trajectory.settle([user("another"), assistant("a")])
@@ -480,7 +474,7 @@ def test_the_last_answer_that_was_cancelled_is_discarded():
     assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.DISCARDED)
 
 
-def test_a_turn_whose_last_token_was_not_kept_ends_a_sequence_of_its_own():
+def test_a_turn_with_a_dropped_token_ends_its_own_sequence():
     recorder = Recorder()
     first = recorder.call([user("q")], "a")
     after = recorder.call([user("q"), assistant("a"), user("r")], "b", kept=1)
@@ -490,7 +484,7 @@ def test_a_turn_whose_last_token_was_not_kept_ends_a_sequence_of_its_own():
     assert after.token_ids() == other.token_ids
 
 
-def test_the_explanation_says_what_became_of_every_call():
+def test_the_explanation_covers_every_call():
     recorder = Recorder()
     recorder.call([user("q")], "a")
     recorder.call([user("q"), assistant("a"), user("r")])
@@ -503,7 +497,7 @@ def test_the_explanation_says_what_became_of_every_call():
     assert lines[3].endswith("[failed]: RuntimeError: server gone")
 
 
-def test_the_explanation_of_a_long_conversation_stays_at_the_left_and_forks_stand_further_in():
+def test_explanations_indent_only_forks():
     recorder = Recorder()
     history = []
     for i in range(100):
@@ -517,7 +511,7 @@ def test_the_explanation_of_a_long_conversation_stays_at_the_left_and_forks_stan
     assert steps == [0, *[2] * 99, 4, 0]
 
 
-def test_the_explanation_says_why_answers_were_discarded():
+def test_the_explanation_has_the_reasons_of_discards():
     recorder = Recorder()
     for messages in ([user("q")], [user("q")], [user("q"), user("Think again.")]):
         recorder.call(messages, "a", agent="A")
@@ -545,7 +539,7 @@ def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
 
 
 @pytest.mark.parametrize("kept", "abc")
-def test_the_main_sequence_ends_with_the_answer_that_was_kept_and_not_with_the_latest(kept):
+def test_the_main_sequence_ends_with_the_kept_answer(kept):
     recorder = Recorder()
     tries = {answer: recorder.call([user("q")], answer, agent="A") for answer in "abc"}
     recorder.trajectory.settle([user("q"), assistant(kept)])
@@ -553,7 +547,7 @@ def test_the_main_sequence_ends_with_the_answer_that_was_kept_and_not_with_the_l
     assert (main.token_ids, main.loss_mask) == (tries[kept].token_ids(), [0, 0, 1, 1])
 
 
-def test_where_every_answer_was_thrown_away_the_main_sequence_trains_nothing():
+def test_without_kept_answers_the_main_sequence_trains_nothing():
     recorder = Recorder()
     turn = recorder.call([user("q")], "a", agent="A")
     recorder.trajectory.settle([user("q"), assistant("Cancelled by user")])
@@ -562,7 +556,7 @@ def test_where_every_answer_was_thrown_away_the_main_sequence_trains_nothing():
     assert recorder.trajectory.sequences() == []
 
 
-def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():
+def test_an_aborted_attempt_does_not_claim_shared_history():
     recorder = Recorder()
     recorder.call([user("q")], "a")
     history = [user("q"), assistant("a"), user("r")]
@@ -573,7 +567,7 @@ def test_an_aborted_attempt_does_not_claim_the_history_that_it_shares():
     assert aborted.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_the_weight_version_and_the_finish_reason_stay_with_their_segment():
+def test_segments_keep_weight_version_and_finish_reason():
     recorder = Recorder()
     turn = recorder.ask([user("q")])
     versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
@@ -589,7 +583,7 @@ def test_the_weight_version_and_the_finish_reason_stay_with_their_segment():
     assert sequence.policy_versions == [*[None] * len(prompt), "v6", "v6", "v7"]
 
 
-def test_the_tokens_that_a_fork_keeps_have_the_versions_that_sampled_them():
+def test_tokens_kept_by_a_fork_keep_their_versions():
     recorder = Recorder()
     turn = recorder.ask([user("q")])
     versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
@@ -601,7 +595,7 @@ def test_the_tokens_that_a_fork_keeps_have_the_versions_that_sampled_them():
     assert [version for version in forked.policy_versions if version] == ["v6", "v6"]
 
 
-def test_the_main_sequence_stays_with_the_conversation_that_came_first():
+def test_the_main_sequence_is_of_the_first_conversation():
     recorder = Recorder()
     recorder.call([user("q")], "a")
     recorder.call([user("sub-agent")], "b", **{"system prompt": "sub"})
@@ -609,7 +603,7 @@ def test_the_main_sequence_stays_with_the_conversation_that_came_first():
     assert recorder.trajectory.latest_main_sequence().token_ids == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_observations_have_logprob_zero_and_the_opening_prompt_none():
+def test_observations_have_logprob_zero_and_the_opening_none():
     recorder = Recorder()
     recorder.call([user("q")], "a")
     recorder.call([user("q"), assistant("a"), user("r")])
@@ -618,7 +612,7 @@ def test_observations_have_logprob_zero_and_the_opening_prompt_none():
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("xyz"), st.sampled_from("ab")), max_size=12))
-def test_under_any_rewriting_of_the_history_each_sampled_token_is_trained_once(calls):
+def test_any_rewriting_trains_each_token_once(calls):
     recorder = Recorder()
     history = []
     for kept, question, answer in calls:
@@ -636,7 +630,7 @@ def test_under_any_rewriting_of_the_history_each_sampled_token_is_trained_once(c
     assert sorted(trained) == sorted(sampled)
 
 
-# === episodes on one model object: each has a trajectory of its own, whoever runs it ===
+# === episodes on one model object: each has a trajectory of its own ===
 
 
 async def test_concurrent_episodes_are_recorded_apart(rollout):
@@ -676,8 +670,8 @@ def test_episodes_in_threads_are_recorded_apart(rollout):
     assert lengths == [(2, 2)] * 4
 
 
-async def test_a_task_that_outlives_its_episode_works_for_the_one_that_runs(rollout, caplog):
-    """A3: a worker that a tool starts in the first episode serves later ones."""
+async def test_a_task_that_outlives_its_episode_joins_the_running_one(rollout, caplog):
+    """A worker that a tool starts in the first episode serves later ones."""
 
     def answer(request):
         return (
@@ -721,10 +715,8 @@ async def test_a_task_that_outlives_its_episode_works_for_the_one_that_runs(roll
 
 
 @pytest.mark.parametrize("running", [0, 2])
-async def test_a_task_that_outlives_its_episode_is_recorded_outside_where_nothing_tells_whom_it_works_for(
-    rollout, caplog, running
-):
-    """A3: said once."""
+async def test_an_orphaned_task_is_recorded_outside_if_ambiguous(rollout, caplog, running):
+    """The warning is logged once."""
     _, model = rollout(lambda request: "ok")
     may_ask = asyncio.Event()
 
@@ -745,8 +737,7 @@ async def test_a_task_that_outlives_its_episode_is_recorded_outside_where_nothin
     assert "after its own had ended" in record.getMessage()
 
 
-async def test_a_task_that_outlives_an_inner_episode_belongs_to_the_outer_one(rollout, caplog):
-    """A3."""
+async def test_a_task_that_outlives_an_inner_episode_joins_the_outer(rollout, caplog):
     _, model = rollout(lambda request: "ok")
     may_ask = asyncio.Event()
 
@@ -766,10 +757,10 @@ async def test_a_task_that_outlives_an_inner_episode_belongs_to_the_outer_one(ro
     assert not caplog.records
 
 
-async def test_copies_of_one_agent_in_threads_without_the_context_are_recorded_in_the_episodes_that_they_began_in(
+async def test_copied_agents_in_threads_stay_in_their_episodes(
     rollout,
 ):
-    """A3: agents that are restored from one snapshot have one state."""
+    """Agents that are restored from one snapshot have one state."""
     _, model = rollout(lambda request: "ok")
     saved = make_agent(model)
     await saved.invoke_async("hello")
@@ -793,8 +784,8 @@ async def test_copies_of_one_agent_in_threads_without_the_context_are_recorded_i
     assert len(model.trajectory) == outside
 
 
-async def test_nothing_keeps_an_episode_alive_that_has_ended(rollout):
-    """A3: the contexts of tasks that were started inside it do not."""
+async def test_an_ended_episode_is_not_kept_alive(rollout):
+    """Contexts of tasks that were started inside it must not keep it alive."""
     _, model = rollout(lambda request: "ok")
     with model.episode() as trajectory:
         await make_agent(model).invoke_async("hi")
@@ -807,8 +798,8 @@ async def test_nothing_keeps_an_episode_alive_that_has_ended(rollout):
     alive.cancel()
 
 
-async def test_an_episode_may_be_left_in_another_task_than_it_was_entered_in(rollout):
-    """A3: as asynchronous fixtures and generators are."""
+async def test_an_episode_can_be_left_in_another_task(rollout):
+    """Asynchronous fixtures and generators do this."""
     _, model = rollout(lambda request: "ok")
 
     async def fixture():
@@ -825,7 +816,6 @@ async def test_an_episode_may_be_left_in_another_task_than_it_was_entered_in(rol
 
 
 def test_episodes_may_end_in_another_order_than_they_began(rollout):
-    """A3."""
     _, model = rollout(lambda request: "ok")
     first, second = model.episode(), model.episode()
     one, two = first.__enter__(), second.__enter__()
@@ -836,14 +826,12 @@ def test_episodes_may_end_in_another_order_than_they_began(rollout):
     assert (len(one), len(two), len(model.trajectory)) == (0, 1, 1)
 
 
-async def test_a_call_without_an_agent_from_a_thread_without_the_context_is_recorded_outside_and_that_is_said(
-    rollout, caplog
-):
-    """A3: whose history it begins with would be a guess."""
+async def test_calls_without_agent_or_context_are_recorded_outside(rollout, caplog):
+    """The agent whose history it begins with would be a guess."""
     _, model = rollout(lambda request: f"answer {request.index}")
 
     async def summary(messages):
-        async for _ in model.stream([*messages, {"role": "user", "content": [{"text": "Summarise."}]}]):
+        async for _ in model.stream([*messages, {"role": "user", "content": [{"text": "Summarize."}]}]):
             pass
 
     with model.episode() as trajectory:
@@ -856,7 +844,7 @@ async def test_a_call_without_an_agent_from_a_thread_without_the_context_is_reco
     assert len(caplog.records) == 1
 
 
-async def test_an_agent_in_a_thread_without_the_context_is_recorded_outside_and_that_is_said_once(rollout, caplog):
+async def test_agents_without_context_are_recorded_outside(rollout, caplog):
     _, model = rollout(lambda request: "ok")
     with model.episode() as trajectory:
         await asyncio.to_thread(make_agent(model), "with the context")
@@ -868,7 +856,7 @@ async def test_an_agent_in_a_thread_without_the_context_is_recorded_outside_and_
     assert "asyncio.to_thread" in record.getMessage()
 
 
-async def test_a_reset_inside_an_episode_is_refused(rollout):
+async def test_a_reset_inside_an_episode_is_rejected(rollout):
     _, model = rollout(["ok"])
     with model.episode() as trajectory:
         with pytest.raises(RuntimeError, match="inside `with model.episode"):
@@ -877,7 +865,7 @@ async def test_a_reset_inside_an_episode_is_refused(rollout):
     assert len(trajectory) == 1
 
 
-async def test_what_an_episode_recorded_stays_readable_after_it(rollout):
+async def test_an_episodes_record_stays_readable(rollout):
     server, model = rollout(["ok", "fine"])
     with model.episode() as trajectory:
         await make_agent(model).invoke_async("hi")
@@ -933,7 +921,7 @@ def test_a_sequence_cannot_begin_with_a_response():
         TokenManager().add_response([1], [-0.1])
 
 
-def test_logprobs_of_another_length_are_refused_and_nothing_is_added():
+def test_logprobs_of_another_length_are_rejected():
     tm = TokenManager()
     tm.add_prompt([1])
     with pytest.raises(ValueError, match="2 token ids came with 1 logprobs"):
@@ -946,7 +934,7 @@ def test_a_prompt_cannot_be_trained_on():
         Segment([1], is_response=False, loss_mask=1)
 
 
-def test_empty_segments_are_left_out():
+def test_empty_segments_are_ignored():
     tm = TokenManager()
     tm.add_prompt([])
     assert tm.segments == []
@@ -969,7 +957,7 @@ def test_tokens_are_frozen():
     assert (token.token_id, token.logprob, token.loss_mask) == (1, -0.5, True)
 
 
-def test_what_is_handed_out_is_a_copy():
+def test_returned_lists_are_copies():
     tm = TokenManager()
     tm.add_prompt([1, 2])
     tm.token_ids.append(9)
@@ -983,7 +971,7 @@ def test_rollout_is_a_second_name():
 
 
 @pytest.mark.parametrize("bad", [["1"], [1.5], [None]])
-def test_ids_that_are_no_ints_are_refused(bad):
+def test_ids_that_are_not_ints_are_rejected(bad):
     with pytest.raises(TypeError):
         TokenManager().add_prompt(bad)
 
@@ -1009,7 +997,7 @@ def test_everything_added_is_read_back_exactly(parts):
     assert sum(length for _, length in tm.segment_info) == len(tm)
 
 
-# === on disk and in other processes: bit-equal, readable by others, never half written; and so are errors ===
+# === on disk and in other processes: bit-equal, readable by others, never half written; errors too ===
 
 
 # --- Trajectories on disk: bit-equal, readable by others, never half written ---
@@ -1035,7 +1023,7 @@ def recorded(episode):
     return episode.trajectory
 
 
-async def test_what_is_loaded_is_what_was_saved(recorded, tmp_path):
+async def test_a_loaded_trajectory_equals_the_saved_one(recorded, tmp_path):
     def same(one, other):
         """NaN is equal to itself here."""
         return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
@@ -1058,7 +1046,7 @@ async def test_what_is_loaded_is_what_was_saved(recorded, tmp_path):
             assert same(ours.prompt_logprobs, theirs.prompt_logprobs)
 
 
-async def test_what_is_loaded_and_saved_again_is_the_same(recorded, tmp_path):
+async def test_saving_a_loaded_trajectory_gives_the_same_bytes(recorded, tmp_path):
     recorded.save(tmp_path / "one")
     Trajectory.load(tmp_path / "one").save(tmp_path / "two")
     files = [safe_open(tmp_path / name, framework="numpy") for name in ("one", "two")]
@@ -1066,7 +1054,7 @@ async def test_what_is_loaded_and_saved_again_is_the_same(recorded, tmp_path):
     assert first == second
 
 
-async def test_a_loaded_trajectory_knows_which_answers_were_discarded_and_judges_the_others(rollout, tmp_path):
+async def test_a_loaded_trajectory_knows_and_judges_answers(rollout, tmp_path):
     _, model = rollout(lambda request: f"answer {request.index}")
     agent = make_agent(model)
     for question in "ab":
@@ -1081,7 +1069,7 @@ async def test_a_loaded_trajectory_knows_which_answers_were_discarded_and_judges
     ]
 
 
-async def test_a_loaded_trajectory_is_extended_like_the_one_that_was_saved(rollout, tmp_path):
+async def test_a_loaded_trajectory_is_extended_like_the_saved_one(rollout, tmp_path):
     server, model = rollout(["One.", "Two."])
     agent = make_agent(model)
     await agent.invoke_async("a")
@@ -1120,8 +1108,8 @@ async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
     assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
 
 
-async def test_what_a_server_tells_may_have_any_size(recorded):
-    """A15 (p14): what is not tokens was in the header, which safetensors limits to 100 MB."""
+async def test_server_reports_may_have_any_size(recorded):
+    """All but the tokens was in the header, which safetensors limits to 100 MB."""
     generation = recorded.turns[0].generation
     large = {**generation.meta_info, "told": "x" * 101_000_000}
     recorded.turns[0].generation = replace(generation, meta_info=large)
@@ -1183,7 +1171,7 @@ async def test_an_error_while_writing_leaves_the_old_file(recorded, tmp_path, mo
     assert os.listdir(tmp_path) == ["t"]
 
 
-def test_other_files_are_refused_by_name(tmp_path):
+def test_other_files_are_rejected_by_name(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(TrajectoryFileError, match="text: not a safetensors file"):
         Trajectory.load(tmp_path / "text")
@@ -1199,7 +1187,7 @@ def test_an_empty_trajectory_is_saved_and_loaded(tmp_path):
     assert Trajectory.load(tmp_path / "t").sequences() == []
 
 
-async def test_bytes_are_what_a_file_holds(recorded, tmp_path):
+async def test_bytes_equal_the_files_content(recorded, tmp_path):
     recorded.save(tmp_path / "t")
     content = recorded.to_bytes()
     assert Trajectory.from_bytes(content).sequences()[0].tokens == recorded.sequences()[0].tokens
@@ -1223,9 +1211,7 @@ def cross(request):
     return request.param
 
 
-def test_every_error_crosses_with_all_that_it_says(cross):
-    """A4."""
-
+def test_every_error_pickles_with_all_its_facts(cross):
     def made(kind):
         """An error of a kind, with a made-up value for every argument that has to be given."""
         values = {"int": 418, "str": "told", "bool": True, "dict[str, Any]": {"a": 1}}
@@ -1273,8 +1259,8 @@ def raise_http_error(kind):
 
 
 @pytest.mark.parametrize("kind", [SGLangHTTPError, SGLangContextLengthError, SGLangThrottledError])
-def test_an_error_in_a_worker_reaches_its_parent_and_breaks_no_pool(kind):
-    """A4: such an error broke a process pool, and `multiprocessing.Pool` waited for ever."""
+def test_a_workers_error_reaches_its_parent_and_breaks_no_pool(kind):
+    """Such an error broke a process pool, and `multiprocessing.Pool` waited forever."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         with pytest.raises(kind) as caught:
@@ -1283,7 +1269,7 @@ def test_an_error_in_a_worker_reaches_its_parent_and_breaks_no_pool(kind):
         assert pool.submit(int, "1").result(timeout=120) == 1
 
 
-def told(trajectory):
+def facts_of(trajectory):
     return [
         (
             turn.index,
@@ -1299,19 +1285,17 @@ def told(trajectory):
 
 
 async def test_a_trajectory_crosses_whole(episode, cross):
-    """A4."""
     trajectory = episode.trajectory
     there = cross(trajectory)
     assert isinstance(there, Trajectory) and there is not trajectory
-    assert told(there) == told(trajectory)
+    assert facts_of(there) == facts_of(trajectory)
     assert [s.tokens for s in there.sequences()] == [s.tokens for s in trajectory.sequences()]
     assert there.explain() == trajectory.explain()
 
 
 async def test_turns_stay_parts_of_one_trajectory(episode, cross):
-    """A4."""
     turns = cross(episode.trajectory.turns)
-    assert told(turns[0].trajectory) == told(episode.trajectory)
+    assert facts_of(turns[0].trajectory) == facts_of(episode.trajectory)
     assert all(turn.trajectory is turns[0].trajectory for turn in turns)
     parents = [None if turn.parent is None else turns.index(turn.parent) for turn in turns]
     originals = episode.trajectory.turns
@@ -1319,7 +1303,6 @@ async def test_turns_stay_parts_of_one_trajectory(episode, cross):
 
 
 async def test_sequences_cross_with_every_token(episode, cross):
-    """A4."""
     for sequence in [*episode.trajectory.sequences(), episode.token_manager]:
         there = cross(sequence)
         assert there.tokens == sequence.tokens and there.segment_info == sequence.segment_info
@@ -1327,7 +1310,6 @@ async def test_sequences_cross_with_every_token(episode, cross):
 
 
 async def test_a_copy_is_extended_and_leaves_the_original_alone(rollout, cross):
-    """A4."""
     server, model = rollout(["One.", "Two."])
     agent = make_agent(model)
     await agent.invoke_async("a")
@@ -1338,18 +1320,16 @@ async def test_a_copy_is_extended_and_leaves_the_original_alone(rollout, cross):
 
 
 async def test_the_result_of_a_step_crosses(rollout, cross):
-    """A4."""
     _, model = rollout(["hello"])
     result = await Environment(model_factory=lambda: model).step(
         Action(message="hi", task_context=TaskContext(id="1", extra={"a": 1}))
     )
     there = cross(result)
     assert there.model_dump() == result.model_dump()
-    assert told(there.observation.trajectory) == told(result.observation.trajectory)
+    assert facts_of(there.observation.trajectory) == facts_of(result.observation.trajectory)
 
 
 async def test_results_of_an_evaluation_cross(tmp_path, cross):
-    """A4."""
     results = await Evaluator(StubEnvironment().factory, show_progress=False).run(tasks(2))
     there = cross(results)
     assert {key: [s.model_dump() for s in row] for key, row in there.items()} == {
@@ -1358,7 +1338,7 @@ async def test_results_of_an_evaluation_cross(tmp_path, cross):
 
 
 async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cross):
-    """A4: a chain of 400 turns was a RecursionError."""
+    """A chain of 400 turns was a RecursionError."""
     _, model = rollout(lambda request: ScriptedAnswer("ok"), server={"context_length": 10**6})
     messages, sizes = [], {}
     for number in range(1, 401):
@@ -1374,8 +1354,7 @@ async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cr
     assert sizes[400] < 2.2 * sizes[200]
 
 
-def test_a_turn_without_a_trajectory_says_that_it_cannot_cross(rollout, cross):
-    """A4."""
+def test_a_turn_without_a_trajectory_cannot_be_pickled(rollout, cross):
     turn = strands_sglang.Turn(0, None, "alone", b"", {}, (), (), [])
     with pytest.raises(TypeError, match="belongs to no trajectory"):
         cross(turn)
@@ -1388,7 +1367,7 @@ RELEASES = sorted(path for path in (Path(__file__).parents[2] / "fixtures").iter
 of_each_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
 
 
-def old_told(path):
+def recorded_facts(path):
     return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
 
 
@@ -1399,7 +1378,7 @@ def old_told(path):
 )
 def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
     def facts(trajectory):
-        """What the code at hand reads from a trajectory."""
+        """What this code reads from a trajectory."""
         return {
             "statuses": [turn.status.value for turn in trajectory.turns],
             "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
@@ -1425,7 +1404,7 @@ def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
     def as_json(value):
         return json.loads(json.dumps(value))
 
-    expected = old_told(path)
+    expected = recorded_facts(path)
     del expected["messages"]
     loaded = Trajectory.load(path)
     assert same(as_json(facts(loaded)), expected)
@@ -1442,7 +1421,7 @@ async def test_an_old_trajectory_is_extended(release, name):
     model = SGLangModel(tokenizer=tokenizer, client=server.client())
     model.trajectory = Trajectory.load(path)
     tools = make_tools()[0] if name == "tool_loop" else None
-    await make_agent(model, tools, messages=old_told(path)["messages"]).invoke_async("And more?")
+    await make_agent(model, tools, messages=recorded_facts(path)["messages"]).invoke_async("And more?")
     turn = model.trajectory.turns[-1]
     assert turn.parent is not None
     assert server.requests[0].input_ids[: len(turn.parent.token_ids())] == turn.parent.token_ids()
