@@ -95,6 +95,8 @@ def test_fields_can_be_named_and_others_are_kept(tmp_path):
     )
     assert action.message == row["q"] and action.task_context.ground_truth == 0
     assert action.task_context.id is None and action.task_context.level == 5
+    numbered = load_tasks(write(tmp_path / "n.jsonl", [{"question": "?", "answer": "!", "id": i} for i in (7, 0.5)]))
+    assert [action.task_context.id for action in numbered] == [7, "0.5"]
 
 
 @pytest.mark.parametrize(

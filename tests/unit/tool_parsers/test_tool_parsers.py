@@ -1066,6 +1066,11 @@ def read(format_name, value, schema, key="a"):
     return call.input[key]
 
 
+def test_lists_of_pythonic_calls_are_read_as_in_python():
+    (call,) = get_tool_parser("llama4_pythonic").parse("[f(a=[1, 'a', -2.5, [], {}, 3], b=[[1], {'b': [None]}, True])]")
+    assert call.input == {"a": [1, "a", -2.5, [], {}, 3], "b": [[1], {"b": [None]}, True]}
+
+
 WORD = {"type": "string"}
 
 
@@ -1141,6 +1146,7 @@ def test_numbers_are_compared_as_in_json_schema(format_name, value, schema, expe
         ("1", {"anyOf": [{"$ref": "#/$defs/E"}, {"type": "null"}]}, "1"),
         ("1", {"allOf": [{"enum": ["1", "x", 5]}]}, "1"),
         ("7", {"enum": ["1", 2]}, 7),
+        ("[1]", {"enum": ["[1]", [1]]}, [1]),
     ],
 )
 def test_text_listed_as_a_constant_stays_text(format_name, value, schema, expected):

@@ -29,7 +29,7 @@ from strands_env.environments import (
 )
 from strands_env.environments.calculator import as_text
 from strands_env.rewards import ExactMatchReward, MathReward
-from strands_env.sandbox import PythonSandbox, SandboxLimits
+from strands_env.sandbox import Execution, PythonSandbox, SandboxLimits
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import ScriptedModel, call, tool_use
@@ -82,6 +82,20 @@ async def test_agent_runs_programs(factory):
     assert "nothing was printed" in texts[1] and "ZeroDivisionError" in texts[2]
     assert texts[3] == "[stopped: it ran for more than 1 seconds]" and texts[4] == "[ended by SIGSEGV]"
     assert result.reward is not None and result.reward.reward == 1.0
+
+
+async def test_program_over_a_limit_is_told_its_size(factory, monkeypatch):
+    async def run(sandbox, code):
+        return Execution("", code, None, "unsafe")
+
+    monkeypatch.setattr(PythonSandbox, "run", run)
+    sandbox = PythonSandbox(SandboxLimits(memory_bytes=64 << 20, disk_bytes=32 << 20), unsafe=True)
+    answers = [call("execute_python_code", code=ended) for ended in ("memory", "disk")]
+    result = await PythonEnvironment(factory(*answers, "done"), sandbox=sandbox).step(task())
+    assert tool_results(result) == [
+        ("error", "[stopped: it used more than 64 MB of memory]"),
+        ("error", "[stopped: its files took more than 32 MB]"),
+    ]
 
 
 async def test_timed_out_episode_ends_its_program(factory, tmp_path):

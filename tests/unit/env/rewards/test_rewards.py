@@ -123,6 +123,8 @@ def test_invalid_pattern_is_refused_at_once(arguments, error):
 async def test_matching_without_a_ground_truth_is_an_error(function):
     with pytest.raises(RewardError, match="the ground truth must be"):
         await reward(function, "a")
+    with pytest.raises(ValueError, match="the ground truth must be"):
+        function.check_truth(None)
 
 
 # --- sums and conjunctions ---
