@@ -13,7 +13,7 @@ from python_tool import execute_python_code
 from strands_sglang.trainers.slime import make_generate, make_reward
 
 SYSTEM_PROMPT = """
-You solve mathematical problems, with `execute_python_code` at hand.
+You solve mathematical problems. Use `execute_python_code` for computations.
 
 - Think about the problem first, and work in small steps.
 - Compute with Python rather than in your head, and check results with it where that is possible. A program starts from

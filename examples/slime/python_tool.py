@@ -113,7 +113,7 @@ async def _run(folder: str, limits: Limits) -> str:
     waiting = asyncio.ensure_future(process.wait())
     try:
         await asyncio.wait({reading, waiting}, timeout=limits.wall_s, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done() and not reading.result():  # it has closed its output, and may go on
+        if reading.done() and not reading.result():  # it has closed its output, and may still run
             await asyncio.wait({waiting}, timeout=limits.wall_s)
         ended = waiting.done()
     finally:

@@ -66,7 +66,7 @@ PERF_ARGS=(
     --max-tokens-per-gpu 18432
 )
 
-# Removed samples must not move a group's baseline, which slime's own normalisation lets them.
+# Removed samples must not move a group's baseline, which slime's own normalization lets them.
 GRPO_ARGS=(
     --advantage-estimator grpo
     --custom-reward-post-process-path strands_sglang.trainers.slime.grpo_rewards_by_group

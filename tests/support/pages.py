@@ -101,7 +101,7 @@ def _heading_above(text):
 
 
 def sampled_text(request):
-    """What a model that does as it is told samples for the documentation's prompts."""
+    """What an obedient model samples for the documentation's prompts."""
     schema = request.sampling_params.get("json_schema")
     if schema is not None:
         return '{"reasoning": "It is short.", "score": 8}' if "reasoning" in str(schema) else '{"product": 425}'

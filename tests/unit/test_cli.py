@@ -56,7 +56,7 @@ def start(*arguments):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
-def test_serve_prints_the_address_once_healthy_and_sigterm_stops_everything_with_code_0(installed, tmp_path):
+def test_serve_prints_its_address_and_stops_on_sigterm(installed, tmp_path):
     with start("serve", "--model", installed, "--port", "0") as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")
@@ -79,7 +79,7 @@ def test_serve_ends_with_code_1_when_the_server_dies_under_it(installed, tmp_pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the local server runs on Linux only")
-def test_serve_ends_with_code_1_and_the_log_when_the_server_does_not_start(installed, monkeypatch, capsys):
+def test_serve_shows_the_log_of_a_server_that_does_not_start(installed, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_SGLANG_MODE", "dies")
     assert cli.main(["serve", "--model", str(installed), "--port", "0"]) == 1
     out, error = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_serve_refuses_a_folder_without_a_model_with_code_2(tmp_path, capsys):
     assert "no config.json" in capsys.readouterr().err
 
 
-def test_serve_says_in_one_line_with_code_3_that_a_machine_cannot_run_it(monkeypatch, capsys):
+def test_serve_on_an_unsupported_machine_is_one_line_and_code_3(monkeypatch, capsys):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert cli.main(["serve"]) == 3
     out, error = capsys.readouterr()
@@ -121,8 +121,8 @@ TOKENIZER = Path(__file__).parent.parent / "fixtures" / "0.5.0" / "tokenizer"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize("arguments", [["check", TOKENIZER], ["--help"]])
-def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_without_a_traceback(arguments):
-    """Row D6: `| head`, and a full disk."""
+def test_unread_or_unwritable_output_gives_no_traceback(arguments):
+    """`| head`, and a full disk."""
     command = [sys.executable, "-m", "strands_sglang.cli", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
@@ -139,7 +139,6 @@ def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_witho
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./missing"])
 def test_a_model_folder_that_does_not_exist_is_called_that(model, capsys):
-    """Row D6."""
     assert cli.main(["check", model]) == 2
     assert capsys.readouterr().err == f"{model}: no such folder\n"
 
@@ -168,7 +167,7 @@ async def test_the_report_names_what_a_rollout_will_use(chatml_tokenizer):
     assert report.is_proven
 
 
-async def test_the_example_is_the_templates_own_conversation_token_by_token(chatml_tokenizer):
+async def test_the_example_is_the_templates_own_conversation(chatml_tokenizer):
     report = await check_model(chatml_tokenizer, "a-model")
     opening, sampled, continuation = report.example
     assert [piece.kind for piece in report.example] == ["opening", "sampled", "continuation"]
@@ -211,7 +210,7 @@ async def test_a_server_that_is_not_there_makes_the_check_fail(chatml_tokenizer)
     assert not report.is_proven
 
 
-def test_the_command_prints_the_report_and_exits_with_0_if_all_is_proven(folder, capsys):
+def test_check_exits_with_0_if_everything_is_proven(folder, capsys):
     assert cli.main(["check", folder]) == 0
     printed = capsys.readouterr().out
     assert "tool parser      hermes" in printed
@@ -236,7 +235,7 @@ def test_the_command_exits_with_1_if_something_is_unproven(folder, tmp_path, cap
         (["FOLDER", "--chat-template", "/nowhere.jinja"], "--chat-template /nowhere.jinja"),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_one_clear_line_and_code_2(folder, arguments, message, capsys):
+def test_wrong_options_are_one_line_and_exit_code_2(folder, arguments, message, capsys):
     given = [folder if argument == "FOLDER" else argument for argument in arguments]
     assert cli.main(["check", *given]) == 2
     assert message in capsys.readouterr().err

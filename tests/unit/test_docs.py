@@ -130,7 +130,7 @@ def test_the_configuration_lists_every_option_in_order():
     assert documented_names(SGLangModel.SGLangConfig, "Attributes") == [*SGLangModel.SGLangConfig.__annotations__]
 
 
-async def test_what_the_configuration_says_of_defaults_is_what_a_model_does(chatml_tokenizer):
+async def test_documented_defaults_are_what_a_model_does(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["Hello."], context_length=1000)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
     await make_agent(model).invoke_async("Hi!")
@@ -417,7 +417,7 @@ async def test_a_user_in_trouble_sees_what_the_page_says(seen, chatml_tokenizer,
         assert all(turn.generation is None for turn in model.trajectory.turns)
 
 
-async def test_the_cause_of_a_history_that_cannot_be_trimmed_holds_the_numbers(chatml_tokenizer):
+async def test_the_cause_of_an_untrimmable_history_has_the_numbers(chatml_tokenizer):
     model = scripted(chatml_tokenizer, context_length=5)
     with pytest.raises(Exception, match="Unable to trim conversation context!") as raised:
         await Agent(model=model, callback_handler=None).invoke_async("Hi!")

@@ -176,7 +176,7 @@ async def test_slime_example_runs_python_and_scores_the_answer(example, chatml_t
 
 @pytest.mark.parametrize(("iterations", "reward"), [(0, -1.0), (2, -1.0), (3, -0.95), (5, -0.85), (50, -0.6)])
 async def test_being_wrong_is_never_worse_than_failing(iterations, reward, example, chatml_tokenizer, monkeypatch):
-    """C5: a wrong answer without tools had -1.1, and a crash 0.0."""
+    """A wrong answer without tools had -1.1, and a crash 0.0."""
     install_slime(monkeypatch, chatml_tokenizer)
     for name in ("slime.rollout.rm_hub", "slime.rollout.rm_hub.math_dapo_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -108,7 +108,7 @@ def test_results_of_other_weights_are_not_gone_on_with(command, server, tmp_path
     assert len(server.requests) == asked and lines(tmp_path / "out" / "results.jsonl") == before
 
 
-def test_a_server_that_gives_no_answer_is_one_line_and_exit_code_1(command, server, capsys):
+def test_an_unreachable_server_is_one_line_and_exit_code_1(command, server, capsys):
     given = [*command, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 1, "retry_delay": 0.01}']
     assert run(given) == 1
     error = capsys.readouterr().err.strip()
@@ -116,7 +116,7 @@ def test_a_server_that_gives_no_answer_is_one_line_and_exit_code_1(command, serv
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_sample(command, server, tmp_path):
+def test_a_run_killed_repeatedly_loses_and_repeats_no_sample(command, server, tmp_path):
     def finished_by_prompt(path):
         whole = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         return Counter(json.loads(line)["prompt_id"] for line in whole if line.endswith(b"\n"))
@@ -152,7 +152,7 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_no_finished_samp
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_says_how_it_goes_on_and_keeps_what_is_finished(command, tmp_path, number):
+def test_a_stopped_run_keeps_its_samples_and_says_how_to_resume(command, tmp_path, number):
     path = tmp_path / "out" / "results.jsonl"
     with start(command) as process:
         while finished(path) < 3 and process.poll() is None:
@@ -166,7 +166,7 @@ def test_a_stopped_run_says_how_it_goes_on_and_keeps_what_is_finished(command, t
     assert run(command) == 0 and len(lines(path)) == 18
 
 
-def test_options_may_stand_in_a_file_and_the_command_line_goes_first(command, tmp_path, capsys):
+def test_options_come_from_a_file_unless_the_command_line_has_them(command, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"n_samples": 5, "temperature": 0.5, "env_args": {"max_turns": 3}, "json": True}))
     assert run([*command, "--config", config]) == 0
@@ -177,7 +177,7 @@ def test_options_may_stand_in_a_file_and_the_command_line_goes_first(command, tm
     assert json.loads(capsys.readouterr().out)["samples"] == 18
 
 
-def test_dropped_samples_are_told_with_their_cause_and_by_the_exit_code(command, tmp_path, capsys):
+def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys):
     environment = tmp_path / "broken_environment.py"
     environment.write_text(
         "from strands_env.environments import CalculatorEnvironment\n"
@@ -237,7 +237,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsy
     ("module", "told"),
     [
         ("def Env(model_factory, reward_fn=None: ...", "SyntaxError"),
-        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("raise RuntimeError('no license')", "RuntimeError: no license"),
         (
             "class Env:\n    def __init__(self, model_factory):\n        raise RuntimeError('no sandbox\\nhere')",
             "no sandbox here",
@@ -245,7 +245,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsy
     ],
     ids=["no Python", "not importable", "refuses"],
 )
-def test_an_environment_that_cannot_be_made_is_one_line_and_exit_code_2(command, tmp_path, module, told, capsys):
+def test_an_unusable_environment_is_one_line_and_exit_code_2(command, tmp_path, module, told, capsys):
     name = f"unusable_{len(module)}"
     (tmp_path / f"{name}.py").write_text(module)
     command[command.index("calculator")] = f"{name}.Env"
@@ -281,9 +281,7 @@ def test_missing_package_and_benchmark_are_reported(tmp_path, capsys):
     assert "no results of an evaluation" in capsys.readouterr().err
 
 
-def test_a_data_file_with_a_ground_truth_that_cannot_be_read_is_told_before_anything_runs(
-    command, server, dataset, tmp_path, capsys
-):
+def test_an_unreadable_ground_truth_is_reported_before_any_run(command, server, dataset, tmp_path, capsys):
     """Bad input: file, line, what is wrong."""
     dataset.write_text(dataset.read_text() + '\n{"question": "?", "answer": "\\\\boxed{"}\n')
     assert run(command) == 2
@@ -292,8 +290,7 @@ def test_a_data_file_with_a_ground_truth_that_cannot_be_read_is_told_before_anyt
     assert not server.requests and not (tmp_path / "out").exists()
 
 
-def test_a_reward_takes_arguments_which_are_part_of_the_configuration(command, tmp_path, capsys):
-    """Row B15."""
+def test_arguments_of_a_reward_are_part_of_the_configuration(command, tmp_path, capsys):
     given = [*command, "--limit", 1, "--reward", "regex", "--reward-args"]
     assert run([*given, r'{"pattern": "boxed.(\\d+)", "group": 1}', "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
@@ -302,7 +299,6 @@ def test_a_reward_takes_arguments_which_are_part_of_the_configuration(command, t
 
 
 def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capsys):
-    """Row B15."""
     script = Path(__file__).parent.parent.parent / "support" / "mcp_server.py"
     command[command.index("calculator")] = "mcp"
     servers = [{"command": sys.executable, "args": [str(script)], "env": {"TOKEN": "secret"}, "prefix": "c"}]
@@ -312,8 +308,7 @@ def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tm
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-Infinity"])
-def test_a_threshold_or_temperature_that_is_no_finite_number_is_refused(text, tmp_path, capsys):
-    """Row B15."""
+def test_numbers_that_are_not_finite_are_refused(text, tmp_path, capsys):
     for arguments in (
         ["report", tmp_path, f"--success-threshold={text}"],
         ["compare", tmp_path, tmp_path, f"--success-threshold={text}"],
@@ -344,7 +339,7 @@ def test_a_wrong_number_is_named_with_its_option(option, capsys):
 
 
 def test_an_install_without_the_extra_says_what_is_missing():
-    """Row D6: no traceback."""
+    """No traceback."""
     program = "import sys; sys.modules['scipy'] = None; from strands_env.cli import main; sys.exit(main(['list']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
@@ -362,8 +357,8 @@ FINISHED = Path(__file__).parent.parent.parent / "fixtures" / "0.5.0" / "command
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize("arguments", [["list"], ["compare", FINISHED, FINISHED], ["--help"]])
-def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_without_a_traceback(arguments):
-    """Row D6: `| head`, and a full disk."""
+def test_unread_or_unwritable_output_gives_no_traceback(arguments):
+    """`| head`, and a full disk."""
     command = [sys.executable, "-m", "strands_env.cli", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
@@ -378,7 +373,6 @@ def test_output_that_nobody_reads_or_that_cannot_be_written_ends_a_command_witho
 
 
 def test_an_evaluation_whose_output_nobody_reads_is_kept(command, tmp_path):
-    """Row D6."""
     reader, writer = os.pipe()
     os.close(reader)
     line = [sys.executable, "-m", "strands_env.cli", *map(str, command), "--limit", "1"]
