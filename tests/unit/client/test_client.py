@@ -1940,6 +1940,6 @@ def test_equal_headers_give_the_same_client():
 def test_equal_servers_give_the_same_client_in_any_spelling():
     both = get_client(["http://a:1", "http://b:1/"])
     assert both is get_client(("http://a:1/", "http://b:1"))
-    assert both.base_urls == ("http://a:1", "http://b:1")
+    assert (both.base_url, both.base_urls) == ("http://a:1", ("http://a:1", "http://b:1"))
     assert get_client(["http://a:1"]) is get_client("http://a:1")
     assert get_client("http://a:1") is not both
