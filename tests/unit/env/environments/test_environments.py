@@ -381,7 +381,7 @@ async def test_service_error_is_an_infrastructure_error(factory, interpreters):
 
 def test_missing_package_is_an_error_with_install_command(monkeypatch, factory):
     monkeypatch.setitem(sys.modules, "bedrock_agentcore", None)
-    with pytest.raises(ImportError, match=r"strands-sglang\[agentcore\]"):
+    with pytest.raises(ImportError, match=r"pip install -e .*\[agentcore\]"):
         AgentCoreCodeEnvironment(factory(), region="us-west-2")
     with pytest.raises(ValueError, match="region"):
         AgentCoreCodeEnvironment(factory())
