@@ -102,6 +102,7 @@ class ModelCheck:
         opens_reasoning: Whether the generation prompt opens reasoning.
         closes_reasoning: Text that closes reasoning that was cut off; None if it is unknown.
         rewrites_history: Whether the template renders earlier turns differently after a user message.
+        shows_tools: Whether the template shows the model its tools.
         unproven: For each case, why it is not proven with a system prompt and tools; None if it is proven.
         unproven_when_plain: The same without a system prompt and tools.
         example: A small conversation as tokens.
@@ -115,6 +116,7 @@ class ModelCheck:
     opens_reasoning: bool
     closes_reasoning: str | None
     rewrites_history: bool
+    shows_tools: bool
     unproven: dict[str, str | None]
     unproven_when_plain: dict[str, str | None]
     example: list[Piece]
@@ -163,6 +165,8 @@ async def check_model(
         opens_reasoning=template.opening(_QUESTION[1:], None).ends_with(get_tool_parser(name).think_start_token),
         closes_reasoning=template.reasoning_close,
         rewrites_history=template.rewrites_history(),
+        shows_tools=template.render(_QUESTION[1:], [_TOOL], add_generation_prompt=True)
+        != template.render(_QUESTION[1:], None, add_generation_prompt=True),
         unproven=template.self_check(),
         unproven_when_plain=template.self_check(has_system=False, has_tools=False),
         example=_example(template),
@@ -267,6 +271,7 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
         ("ends of a turn", " ".join(check.stops) or "none"),
         ("reasoning", f"{opens}; if it is cut off, {closes}"),
         ("history", rewritten if check.rewrites_history else "kept"),
+        ("tools", "shown to the model" if check.shows_tools else "NOT SHOWN: the chat template has no place for tools"),
     ]
     yield from fact_lines(facts, column=17)
     yield ""

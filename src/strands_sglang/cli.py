@@ -198,6 +198,7 @@ def serve(arguments: argparse.Namespace) -> int:
         with local.start_server(
             python, model, host=arguments.host, port=arguments.port or None, progress=tell
         ) as server:
+            tell(f"model and tokenizer: {model}")
             tell("press Ctrl-C to stop it")
             unread = say(server.base_url)
             if unread:

@@ -159,10 +159,20 @@ def folder(chatml_tokenizer, tmp_path):
     return str(path)
 
 
+async def test_a_template_without_tools_is_reported(chatml_tokenizer):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+    report = await check_model(chatml_tokenizer, "a-model", chat_template=template)
+    assert not report.shows_tools
+    assert "NOT SHOWN" in "\n".join(report_lines(report))
+
+
 async def test_the_report_names_what_a_rollout_will_use(chatml_tokenizer):
     report = await check_model(chatml_tokenizer, "a-model")
     assert (report.family, report.tool_parser, report.stops) == ("qwen", "hermes", ("<|im_end|>", "<|endoftext|>"))
     assert (report.closes_reasoning, report.rewrites_history) == ("\n</think>\n\n", True)
+    assert report.shows_tools
     assert report.unproven == dict.fromkeys(("tool result", "several tool results", "user turn", "cut turn"))
     assert report.is_proven
 

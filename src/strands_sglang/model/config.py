@@ -98,6 +98,11 @@ class ModelConfig:
         misplaced = sorted(set(params or ()) & set(REQUEST_FIELDS))
         if misplaced:
             raise ValueError(f"{misplaced} are fields of the request; put them in request_fields")
+        template = given.get("chat_template")
+        if template is not None and (not isinstance(template, str) or "{" not in template):
+            raise ValueError(
+                f"chat_template is the text of a Jinja template, not {template!r}; of a file pass Path(...).read_text()"
+            )
         # A chat template may take arguments of any type.
         own = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()}
         values = {name: value for name, value in own.items() if value is not None}

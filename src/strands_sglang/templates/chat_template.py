@@ -182,7 +182,7 @@ class ChatTemplate:
         self.sentinel = _SENTINELS[0]
         self.sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
         self._control_tokens = ControlTokens(encoder, self.sentinel) if escape_control_tokens else None
-        self._warned = False
+        self._warned = self._warned_of_tools = False
         self.family, self.stops = self._find_family(family)
         self.stop_ids = [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
         self.forms = find_forms(self)
@@ -353,7 +353,15 @@ class ChatTemplate:
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        encoded = self._encoded(self.render(messages, tools, add_generation_prompt=True), ahead)
+        text = self.render(messages, tools, add_generation_prompt=True)
+        if tools and not self._warned_of_tools and not any(tool["function"]["name"] in text for tool in tools):
+            self._warned_of_tools = True
+            logger.warning(
+                "tools=<%s> | the chat template shows the model none of its tools: pass chat_template= with a place "
+                "for tools, or describe them in the system prompt",
+                ", ".join(tool["function"]["name"] for tool in tools),
+            )
+        encoded = self._encoded(text, ahead)
         return Prompt(_ids_of(encoded), encoded, pictures=pictures)
 
     def continuation(

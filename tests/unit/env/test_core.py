@@ -1654,7 +1654,7 @@ def test_openai_factory_uses_openai_parameters():
 )
 def test_missing_package_is_reported_with_its_extra(module, factory, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"strands-sglang\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"\.\[{extra}\]"):
         factory(model_id="m")
 
 

@@ -5,6 +5,7 @@ import base64
 import copy
 import gc
 import json
+import pathlib
 import threading
 import weakref
 from array import array
@@ -2194,3 +2195,28 @@ def test_expert_rows_from_other_cache_tiers_are_an_error(tiers):
     with pytest.raises(SGLangDecodingError, match="tiers.*: 4.*--enable-hierarchical-cache"):
         check_answer(answer, ASKED, 5, 5)
     check_answer(answer, ModelConfig(), 5, 5)
+
+
+async def test_a_template_that_shows_no_tools_is_warned_of_once(rollout, caplog):
+    """The model never calls a tool that it does not see; nothing else would say why."""
+
+    @tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply."""
+        return a * b
+
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for system_prompt, warnings in (("Write multiply(a, b) to multiply.", 0), ("Be brief.", 1), ("Be brief.", 0)):
+        caplog.clear()
+        _, model = rollout(["Hi."], chat_template=template)
+        await make_agent(model, [multiply], system_prompt=system_prompt).invoke_async("Hi!")
+        assert caplog.text.count("none of its tools") == warnings
+
+
+@pytest.mark.parametrize("wrong", [pathlib.Path("own.jinja"), "own.jinja", b"{{ messages }}"])
+def test_a_chat_template_is_text_rather_than_a_file(wrong, rollout):
+    with pytest.raises(ValueError, match="text of a Jinja template.*read_text"):
+        rollout(["Hi."], chat_template=wrong)
