@@ -336,7 +336,7 @@ class Trainer:
     async def post(self, path, **body):
         async with httpx.AsyncClient(base_url=self.base_url, timeout=60, trust_env=False) as http:
             response = await http.post(path, json=body)
-            response.raise_for_status()
+            assert response.is_success, f"{path}: {response.status_code} {response.text}"
             return response
 
     async def load(self, version, **options):

@@ -70,7 +70,7 @@ def tiny_server(external_server, sglang_python, tmp_path_factory):
 async def test_it_is_the_version_that_the_documentation_names(tiny_server):
     version = httpx.get(f"{tiny_server.base_url}/get_server_info", trust_env=False).json()["version"]
     assert PINS[0] == f"sglang=={version}"
-    assert f"SGLang {version}" in (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
+    assert f"SGLang {version} " in (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
 
 
 async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server):
@@ -80,5 +80,5 @@ async def test_sampling_masks_that_it_does_not_know_are_an_error(tiny_server):
         sampling_params={"top_k": 5, "max_new_tokens": 5},
         request_fields={"return_sampling_mask": True},
     )
-    with pytest.raises(SGLangDecodingError, match="the server is older"):
+    with pytest.raises(SGLangDecodingError, match="the server is too old"):
         await make_agent(model).invoke_async("Continue.")

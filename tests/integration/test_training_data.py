@@ -170,7 +170,7 @@ async def test_rows_that_lack_the_first_ones_are_refused(tiny_moe_server):
         response = await client.generate(
             PROMPT, {"max_new_tokens": 4}, return_routed_experts=True, routed_experts_start_len=3
         )
-    with pytest.raises(SGLangDecodingError, match=r"30 ids .* each of 8 tokens.*routed_experts_start_len"):
+    with pytest.raises(SGLangDecodingError, match=r"30 ids .* among 8 tokens.*routed_experts_start_len"):
         read_generation(response, logprobs_expected=False)
 
 
