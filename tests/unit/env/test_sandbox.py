@@ -244,7 +244,9 @@ async def test_a_fork_bomb_is_ended(mode):
             except OSError: pass
     """)
     )
-    assert ran.ended == ("processes" if mode == "unsafe" and os.geteuid() == 0 else "timeout")
+    # Root has no limit on processes of the kernel's: which of two limits is seen first depends on the machine's load.
+    by_root = mode == "unsafe" and os.geteuid() == 0
+    assert ran.ended in (("processes", "memory") if by_root else ("timeout",))
 
 
 async def test_the_number_of_processes_is_limited(safe_mode):
