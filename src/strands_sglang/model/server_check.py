@@ -132,5 +132,5 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "
         f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here and "
         f"{served[first : first + 3]} there; load the tokenizer from the tokenizer_path in the server's /model_info, "
-        "and add no tokens to it"
+        "and add no tokens to it, or start the server with your own (--tokenizer-path)"
     )
