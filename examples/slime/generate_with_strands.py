@@ -47,9 +47,10 @@ def score(args: Any, sample: Any, **kwargs: Any) -> float:
     from slime.rollout.rm_hub.math_dapo_utils import compute_score
 
     answer = sample.label or ""
-    result = compute_score(sample.response, answer, strict_box_verify=False)
+    _, _, text = sample.response.rpartition("</tool_response>")  # what a program printed is no answer
+    result = compute_score(text, answer, strict_box_verify=False)
     if result["pred"] == "[INVALID]":  # no line "Answer: ...": the answer may be boxed
-        result = compute_score(sample.response, answer, strict_box_verify=True)
+        result = compute_score(text, answer, strict_box_verify=True)
     if result["score"] >= 0:
         return float(result["score"])
     iterations = sample.metadata["strands_sglang"]["tool_iterations"]

@@ -157,6 +157,9 @@ async def check_model(
     """
     template = get_chat_template(tokenizer, chat_template, template_arguments or {}, family)
     name = (template.family.tool_parser if template.family is not None else None) or DEFAULT_TOOL_PARSER
+    # A call with such a part is an error, whatever follows it.
+    cases = {"system prompt": "system prompt", "tool results": "tool result"}
+    dropped = {cases[part]: f"the chat template drops the {part}" for part in sorted(template.left_out & cases.keys())}
     return ModelCheck(
         model=model,
         family=template.family.name if template.family is not None else None,
@@ -167,8 +170,8 @@ async def check_model(
         rewrites_history=template.rewrites_history(),
         shows_tools=template.render(_QUESTION[1:], [_TOOL], add_generation_prompt=True)
         != template.render(_QUESTION[1:], None, add_generation_prompt=True),
-        unproven=template.self_check(),
-        unproven_when_plain=template.self_check(has_system=False, has_tools=False),
+        unproven={**template.self_check(), **dropped},
+        unproven_when_plain={**template.self_check(has_system=False, has_tools=False), **dropped},
         example=_example(template),
         server=None
         if server is None

@@ -168,6 +168,16 @@ async def test_a_template_without_tools_is_reported(chatml_tokenizer):
     assert "NOT SHOWN" in "\n".join(report_lines(report))
 
 
+@pytest.mark.parametrize(("role", "part"), [("system", "system prompt"), ("tool", "tool result")])
+async def test_what_a_template_drops_is_unproven(role, part, chatml_tokenizer):
+    own = chatml_tokenizer.chat_template
+    template = "{% set messages = messages | rejectattr('role', 'equalto', '" + role + "') | list %}" + own
+    report = await check_model(chatml_tokenizer, "a-model", chat_template=template)
+    assert "drops the" in report.unproven[part]
+    assert any(line.startswith(part) and "UNPROVEN" in line for line in report_lines(report))
+    assert not report.is_proven
+
+
 async def test_the_report_names_what_a_rollout_will_use(chatml_tokenizer):
     report = await check_model(chatml_tokenizer, "a-model")
     assert (report.family, report.tool_parser, report.stops) == ("qwen", "hermes", ("<|im_end|>", "<|endoftext|>"))

@@ -67,6 +67,7 @@ def test_the_pages_parser_reads_its_format_and_its_errors():
 MULTIPLY = call("multiply", a=25, b=17)
 EPISODES = {
     "an answer after a tool call": ([MULTIPLY, "It is 425."], "COMPLETED"),
+    "a wrong answer after a tool call": ([MULTIPLY, "It is 99."], "COMPLETED"),
     "the limit on tool iterations": ([MULTIPLY] * 9, "TRUNCATED"),
     "an answer that is cut off": ([ScriptedAnswer("25 * 17", finish_reason="length")], "TRUNCATED"),
     "an abort that slime did not ask for": ([ScriptedAnswer("25 * 17", finish_reason="abort")], "TRUNCATED"),
@@ -95,7 +96,7 @@ def test_the_readmes_generate_leaves_usable_samples(end, chatml_tokenizer, monke
     assert sample.remove_sample is removed
     assert sample.reward == (0.0 if removed else None)
     assert any(sample.loss_mask) is not removed
-    assert asyncio.run(namespace["reward_func"](args, sample)) == float("425" in sample.response and not removed)
+    assert asyncio.run(namespace["reward_func"](args, sample)) == (end == "an answer after a tool call")
 
 
 # --- the reference ---
