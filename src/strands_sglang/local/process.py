@@ -170,6 +170,9 @@ class GuardedProcess:
         Raises:
             subprocess.TimeoutExpired: The command still runs after `timeout` seconds.
         """
+        while timeout is None and self._process.poll() is None:
+            # A signal that arrives right before an endless wait would be handled only after it.
+            time.sleep(0.2)
         return self._process.wait(timeout)
 
     def stop(self) -> None:
