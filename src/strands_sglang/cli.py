@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="run an SGLang server on this machine's CPU",
         usage="strands-sglang serve [OPTIONS]",
         description="Run an SGLang server on this machine's CPU until Ctrl-C. The first run installs\n"
-        "SGLang in an environment of its own. The server's address goes to standard\n"
+        "SGLang in a separate environment. The server's address goes to standard\n"
         "output once the server is healthy, everything else to standard error.",
         epilog="example:\n  strands-sglang serve --model models/Qwen3-0.6B --port 30000",
         formatter_class=argparse.RawDescriptionHelpFormatter,
