@@ -1,5 +1,7 @@
 """A program that starts like an SGLang server and has children like one, and the pieces to run it in SGLang's place.
 
+It imitates the process that a launcher starts, watches and stops, never the server: it answers only health checks.
+
 As a program it takes SGLang's command line and reads FAKE_SGLANG_PIDS (a file for its own and its child's
 process id) and FAKE_SGLANG_MODE: "healthy" (answers 503 twice, then 200), "dies" (prints a reason and exits
 with code 3) or "never" (always 503).

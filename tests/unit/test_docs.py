@@ -31,12 +31,11 @@ from strands_sglang import (
     TerminationReason,
     get_tool_parser,
 )
-from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedResponse, ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support import slime as slime_support
 from support.agents import call, make_agent
 from support.environments import sample
-from support.fake_server import FakeServer
 from support.pages import README, ROOT, blocks, names_in_code, run_page, table
 from support.slime import check_rollouts
 
@@ -326,8 +325,9 @@ async def ask(model, prompt="Hi!", **kwargs):
     await make_agent(model, **kwargs).invoke_async(prompt)
 
 
-def scripted(tokenizer, *answers, **kwargs):
+def scripted(tokenizer, *answers, overrides=(), **kwargs):
     server = ScriptedSGLang(tokenizer, answers or ["Hello."], **kwargs)
+    server.overrides.update(overrides)
     return SGLangModel(tokenizer=tokenizer, client=server.client())
 
 
@@ -370,7 +370,7 @@ PROVOCATIONS = {
         ask,
     ),
     "`the tokenizer's match is unproven` (log)": (
-        lambda tokenizer: answered_by(tokenizer, FakeServer()),
+        lambda tokenizer: scripted(tokenizer, overrides={"/tokenize": ScriptedResponse(404)}),
         ask,
     ),
     "`no room is left for an answer`": (lambda tokenizer: scripted(tokenizer, context_length=5), ask),

@@ -100,15 +100,29 @@ class ScriptedRequest:
 
 @dataclass(frozen=True)
 class ScriptedResponse:
-    """The server's response to an accepted request.
+    """One HTTP response: what the server sent, or as an answer of the script or an override, exactly what to send.
 
     Attributes:
         status: HTTP status code.
         content: Body, as bytes.
+        headers: HTTP headers; the transport adds the length of the body.
+        broken_after: Number of bytes of the body that are sent before the connection breaks; 0 breaks it before the
+            headers, None not at all.
     """
 
-    status: int
-    content: bytes = field(repr=False)
+    status: int = 200
+    content: bytes = field(default=b"", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    broken_after: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the place of the break.
+
+        Raises:
+            ValueError: `broken_after` is not inside the body.
+        """
+        if self.broken_after and not 0 < self.broken_after < len(self.content):
+            raise ValueError(f"broken_after={self.broken_after} is not inside a body of {len(self.content)} bytes")
 
     @property
     def body(self) -> dict[str, Any]:
@@ -167,8 +181,8 @@ class ScriptedFault:
             raise ValueError(f"status={self.status!r} is not an HTTP error")
 
 
-Answer = str | ScriptedAnswer | ScriptedFault
-"""An answer of the script: a text, a `ScriptedAnswer`, or a `ScriptedFault`."""
+Answer = str | ScriptedAnswer | ScriptedFault | ScriptedResponse
+"""An answer of the script: a text, a `ScriptedAnswer`, a `ScriptedFault`, or a `ScriptedResponse`."""
 AnswerFunction = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
 """A function, sync or async, that computes an answer from the request."""
 

@@ -15,7 +15,7 @@ import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import repeat
 from types import TracebackType
 from typing import Any
@@ -45,24 +45,7 @@ from .sampling import (
 from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
 
 _NO_HEADERS: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class HTTPAnswer:
-    """An HTTP response.
-
-    Attributes:
-        status: HTTP status code.
-        content: Body.
-        headers: Headers; the transport adds the length of the body.
-        broken_after: Number of bytes of the body that are sent before the connection breaks; 0 breaks it before the
-            headers, None not at all.
-    """
-
-    status: int = 200
-    content: bytes = b""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    broken_after: int | None = None
+_JSON_HEADERS: Mapping[str, str] = {"content-type": "application/json"}  # shared, because responses are kept
 
 
 class Flight:
@@ -115,7 +98,7 @@ class Flight:
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-_Handler = Callable[[Mapping[str, str], bytes], Awaitable[HTTPAnswer]]
+_Handler = Callable[[Mapping[str, str], bytes], Awaitable[ScriptedResponse]]
 
 
 class ScriptedSGLang:
@@ -134,6 +117,10 @@ class ScriptedSGLang:
         responses: Response to each of `requests`; None while it is open, or if its client disconnected.
         refusals: Rejected `/generate` requests; they use up no answer.
         aborted: Ids of requests that were in flight when they were aborted, in order.
+        calls: Path and body of every HTTP request, in order of arrival. The bodies of `/generate` are empty here: see
+            `requests` and `refusals`.
+        overrides: Responses of endpoints in place of SGLang's, by path, such as `{"/health": ScriptedResponse(503)}`;
+            may be changed at any time. An endpoint that is overridden has no effect.
 
     Examples:
         ```python
@@ -167,8 +154,9 @@ class ScriptedSGLang:
         Args:
             tokenizer: Tokenizer of the model, with `encode`, `decode`, `eos_token_id` and `len`.
             answers: Answers in order, or one function for all requests. An answer is a text, a `ScriptedAnswer`, a
-                `ScriptedFault`, or a function that computes one from the request, sync or async. An async function is
-                cancelled when its request is aborted, and may then return the part of the answer sampled so far.
+                `ScriptedFault`, a `ScriptedResponse`, or a function that computes one from the request, sync or async.
+                An async function is cancelled when its request is aborted, and may then return the part of the answer
+                sampled so far.
             context_length: Context of the model, in tokens.
             vocab_size: Number of token ids; None for `len(tokenizer)`.
             stop_token_ids: Stop tokens of the model; answers end with the first. None for the tokenizer's eos token.
@@ -183,7 +171,7 @@ class ScriptedSGLang:
             TypeError: `answers` is a single answer.
             ValueError: There is no stop token.
         """
-        if isinstance(answers, (str, ScriptedAnswer, ScriptedFault)):
+        if isinstance(answers, (str, ScriptedAnswer, ScriptedFault, ScriptedResponse)):
             raise TypeError("answers is a single answer; pass a list of answers or a function")
         if stop_token_ids is None:
             eos = tokenizer.eos_token_id
@@ -197,6 +185,8 @@ class ScriptedSGLang:
         self.responses: list[ScriptedResponse | None] = []
         self.refusals: list[ScriptedRefusal] = []
         self.aborted: list[str] = []
+        self.calls: list[tuple[str, bytes]] = []
+        self.overrides: dict[str, ScriptedResponse] = {}
         self._experts = experts
         self._entries = repeat(answers) if callable(answers) else iter(answers)
         self._given = 0
@@ -254,7 +244,7 @@ class ScriptedSGLang:
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str] = _NO_HEADERS, content: bytes = b""
-    ) -> HTTPAnswer:
+    ) -> ScriptedResponse:
         """Answer one HTTP request.
 
         Args:
@@ -263,6 +253,13 @@ class ScriptedSGLang:
             headers: Headers, with lowercase names.
             content: Body.
         """
+        self.calls.append((path, b"" if path == "/generate" else content))
+        override = self.overrides.get(path)
+        if isinstance(override, ScriptedResponse):
+            return override
+        if override is not None:
+            message = f"scripted server: the override of {path} is {override!r}, not a ScriptedResponse"
+            return _json({"error": {"message": message}}, 501)
         route = self._routes.get(path)
         if route is None:
             return _json({"detail": "Not Found"}, 404)
@@ -278,13 +275,13 @@ class ScriptedSGLang:
         get, post = ("GET",), ("POST",)
 
         def body(make: Callable[[], Any]) -> _Handler:
-            async def handler(headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+            async def handler(headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
                 return _json(make())
 
             return handler
 
-        async def alive(headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
-            return HTTPAnswer()
+        async def alive(headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
+            return ScriptedResponse()
 
         model_info = body(lambda: bodies.model_info(self.model_path, self.weight_version))
         server_info = body(lambda: bodies.server_info(self.model_path, self.weight_version, self.context_length))
@@ -306,7 +303,7 @@ class ScriptedSGLang:
             "/flush_cache": (("GET", "POST"), self._flush_cache),
         }
 
-    async def _generate(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+    async def _generate(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         started = time.perf_counter()
         try:
             body = read_json_object(headers, content)
@@ -324,8 +321,10 @@ class ScriptedSGLang:
             answer = entry(request) if callable(entry) else entry
             if inspect.isawaitable(answer):
                 answer = await flight.wait(answer)
-            if not isinstance(answer, str) and answer.latency_s:
+            if isinstance(answer, (ScriptedAnswer, ScriptedFault)) and answer.latency_s:
                 answer = await flight.wait(asyncio.sleep(answer.latency_s, answer))
+            if isinstance(answer, ScriptedResponse):
+                return self._close(request, flight, answer)
             if isinstance(answer, ScriptedFault):
                 return self._close(request, flight, _fault(answer, request))
             sampled = self._sampler.sample(answer, checked, aborted=flight.aborted)
@@ -410,29 +409,29 @@ class ScriptedSGLang:
             flight = self._flights[rid] = Flight(rid, self.weight_version)
         return request, flight, entry
 
-    def _close(self, request: ScriptedRequest, flight: Flight, answer: HTTPAnswer) -> HTTPAnswer:
-        self.responses[request.index] = ScriptedResponse(answer.status, answer.content)
+    def _close(self, request: ScriptedRequest, flight: Flight, answer: ScriptedResponse) -> ScriptedResponse:
+        self.responses[request.index] = answer
         with self._lock:
             if self._flights.get(flight.rid) is flight:
                 del self._flights[flight.rid]
         return answer
 
-    async def _abort_request(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+    async def _abort_request(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         body = read_json_object(headers, content)
         rid = body.get("rid")
         if rid is not None and not isinstance(rid, str):
             raise validation_error(("body", "rid"), "string_type", "Input should be a valid string", rid)
         self._abort(None if body.get("abort_all") else (rid,))
-        return HTTPAnswer()
+        return ScriptedResponse()
 
-    async def _flush_cache(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+    async def _flush_cache(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         with self._lock:
             if self._flights:
-                return HTTPAnswer(400, bodies.FLUSH_FAILED.encode())
+                return ScriptedResponse(400, bodies.FLUSH_FAILED.encode())
             self._cache.clear()
-        return HTTPAnswer(200, bodies.FLUSHED.encode())
+        return ScriptedResponse(200, bodies.FLUSHED.encode())
 
-    async def _tokenize(self, headers: Mapping[str, str], content: bytes) -> HTTPAnswer:
+    async def _tokenize(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         body = read_json_object(headers, content)
         if "messages" in body:
             raise refusal("scripted server: `messages` is not emulated", 501)
@@ -457,18 +456,18 @@ class ScriptedSGLang:
         )
 
 
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> HTTPAnswer:
-    return HTTPAnswer(status, orjson.dumps(body), {"content-type": "application/json", **headers})
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> ScriptedResponse:
+    return ScriptedResponse(status, orjson.dumps(body), {**_JSON_HEADERS, **headers} if headers else _JSON_HEADERS)
 
 
-def _fault(fault: ScriptedFault, request: ScriptedRequest) -> HTTPAnswer:
+def _fault(fault: ScriptedFault, request: ScriptedRequest) -> ScriptedResponse:
     if fault.kind == "drop":
-        return HTTPAnswer(broken_after=0)
+        return ScriptedResponse(broken_after=0)
     if fault.kind == "half":
         body = _json({"output_ids": request.input_ids, "meta_info": {"id": request.rid}})
         return replace(body, broken_after=max(len(body.content) // 2, 1))
     if fault.kind == "garbage":
-        return HTTPAnswer(200, fault.message.encode(), {"content-type": "application/json"})
+        return ScriptedResponse(200, fault.message.encode(), _JSON_HEADERS)
     body = _json({"error": {"message": fault.message}}, fault.status)
     return replace(body, headers={**body.headers, **fault.headers})
 

@@ -39,40 +39,56 @@ from strands_sglang.exceptions import (
     SGLangThrottledError,
 )
 from strands_sglang.local.server import free_port
-from support.fake_server import (
-    BASE_URL,
+from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedResponse
+from support.agents import build_chatml_tokenizer
+from support.servers import (
     OK,
-    AbortableServer,
-    FakeServer,
-    Network,
+    PARTIAL,
     RawServer,
+    aborts,
+    arrival,
+    as_json,
+    client_in,
+    client_to,
     generation,
+    hosts_of,
     http_bytes,
-    never,
+    hung,
+    network_of,
+    plug,
+    scripted,
+    until_aborted,
 )
+
+BASE_URL = "http://scripted"
+EOS = build_chatml_tokenizer().eos_token_id
+COMPLETE = ScriptedAnswer(token_ids=[7, EOS])
 
 # === Calls: requests, responses, retries, and ends ===
 
 
 async def test_servers_object_is_returned_unchanged():
     body = {**generation(), "a_key_of_tomorrow": [1]}
-    assert await FakeServer(httpx.Response(200, json=body)).client().generate([1, 2]) == body
+    assert await client_to(scripted(as_json(body))).generate([1, 2]) == body
 
 
 async def test_aborted_generation_is_returned_like_any_other():
-    aborted = generation([], finish="abort")
-    assert await FakeServer(httpx.Response(200, json=aborted)).client().generate([1]) == aborted
+    server = scripted(ScriptedAnswer(finish_reason="abort"))
+    answer = await client_to(server).generate([1])
+    assert answer == server.responses[0].body
+    assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
 
 
 async def test_fields_are_sent_as_given_and_nothing_streams():
-    server = FakeServer()
-    await server.client().generate(
+    server = scripted()
+    await client_to(server).generate(
         [1, 2], {"temperature": 0.5, "logit_bias": {5: 1.0}}, return_logprob=True, stream=False, some_field={"a": 1}
     )
-    [body] = server.bodies()
-    assert len(body.pop("rid")) == 32
-    assert body == {
-        "input_ids": [1, 2],
+    [request] = server.requests
+    assert len(request.rid) == 32
+    assert request.input_ids == [1, 2]
+    assert request.body == {
+        "rid": request.rid,
         "sampling_params": {"temperature": 0.5, "logit_bias": {"5": 1.0}},
         "return_logprob": True,
         "some_field": {"a": 1},
@@ -81,16 +97,16 @@ async def test_fields_are_sent_as_given_and_nothing_streams():
 
 
 async def test_prompt_logprobs_are_not_requested_by_default():
-    server = FakeServer()
-    await server.client().generate([1], return_logprob=True)
-    await server.client().generate([1], return_logprob=True, logprob_start_len=0)
-    assert [body.get("logprob_start_len") for body in server.bodies()] == [None, 0]
+    server = scripted()
+    await client_to(server).generate([1], return_logprob=True)
+    await client_to(server).generate([1], return_logprob=True, logprob_start_len=0)
+    assert [request.body.get("logprob_start_len") for request in server.requests] == [None, 0]
 
 
 async def test_each_attempt_has_an_id_with_the_callers_prefix():
-    server = FakeServer(httpx.Response(500), httpx.Response(500), OK)
-    await server.client().generate([1], rid="episode-7")
-    rids = [body["rid"] for body in server.bodies()]
+    server = scripted(ScriptedResponse(500), ScriptedResponse(500), OK)
+    await client_to(server).generate([1], rid="episode-7")
+    rids = [request.rid for request in server.requests]
     assert len(set(rids)) == 3
     assert all(rid.startswith("episode-7-") for rid in rids)
 
@@ -101,25 +117,25 @@ async def test_later_changes_by_the_caller_are_not_sent():
     async def change(_):
         params["temperature"] = 0.0
         ids.append(3)
-        return httpx.Response(500)
+        return ScriptedResponse(500)
 
-    server = FakeServer(change, OK)
-    await server.client().generate(ids, params)
-    assert [(body["input_ids"], body["sampling_params"]) for body in server.bodies()] == [
+    server = scripted(change, OK)
+    await client_to(server).generate(ids, params)
+    assert [(request.input_ids, request.sampling_params) for request in server.requests] == [
         ([1, 2], {"temperature": 1.0})
     ] * 2
 
 
 @pytest.mark.parametrize("bad", [[], [1, True], [1.0], ["1"], [None], [-1], [1, 100], "12", None, [[1]], [2**70]])
 async def test_invalid_prompt_is_rejected_before_anything_is_sent(bad):
-    server = FakeServer()
+    server = scripted()
     with pytest.raises(ValueError, match="input_ids"):
-        await server.client(vocab_size=100).generate(bad)
-    assert server.asked == []
+        await client_to(server, vocab_size=100).generate(bad)
+    assert server.calls == []
 
 
 async def test_vocabulary_of_a_call_overrides_the_clients():
-    client = FakeServer().client(vocab_size=10)
+    client = client_to(scripted(), vocab_size=10)
     await client.generate([50], vocab_size=100)
     with pytest.raises(ValueError, match=r"input_ids\[0\] is 50 .*below 10"):
         await client.generate([50])
@@ -135,10 +151,10 @@ async def test_vocabulary_of_a_call_overrides_the_clients():
     ],
 )
 async def test_requests_for_several_answers_are_rejected(arguments, said):
-    server = FakeServer()
+    server = scripted()
     with pytest.raises(ValueError, match=said):
-        await server.client().generate([1], **arguments)
-    assert server.asked == []
+        await client_to(server).generate([1], **arguments)
+    assert server.calls == []
 
 
 async def test_respx_can_replace_the_server():
@@ -151,7 +167,7 @@ async def test_respx_can_replace_the_server():
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (404, False), (500, False)])
 async def test_health_is_the_status_of_the_health_endpoint(status, healthy):
-    assert await FakeServer(paths={"/health": httpx.Response(status)}).client().health() is healthy
+    assert await client_to(scripted(**{"/health": ScriptedResponse(status)})).health() is healthy
 
 
 async def test_health_of_an_unreachable_server_is_false():
@@ -162,43 +178,44 @@ async def test_health_of_an_unreachable_server_is_false():
 
 
 async def test_model_info_falls_back_to_its_older_name():
-    info = {"model_path": "m"}
-    new = FakeServer(paths={"/model_info": httpx.Response(200, json=info)})
-    old = FakeServer(paths={"/get_model_info": httpx.Response(200, json=info)})
-    assert await new.client().model_info() == await old.client().get_model_info() == info
+    missing = {"/model_info": ScriptedResponse(404)}
+    new, old = scripted(**{"/get_model_info": ScriptedResponse(404)}), scripted(**missing)
+    info = await client_to(new).model_info()
+    assert info["model_path"] == "scripted"
+    assert await client_to(old).get_model_info() == info
     with pytest.raises(SGLangHTTPError, match="get_model_info"):
-        await FakeServer().client().model_info()
+        await client_to(scripted(**missing, **{"/get_model_info": ScriptedResponse(404)})).model_info()
 
 
 def models(length):
-    return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "max_model_len": length}]})
+    return as_json({"object": "list", "data": [{"id": "m", "max_model_len": length}]})
 
 
 async def test_context_length_is_requested_once():
-    server = FakeServer(paths={"/v1/models": models(512)})
-    client = server.client()
+    server = scripted(**{"/v1/models": models(512)})
+    client = client_to(server)
     assert await asyncio.gather(*(client.context_length() for _ in range(20))) == [512] * 20
     assert await client.context_length() == 512
-    assert len(server.bodies("/v1/models")) == 1
+    assert [path for path, _ in server.calls] == ["/v1/models"]
 
 
 @pytest.mark.parametrize(
-    "answer", [httpx.Response(404), httpx.Response(200, json={"data": []}), models(None), models("512"), models(0)]
+    "answer", [ScriptedResponse(404), as_json({"data": []}), models(None), models("512"), models(0)]
 )
 async def test_unknown_context_length_is_none_and_not_cached(answer):
-    server = FakeServer(paths={"/v1/models": answer})
-    client = server.client()
+    server = scripted(**{"/v1/models": answer})
+    client = client_to(server)
     assert await client.context_length() is None
-    server.paths["/v1/models"] = models(512)
+    server.overrides["/v1/models"] = models(512)
     assert await client.context_length() == 512
 
 
 async def test_failed_context_length_request_is_not_cached():
-    server = FakeServer(paths={"/v1/models": httpx.Response(500)})
-    client = server.client(max_retries=1)
+    server = scripted(**{"/v1/models": ScriptedResponse(500)})
+    client = client_to(server, max_retries=1)
     with pytest.raises(SGLangHTTPError):
         await client.context_length()
-    server.paths["/v1/models"] = models(512)
+    server.overrides["/v1/models"] = models(512)
     assert await client.context_length() == 512
 
 
@@ -206,7 +223,7 @@ async def test_cancelled_context_length_request_serves_other_callers():
     async def respond(_):
         arrived.set()
         await go_on.wait()
-        return models(512)
+        return httpx.Response(200, content=models(512).content)
 
     arrived, go_on = asyncio.Event(), asyncio.Event()
     client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
@@ -219,18 +236,19 @@ async def test_cancelled_context_length_request_serves_other_callers():
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 async def test_server_that_cannot_tokenize_is_asked_once(status):
-    server = FakeServer(paths={"/tokenize": httpx.Response(status, json={"message": "no tokenizer"})})
-    assert await server.client(max_retries=5).tokenize("hello") is None
-    assert len(server.bodies("/tokenize")) == 1
+    server = scripted(**{"/tokenize": as_json({"message": "no tokenizer"}, status)})
+    assert await client_to(server, max_retries=5).tokenize("hello") is None
+    assert [path for path, _ in server.calls] == ["/tokenize"]
 
 
 async def test_tokenize_adds_no_special_tokens():
-    server = FakeServer(paths={"/tokenize": httpx.Response(200, json={"tokens": [1, 2], "count": 2})})
-    assert await server.client().tokenize("hello") == [1, 2]
-    assert server.bodies("/tokenize") == [{"prompt": "hello", "add_special_tokens": False}]
-    assert await FakeServer().client().tokenize("hello") is None
+    server = scripted()
+    assert await client_to(server).tokenize("hello") == server.tokenizer.encode("hello", add_special_tokens=False)
+    [(path, content)] = server.calls
+    assert (path, json.loads(content)) == ("/tokenize", {"prompt": "hello", "add_special_tokens": False})
+    assert await client_to(scripted(**{"/tokenize": ScriptedResponse(404)})).tokenize("hello") is None
     with pytest.raises(SGLangDecodingError, match="tokens"):
-        await FakeServer(paths={"/tokenize": httpx.Response(200, json={})}).client().tokenize("hello")
+        await client_to(scripted(**{"/tokenize": as_json({})})).tokenize("hello")
 
 
 def test_settings_are_attributes_and_repr_has_the_address():
@@ -284,7 +302,7 @@ async def test_a_transport_factory_is_called_once_per_event_loop():
     made = []
 
     def make():
-        made.append(httpx.MockTransport(FakeServer()))
+        made.append(scripted().transport())
         return made[-1]
 
     client = SGLangClient(BASE_URL, transport=make)
@@ -319,40 +337,40 @@ async def test_headers_are_sent_with_every_request():
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504, 599])
 async def test_transient_statuses_are_retried(status):
-    server = FakeServer(httpx.Response(status), OK)
-    assert await server.client().generate([1]) == generation()
-    assert len(server.bodies()) == 2
+    server = scripted(ScriptedResponse(status), OK)
+    assert await client_to(server).generate([1]) == server.responses[1].body
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
 async def test_permanent_statuses_are_not_retried(status):
-    server = FakeServer(httpx.Response(status, json={"error": {"message": "no"}}))
+    server = scripted(ScriptedFault(status=status, message="no"))
     with pytest.raises(SGLangHTTPError) as caught:
-        await server.client(max_retries=60).generate([1])
+        await client_to(server, max_retries=60).generate([1])
     assert caught.value.status == status
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 async def test_retries_end_and_the_error_has_their_number():
-    server = FakeServer(httpx.Response(500, text="boom"))
-    with pytest.raises(SGLangHTTPError, match=r"POST http://sglang.test:30000/generate: HTTP 500: boom .*4 attempts"):
-        await server.client(max_retries=3).generate([1])
-    assert len(server.bodies()) == 4
+    server = scripted(ScriptedResponse(500, b"boom"))
+    with pytest.raises(SGLangHTTPError, match=r"POST http://scripted/generate: HTTP 500: boom .*4 attempts"):
+        await client_to(server, max_retries=3).generate([1])
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("status", [429, 503])
 async def test_busy_server_is_a_throttled_error_after_retries(status):
-    server = FakeServer(httpx.Response(status, json={"object": "error", "message": "The request queue is full."}))
+    server = scripted(as_json({"object": "error", "message": "The request queue is full."}, status))
     with pytest.raises(SGLangThrottledError, match="queue is full") as caught:
-        await server.client(max_retries=0).generate([1])
+        await client_to(server, max_retries=0).generate([1])
     assert caught.value.status == status
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 async def test_a_retry_waits_as_long_as_the_server_asks():
-    server = FakeServer(httpx.Response(503, headers={"retry-after": "0.2"}), OK)
+    server = scripted(ScriptedFault(headers={"retry-after": "0.2"}), OK)
     started = asyncio.get_running_loop().time()
-    await server.client().generate([1])
+    await client_to(server).generate([1])
     assert asyncio.get_running_loop().time() - started >= 0.2
 
 
@@ -368,81 +386,87 @@ UNDECODABLE = {
 
 @pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
 async def test_invalid_response_is_retried(body, said):
-    server = FakeServer(httpx.Response(200, content=body), OK)
-    assert await server.client().generate([1]) == generation()
+    server = scripted(ScriptedResponse(200, body), OK)
+    assert await client_to(server).generate([1]) == server.responses[1].body
 
 
 @pytest.mark.parametrize(("body", "said"), UNDECODABLE.values(), ids=UNDECODABLE.keys())
 async def test_server_without_valid_responses_is_given_up_soon(body, said):
-    server = FakeServer(httpx.Response(200, content=body))
+    server = scripted(ScriptedResponse(200, body))
     with pytest.raises(SGLangDecodingError, match="is this an SGLang server") as caught:
-        await server.client(max_retries=60).generate([1])
+        await client_to(server, max_retries=60).generate([1])
     assert said in str(caught.value)
-    assert "http://sglang.test:30000/generate" in str(caught.value)
-    assert len(server.bodies()) == 4
+    assert f"{BASE_URL}/generate" in str(caught.value)
+    assert len(server.requests) == 4
 
 
 async def test_server_with_valid_responses_gets_all_retries():
-    server = FakeServer(OK, httpx.Response(200, content=b"?"))
-    client = server.client(max_retries=9)
+    server = scripted(OK, ScriptedResponse(200, b"?"))
+    client = client_to(server, max_retries=9)
     await client.generate([1])
     with pytest.raises(SGLangDecodingError):
         await client.generate([1])
-    assert len(server.bodies()) == 1 + 10
+    assert len(server.requests) == 1 + 10
 
 
 @pytest.mark.parametrize("body", [body for body, _ in list(UNDECODABLE.values())[2:]])
 async def test_complete_invalid_responses_are_given_up_soon(body):
     """Each retry costs a generation, and its response is the same."""
-    server = FakeServer(OK, httpx.Response(200, content=body))
-    client = server.client(max_retries=60)
+    server = scripted(OK, ScriptedResponse(200, body))
+    client = client_to(server, max_retries=60)
     await client.generate([1])
     with pytest.raises(SGLangDecodingError, match="given up after 4 attempts"):
         await client.generate([1])
-    assert len(server.bodies()) == 1 + 4
+    assert len(server.requests) == 1 + 4
 
 
 async def test_broken_connection_is_aborted_before_the_retry():
-    server = FakeServer(httpx.ReadError("reset"), OK)
-    await server.client().generate([1])
-    first, second = server.bodies()
-    assert [path for path, _ in server.asked] == ["/generate", "/abort_request", "/generate"]
-    assert server.bodies("/abort_request") == [{"rid": first["rid"]}]
-    assert second["rid"] != first["rid"]
+    server = scripted(ScriptedFault("drop"), OK)
+    await client_to(server).generate([1])
+    first, second = server.requests
+    assert [path for path, _ in server.calls] == ["/generate", "/abort_request", "/generate"]
+    assert aborts(server) == [first.rid]
+    assert second.rid != first.rid
 
 
 async def test_request_that_never_reached_the_server_is_not_aborted():
-    server = FakeServer(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), OK)
-    await server.client().generate([1])
-    assert [path for path, _ in server.asked] == ["/generate"] * 3
+    network = respx.Router(assert_all_called=False)
+    generated = network.post(path="/generate")
+    generated.side_effect = [httpx.ConnectError, httpx.ConnectTimeout, httpx.Response(200, json=generation())]
+    network.route().respond(200)
+    await client_in(network, "one").generate([1])
+    assert hosts_of(network) == ["one"] * 3
+    assert len(network.calls) == 3
 
 
 async def test_absent_server_is_given_up_after_a_while():
-    server = FakeServer(httpx.ConnectError("refused"))
+    client = client_in(network_of(one=None), "one", max_retries=10**9, unreachable_after=0.05)
     with pytest.raises(SGLangConnectionError, match="could not connect.*no server has ever answered there"):
-        await server.client(max_retries=10**9, unreachable_after=0.05).generate([1])
+        await client.generate([1])
 
 
 async def test_server_that_answered_before_gets_all_retries():
-    server = FakeServer(OK, httpx.ConnectError("refused"))
-    client = server.client(max_retries=7, unreachable_after=0.0)
+    network = network_of(one=scripted())
+    client = client_in(network, "one", max_retries=7, unreachable_after=0.0)
     await client.generate([1])
+    plug(network, one=None)
     with pytest.raises(SGLangConnectionError, match="8 attempts") as caught:
         await client.generate([1])
     assert "ever answered" not in str(caught.value)
 
 
 async def test_error_of_a_custom_transport_is_raised_unchanged():
-    server = FakeServer(KeyError("bug"))
+    network = respx.Router()
+    route = network.post(path="/generate").mock(side_effect=KeyError("bug"))
     with pytest.raises(KeyError):
-        await server.client().generate([1])
-    assert len(server.asked) == 1
+        await client_in(network, "one").generate([1])
+    assert route.call_count == len(network.calls) == 1
 
 
 async def test_outage_logs_a_few_lines_for_any_number_of_requests(caplog):
     caplog.set_level(logging.INFO, logger="strands_sglang")
-    server = FakeServer(*[httpx.Response(500)] * 200, OK)
-    client = server.client(max_retries=300)
+    server = scripted(*[ScriptedResponse(500)] * 200, OK)
+    client = client_to(server, max_retries=300)
     await asyncio.gather(*(client.generate([1]) for _ in range(50)))
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("strands_sglang")]
     assert 2 <= len(messages) <= 4
@@ -462,7 +486,7 @@ CONTEXT_LENGTH = [
 @pytest.mark.parametrize("message", CONTEXT_LENGTH)
 async def test_every_message_about_a_full_context_is_known(message):
     with pytest.raises(SGLangContextLengthError, match="HTTP 400") as caught:
-        await FakeServer(httpx.Response(400, json={"error": {"message": message}})).client().generate([1])
+        await client_to(scripted(ScriptedFault(status=400, message=message))).generate([1])
     assert message in str(caught.value)
 
 
@@ -477,7 +501,7 @@ async def test_every_message_about_a_full_context_is_known(message):
 )
 async def test_similar_errors_are_not_a_full_context(status, message):
     with pytest.raises(SGLangHTTPError) as caught:
-        await FakeServer(httpx.Response(status, json={"error": {"message": message}})).client().generate([1])
+        await client_to(scripted(ScriptedFault(status=status, message=message))).generate([1])
     assert not isinstance(caught.value, SGLangContextLengthError)
 
 
@@ -495,23 +519,23 @@ ERROR_BODIES = [
 
 @pytest.mark.parametrize(("body", "said"), ERROR_BODIES)
 async def test_servers_message_is_found_in_every_error_format(body, said):
-    answer = httpx.Response(400, text=body) if isinstance(body, str) else httpx.Response(400, json=body)
+    answer = ScriptedResponse(400, body.encode()) if isinstance(body, str) else as_json(body, 400)
     with pytest.raises(SGLangHTTPError) as caught:
-        await FakeServer(answer).client().generate([1])
+        await client_to(scripted(answer)).generate([1])
     assert f"POST {BASE_URL}/generate: HTTP 400: " in str(caught.value)
     assert said in str(caught.value)
-    assert caught.value.body == answer.text
+    assert caught.value.body == answer.content.decode()
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
 async def test_server_without_generate_is_reported_as_not_sglang(status):
     with pytest.raises(SGLangHTTPError, match="not an SGLang server"):
-        await FakeServer(httpx.Response(status, text="<html>nope</html>")).client().generate([1])
+        await client_to(scripted(ScriptedResponse(status, b"<html>nope</html>"))).generate([1])
 
 
 async def test_a_redirect_names_the_address_to_use():
     with pytest.raises(SGLangHTTPError, match="redirects to https://elsewhere"):
-        await FakeServer(httpx.Response(307, headers={"location": "https://elsewhere"})).client().generate([1])
+        await client_to(scripted(ScriptedResponse(307, headers={"location": "https://elsewhere"}))).generate([1])
 
 
 @given(st.floats(0, 100), st.integers(0, 10**6), st.none() | st.floats(0, 1e6))
@@ -542,89 +566,89 @@ def test_retry_after_is_read_as_a_date():
 
 
 async def test_cancelled_request_is_aborted_and_not_retried():
-    server = FakeServer(never)
-    task = asyncio.create_task(server.client().generate([1]))
-    await server.arrived.wait()
+    server = hung()
+    task = asyncio.create_task(client_to(server).generate([1]))
+    await arrival(server)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    [sent] = server.bodies()
-    assert server.bodies("/abort_request") == [{"rid": sent["rid"]}]
+    [sent] = server.requests
+    assert aborts(server) == [sent.rid]
 
 
 async def test_caller_cancelled_by_anyio_waits_idly():
     """A cancel scope cancels again on every cycle of the event loop."""
-    server = FakeServer(never)
-    client = server.client(abort_grace=0.5)
+    server = hung()
+    client = client_to(server, abort_grace=0.5)
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.generate, [1])
-            await server.arrived.wait()
+            await arrival(server)
             used = time.thread_time()
             scope.cancel()
     assert time.thread_time() - used < 0.1
-    assert len(server.bodies("/abort_request")) >= 1
+    assert len(aborts(server)) >= 1
 
 
 async def test_timed_out_attempt_is_aborted_and_retried_once():
-    server = FakeServer(never)
+    server = hung()
     with pytest.raises(SGLangConnectionError, match="no response in time.*0.05 s.*2 attempts"):
-        await server.client(timeout=0.05, max_retries=60).generate([1])
-    assert server.bodies("/abort_request") == [{"rid": body["rid"]} for body in server.bodies()]
-    assert len(server.bodies()) == 2
+        await client_to(server, timeout=0.05, max_retries=60).generate([1])
+    assert aborts(server) == [request.rid for request in server.requests]
+    assert len(server.requests) == 2
 
 
 async def test_answer_after_a_timeout_counts():
-    server = FakeServer(never, OK)
-    assert await server.client(timeout=0.3).generate([1]) == generation()
+    server = scripted(until_aborted(OK), OK, **{"/abort_request": ScriptedResponse()})
+    assert await client_to(server, timeout=0.3).generate([1]) == server.responses[1].body
 
 
 async def test_request_cancelled_by_a_time_limit_is_aborted():
-    server = FakeServer(never)
-    task = asyncio.create_task(server.client(timeout=60).generate([1]))
-    await server.arrived.wait()
+    server = hung()
+    task = asyncio.create_task(client_to(server, timeout=60).generate([1]))
+    await arrival(server)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(server.bodies("/abort_request")) == 1
+    assert len(aborts(server)) == 1
 
 
 async def test_request_cancelled_between_attempts_is_not_retried():
-    server = FakeServer(httpx.Response(500))
-    task = asyncio.create_task(server.client(retry_delay=8.0).generate([1]))
-    await server.arrived.wait()
+    server = scripted(ScriptedResponse(500))
+    task = asyncio.create_task(client_to(server, retry_delay=8.0).generate([1]))
+    await arrival(server)
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 async def test_requests_beyond_the_limit_wait():
-    server = FakeServer(never)
-    client = server.client(max_connections=1)
+    server = hung()
+    client = client_to(server, max_connections=1)
     first, second = (asyncio.create_task(client.generate([token])) for token in (1, 2))
-    await server.arrived.wait()
+    await arrival(server)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    assert [path for path, _ in server.asked] == ["/generate"]
+    assert [path for path, _ in server.calls] == ["/generate"]
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert [path for path, _ in server.asked] == ["/generate", "/abort_request"]  # although all slots were taken
+    assert [path for path, _ in server.calls] == ["/generate", "/abort_request"]  # although all slots were taken
 
 
 def test_abort_is_sent_when_the_event_loop_ends():
-    server = FakeServer(never)
+    server = hung()
 
     async def start_and_return():
-        client = server.client()
+        client = client_to(server)
         start_and_return.task = asyncio.create_task(client.generate([1]))  # type: ignore[attr-defined]
-        await server.arrived.wait()
+        await arrival(server)
 
     asyncio.run(start_and_return())
-    assert len(server.bodies("/abort_request")) == 1
+    assert len(aborts(server)) == 1
 
 
 def test_abort_in_flight_survives_the_end_of_the_loop():
@@ -676,14 +700,12 @@ async def test_wait_for_an_unanswered_abort_is_idle():
 
 
 async def test_abort_sends_the_request_id_and_never_raises():
-    server = FakeServer(paths={"/abort_request": httpx.Response(404)})
-    await server.client().abort("r-1")
-    assert server.bodies("/abort_request") == [{"rid": "r-1"}]
-
-    async def refuse(_):
-        raise httpx.ConnectError("refused")
-
-    await SGLangClient(BASE_URL, transport=httpx.MockTransport(refuse)).abort("r-1")
+    server = scripted(**{"/abort_request": ScriptedResponse(404)})
+    await client_to(server).abort("r-1")
+    assert aborts(server) == ["r-1"]
+    network = network_of(one=None)
+    await client_in(network, "one").abort("r-1")
+    assert hosts_of(network, "/abort_request")
 
 
 async def test_caller_can_abort_by_its_own_id():
@@ -731,32 +753,33 @@ async def test_closing_aborts_and_returns_partial_answers():
 
 
 async def test_closing_ends_the_wait_for_a_retry():
-    server = FakeServer(httpx.Response(500))
-    client = server.client(retry_delay=0.1)
+    server = scripted(ScriptedResponse(500))
+    client = client_to(server, retry_delay=0.1)
     task = asyncio.create_task(client.generate([1]))
-    await server.arrived.wait()
+    await arrival(server)
     await client.close()
     with pytest.raises(SGLangConnectionError, match="closed"):
         await task
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 async def test_a_closed_client_opens_again_when_it_is_used():
-    client = FakeServer().client()
+    server = scripted()
+    client = client_to(server)
     async with client:
         await client.generate([1])
-    assert await client.generate([1]) == generation()
+    assert await client.generate([1]) == server.responses[1].body
 
 
 async def test_only_the_deadline_of_a_cancellation_counts():
-    server = FakeServer(never)
+    server = hung()
     cancellation = Cancellation(0.3)
     await asyncio.sleep(0.2)
     started = time.monotonic()
     with pytest.raises(SGLangDeadlineError, match="0.3 s after the request was made"):
-        await server.client(deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
+        await client_to(server, deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
     assert 0.05 < time.monotonic() - started < 0.25
-    assert len(server.bodies("/abort_request")) == 1
+    assert len(aborts(server)) == 1
 
 
 @pytest.mark.parametrize(
@@ -834,34 +857,21 @@ def test_router_without_an_address_is_an_error():
 # === Calls that end before their response: aborts, and partial answers ===
 
 
-class RouterInFront(FakeServer):
-    """A router that sends everything to one worker, and does not forward aborts."""
-
-    def __init__(self, worker, listed, path="/workers"):
-        super().__init__(worker, paths={"/abort_request": httpx.Response(404)})
-        self.listed, self.path = listed, path
-        self._worker = worker
-
-    async def __call__(self, request):
-        if request.url.path == "/generate":
-            return await self._worker(request)
-        if request.url.path == self.path:
-            self.asked.append((self.path, None))
-            return httpx.Response(200, json=self.listed)
-        return await super().__call__(request)
+def behind_a_router(listed, path="/workers", **workers):
+    """A network of workers, with a router in front that sends everything to the last and forwards no aborts."""
+    network = network_of(**workers)
+    *_, worker = workers.values()
+    network.route(host="router", path="/generate").mock(side_effect=worker.transport().handle_async_request)
+    network.route(host="router", path=path, name="list").respond(json=listed)
+    network.route(host="router").respond(404)
+    return network
 
 
 def workers(*hosts):
     return {"workers": [{"id": host, "url": f"http://{host}", "is_healthy": True} for host in hosts]}
 
 
-async def cancelled(network, worker, **settings):
-    """Cancel a call of a new client once the worker has it; return the partial answers."""
-    worker.arrived.clear()
-    return await cancelled_call(network.client("router", **{"abort_grace": 2.0, **settings}), worker)
-
-
-async def cancelled_call(client, worker):
+async def cancelled(client, worker):
     """Cancel a call once the worker has it; return the partial answers."""
     partial = []
     task = await start(worker, client, on_partial=partial.append)
@@ -880,55 +890,54 @@ async def cancelled_call(client, worker):
     ],
 )
 async def test_a_routers_workers_are_aborted_directly(path, listed):
-    one, two = FakeServer(), AbortableServer([7, 8])
-    network = Network(router=RouterInFront(two, listed, path), one=one, two=two)
-    [partial] = await cancelled(network, two)
+    one, two = scripted(), scripted(until_aborted(PARTIAL))
+    network = behind_a_router(listed, path, one=one, two=two)
+    [partial] = await cancelled(client_in(network, "router", abort_grace=2.0), two)
     assert partial["output_ids"] == [7, 8]
-    [rid] = two.bodies("/abort_request")
-    assert one.bodies("/abort_request") == [rid]
+    assert aborts(one) == aborts(two) == [two.requests[0].rid]
 
 
 async def test_list_of_workers_is_cached():
-    worker = AbortableServer()
-    router = RouterInFront(worker, workers("one"))
-    client = Network(router=router, one=worker).client("router")
+    worker = scripted()
+    network = behind_a_router(workers("one"), one=worker)
+    client = client_in(network, "router")
     await asyncio.gather(*(client.abort(f"r-{i}") for i in range(20)))
     await client.abort("r-20")
-    assert [path for path, _ in router.asked].count("/workers") == 1
-    assert {body["rid"] for body in worker.bodies("/abort_request")} == {f"r-{i}" for i in range(21)}
+    assert network["list"].call_count == 1
+    assert set(aborts(worker)) == {f"r-{i}" for i in range(21)}
 
 
 async def test_list_with_a_missing_worker_is_fetched_again():
-    worker = AbortableServer()
-    router = RouterInFront(worker, workers("gone"))
-    network = Network(router=router, gone=None, one=worker)
-    client = network.client("router", abort_grace=2.0)
+    worker = scripted(until_aborted(PARTIAL))
+    network = behind_a_router(workers("gone"), one=worker)
+    plug(network, gone=None)
+    client = client_in(network, "router", abort_grace=2.0)
     await client.abort("before")
-    router.listed = workers("gone", "one")
-    assert len(await cancelled_call(client, worker)) == 1
+    network["list"].respond(json=workers("gone", "one"))
+    assert len(await cancelled(client, worker)) == 1
 
 
 async def test_new_worker_is_found_after_an_abort_without_effect():
-    old, new = FakeServer(), AbortableServer()
-    router = RouterInFront(new, workers("old"))
-    client = Network(router=router, old=old, new=new).client("router", abort_grace=2.0)
+    worker = scripted(until_aborted(PARTIAL))
+    network = behind_a_router(workers("old"), old=scripted(), new=worker)
+    client = client_in(network, "router", abort_grace=2.0)
     await client.abort("before")
-    router.listed = workers("old", "new")
-    assert len(await cancelled_call(client, new)) == 1
+    network["list"].respond(json=workers("old", "new"))
+    assert len(await cancelled(client, worker)) == 1
 
 
 async def test_router_without_workers_does_not_delay_the_caller():
-    worker = AbortableServer()
-    network = Network(router=RouterInFront(worker, {"workers": []}))
-    assert await asyncio.wait_for(cancelled(network, worker, abort_grace=60.0), 10) == []
+    worker = scripted(until_aborted(PARTIAL))
+    client = client_in(behind_a_router({"workers": []}, one=worker), "router", abort_grace=60.0)
+    assert await asyncio.wait_for(cancelled(client, worker), 10) == []
 
 
 async def test_routers_error_about_a_worker_aborts_the_request():
-    worker = FakeServer(httpx.Response(500, headers={"x-smg-error-code": "call_upstream_request_error"}))
-    network = Network(router=RouterInFront(worker, workers("one")), one=worker)
+    worker = scripted(ScriptedResponse(500, headers={"x-smg-error-code": "call_upstream_request_error"}))
+    network = behind_a_router(workers("one"), one=worker)
     with pytest.raises(Exception, match="HTTP 500"):
-        await network.client("router", max_retries=0).generate([1])
-    assert worker.bodies("/abort_request") == [{"rid": body["rid"]} for body in worker.bodies()]
+        await client_in(network, "router", max_retries=0).generate([1])
+    assert aborts(worker) == [request.rid for request in worker.requests]
 
 
 async def test_many_aborts_open_few_connections():
@@ -961,7 +970,7 @@ def test_workers_without_http_are_left_out():
 
 async def start(server, client, **arguments):
     task = asyncio.create_task(client.generate([1], **arguments))
-    await server.arrived.wait()
+    await arrival(server)
     return task
 
 
@@ -972,23 +981,23 @@ async def ends(task):
 
 
 async def test_cancelled_caller_gets_the_partial_answer():
-    server, partial = AbortableServer([7, 8]), []
-    task = await start(server, server.client(), on_partial=partial.append)
+    server, partial = scripted(until_aborted(PARTIAL)), []
+    task = await start(server, client_to(server), on_partial=partial.append)
     task.cancel()
     assert isinstance(await ends(task), asyncio.CancelledError)
     assert [answer["output_ids"] for answer in partial] == [[7, 8]]
-    assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
+    assert len(server.requests) == len(aborts(server)) == 1
 
 
 async def test_repeatedly_cancelled_caller_gets_the_partial_answer():
-    server, partial = AbortableServer([7, 8], paths={}), []
+    server, partial = scripted(until_aborted(PARTIAL)), []
     heard, go_on = asyncio.Event(), asyncio.Event()
 
     async def respond(request):
         if request.url.path == "/abort_request":
             heard.set()
             await go_on.wait()
-        return await server(request)
+        return await server.transport().handle_async_request(request)
 
     client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond))
     task = await start(server, client, on_partial=partial.append)
@@ -1003,52 +1012,38 @@ async def test_repeatedly_cancelled_caller_gets_the_partial_answer():
 
 
 async def test_answer_complete_before_the_abort_is_passed_on():
-    server, partial = AbortableServer(finish="stop"), []
-    task = await start(server, server.client(), on_partial=partial.append)
+    server, partial = scripted(until_aborted(COMPLETE)), []
+    task = await start(server, client_to(server), on_partial=partial.append)
     task.cancel()
     await ends(task)
     assert partial[0]["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 async def test_short_answer_aborted_in_the_queue_is_passed_on():
-    server, partial = AbortableServer(), []
     short = {
         "text": "",
         "output_ids": [],
         "meta_info": {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}},
     }
-
-    async def queued(_):
-        await server.aborted.wait()
-        return httpx.Response(200, json=short)
-
-    server.answers = [queued]
-    task = await start(server, server.client(), on_partial=partial.append)
+    server, partial = scripted(until_aborted(as_json(short))), []
+    task = await start(server, client_to(server), on_partial=partial.append)
     task.cancel()
     await ends(task)
     assert partial == [short]
 
 
 async def test_no_partial_answer_after_the_grace():
-    server, partial = FakeServer(never), []
-    task = await start(server, server.client(abort_grace=0.05), on_partial=partial.append)
+    server, partial = hung(), []
+    task = await start(server, client_to(server, abort_grace=0.05), on_partial=partial.append)
     task.cancel()
     assert isinstance(await ends(task), asyncio.CancelledError)
     assert partial == []
 
 
-@pytest.mark.parametrize("answer", [httpx.Response(500), httpx.Response(200, text="?"), httpx.ReadError("broken")])
+@pytest.mark.parametrize("answer", [ScriptedResponse(500), ScriptedResponse(200, b"?"), ScriptedFault("drop")])
 async def test_invalid_partial_answer_is_not_passed_on(answer):
-    server, partial = AbortableServer(), []
-
-    async def fail(_):
-        await server.aborted.wait()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    server.answers = [fail]
-    task = await start(server, server.client(), on_partial=partial.append)
+    server, partial = scripted(until_aborted(answer)), []
+    task = await start(server, client_to(server), on_partial=partial.append)
     task.cancel()
     assert isinstance(await ends(task), asyncio.CancelledError)
     assert partial == []
@@ -1058,8 +1053,8 @@ async def test_error_in_on_partial_does_not_hide_the_cancellation():
     def fail(_):
         raise RuntimeError("mine")
 
-    server = AbortableServer()
-    task = await start(server, server.client(), on_partial=fail)
+    server = scripted(until_aborted(PARTIAL))
+    task = await start(server, client_to(server), on_partial=fail)
     task.cancel()
     assert isinstance(await ends(task), asyncio.CancelledError)
 
@@ -1093,7 +1088,7 @@ async def test_no_wait_for_an_abort_that_no_server_received():
         if request.url.path != "/generate":
             raise httpx.ConnectError("refused")
         arrived.set()
-        return await never({})
+        await asyncio.Event().wait()
 
     arrived = asyncio.Event()
     client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=60.0)
@@ -1108,35 +1103,35 @@ async def test_no_wait_for_an_abort_that_no_server_received():
 
 
 async def test_set_signal_ends_the_call_with_the_partial_answer():
-    server, signal, partial = AbortableServer([7, 8]), threading.Event(), []
-    task = await start(server, server.client(), cancel_signal=signal, on_partial=partial.append)
+    server, signal, partial = scripted(until_aborted(PARTIAL)), threading.Event(), []
+    task = await start(server, client_to(server), cancel_signal=signal, on_partial=partial.append)
     threading.Thread(target=signal.set).start()
     error = await ends(task)
     assert isinstance(error, SGLangCancelledError)
     assert error.response == partial[0]
     assert error.response is not None and error.response["output_ids"] == [7, 8]
-    assert len(server.bodies("/abort_request")) == 1
+    assert len(aborts(server)) == 1
 
 
 async def test_signal_set_before_the_call_sends_nothing():
-    server, signal = FakeServer(), threading.Event()
+    server, signal = scripted(), threading.Event()
     signal.set()
     with pytest.raises(SGLangCancelledError):
-        await server.client().generate([1], cancel_signal=signal)
-    assert server.asked == []
+        await client_to(server).generate([1], cancel_signal=signal)
+    assert server.calls == []
 
 
 async def test_signal_ends_the_wait_for_a_retry_or_a_slot():
-    server, signal = FakeServer(httpx.Response(500)), threading.Event()
-    retrying = await start(server, server.client(retry_delay=8.0), cancel_signal=signal)
-    busy = FakeServer(never)
-    client = busy.client(max_connections=1)
+    server, signal = scripted(ScriptedResponse(500)), threading.Event()
+    retrying = await start(server, client_to(server, retry_delay=8.0), cancel_signal=signal)
+    busy = hung()
+    client = client_to(busy, max_connections=1)
     first = await start(busy, client)
     second = asyncio.create_task(client.generate([1], cancel_signal=signal))
     signal.set()
     assert isinstance(await ends(retrying), SGLangCancelledError)
     assert isinstance(await ends(second), SGLangCancelledError)
-    assert len(busy.bodies()) == 1
+    assert len(busy.requests) == 1
     first.cancel()
     await ends(first)
 
@@ -1153,10 +1148,10 @@ async def test_signal_cleared_after_it_was_seen_ends_the_call():
         asyncio.get_running_loop().call_later(0.02, signal.set)
         return await asyncio.wait_for(ends(asyncio.ensure_future(call(signal))), 5.0)
 
-    sampling, busy = AbortableServer([7, 8]), FakeServer(never)
-    error = await ended(lambda signal: sampling.client().generate([1], cancel_signal=signal))
+    sampling, busy = scripted(until_aborted(PARTIAL)), hung()
+    error = await ended(lambda signal: client_to(sampling).generate([1], cancel_signal=signal))
     assert isinstance(error, SGLangCancelledError) and error.response["output_ids"] == [7, 8]
-    client = busy.client(max_connections=1)
+    client = client_to(busy, max_connections=1)
     first = await start(busy, client)
     waits_for_a_connection = await ended(lambda signal: client.generate([1], cancel_signal=signal))
     assert isinstance(waits_for_a_connection, SGLangCancelledError)
@@ -1173,7 +1168,8 @@ async def test_complete_answer_counts_although_the_signal_is_set():
         signal.set()
         return OK
 
-    assert await FakeServer(answer).client().generate([1], cancel_signal=signal) == generation()
+    server = scripted(answer)
+    assert await client_to(server).generate([1], cancel_signal=signal) == server.responses[0].body
 
 
 async def test_one_timer_per_loop_checks_all_signals(monkeypatch):
@@ -1196,11 +1192,10 @@ async def test_one_timer_per_loop_checks_all_signals(monkeypatch):
         await release.wait()
         return OK
 
-    server = FakeServer(wait)
-    client = server.client()
+    server = scripted(wait)
+    client = client_to(server)
     calls = [asyncio.create_task(client.generate([1], cancel_signal=threading.Event())) for _ in range(50)]
-    while len(server.bodies()) < 50:
-        await asyncio.sleep(0)
+    await arrival(server, 50)
     assert sum(not timer.cancelled() for timer in timers) == 1
     release.set()
     await asyncio.gather(*calls)
@@ -1211,9 +1206,9 @@ async def test_one_timer_per_loop_checks_all_signals(monkeypatch):
 
 
 async def test_answer_just_after_its_timeout_still_counts():
-    server = AbortableServer([7, 2], finish="stop")
-    assert (await server.client(timeout=0.05).generate([1]))["output_ids"] == [7, 2]
-    assert len(server.bodies()) == 1
+    server = scripted(until_aborted(COMPLETE))
+    assert (await client_to(server, timeout=0.05).generate([1]))["output_ids"] == [7, EOS]
+    assert len(server.requests) == 1
 
 
 async def test_longest_partial_answer_is_passed_on_once():
@@ -1246,7 +1241,7 @@ async def test_answered_call_passes_on_no_partial_answer():
             aborted.set()
             return httpx.Response(200)
         if aborted.is_set():
-            return OK
+            return httpx.Response(200, json=generation())
         await aborted.wait()
         return httpx.Response(200, json=generation([5], finish="abort"))
 
@@ -1256,48 +1251,48 @@ async def test_answered_call_passes_on_no_partial_answer():
 
 
 async def test_deadline_error_has_the_partial_answer():
-    server, partial = AbortableServer([7, 8]), []
+    server, partial = scripted(until_aborted(PARTIAL)), []
     with pytest.raises(SGLangDeadlineError, match=r"deadline has passed after 2 tokens, 0\.05 s after") as caught:
-        await server.client(deadline=0.05).generate([1], on_partial=partial.append)
+        await client_to(server, deadline=0.05).generate([1], on_partial=partial.append)
     assert [caught.value.response] == partial
-    assert len(server.bodies()) == len(server.bodies("/abort_request")) == 1
+    assert len(server.requests) == len(aborts(server)) == 1
 
 
 async def test_answer_just_after_the_deadline_still_counts():
-    server = AbortableServer([7, 2], finish="stop")
-    assert (await server.client(deadline=0.05).generate([1]))["output_ids"] == [7, 2]
+    server = scripted(until_aborted(COMPLETE))
+    assert (await client_to(server, deadline=0.05).generate([1]))["output_ids"] == [7, EOS]
 
 
 async def test_the_deadline_covers_retries_and_names_the_last_failure():
-    server = FakeServer(httpx.Response(500, text="out of order"))
+    server = scripted(ScriptedResponse(500, b"out of order"))
     with pytest.raises(SGLangDeadlineError, match="out of order") as caught:
-        await server.client(deadline=0.3, retry_delay=0.02, max_retries=10**6).generate([1])
+        await client_to(server, deadline=0.3, retry_delay=0.02, max_retries=10**6).generate([1])
     assert isinstance(caught.value.__cause__, SGLangHTTPError)
     assert caught.value.response is None
-    assert 2 <= len(server.bodies()) < 30
+    assert 2 <= len(server.requests) < 30
 
 
 async def test_retry_after_the_deadline_is_not_awaited():
     started = asyncio.get_running_loop().time()
     with pytest.raises(SGLangDeadlineError):
-        await FakeServer(httpx.Response(500)).client(deadline=4.0, retry_delay=8.0).generate([1])
+        await client_to(scripted(ScriptedResponse(500)), deadline=4.0, retry_delay=8.0).generate([1])
     assert asyncio.get_running_loop().time() - started < 3.0
 
 
 async def test_deadline_covers_the_wait_for_a_slot():
-    server = FakeServer(never)
-    client = server.client(max_connections=1, deadline=0.1)
+    server = hung()
+    client = client_to(server, max_connections=1, deadline=0.1)
     first, second = (asyncio.create_task(client.generate([1])) for _ in range(2))
     for task in (first, second):
         assert isinstance(await ends(task), SGLangDeadlineError)
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 async def test_abandoned_slots_are_free_for_others():
-    server = FakeServer(never)
-    client = server.client(max_connections=1, deadline=0.05)
+    server = hung()
+    client = client_to(server, max_connections=1, deadline=0.05)
     await asyncio.gather(*(client.generate([1]) for _ in range(20)), return_exceptions=True)
-    server.answers = [OK]
+    server.overrides["/generate"] = as_json(generation())
     assert await asyncio.gather(*(client.generate([1]) for _ in range(5))) == [generation()] * 5
 
 
@@ -1305,11 +1300,11 @@ async def test_abandoned_slots_are_free_for_others():
 
 
 async def test_closing_ends_waiting_calls():
-    server, broken = AbortableServer(), FakeServer(httpx.Response(500))
-    client = server.client(max_connections=1)
+    server, broken = scripted(until_aborted(PARTIAL)), scripted(ScriptedResponse(500))
+    client = client_to(server, max_connections=1)
     first = await start(server, client)
     second = asyncio.create_task(client.generate([1]))
-    other = broken.client(retry_delay=8.0)
+    other = client_to(broken, retry_delay=8.0)
     third = await start(broken, other)
     await client.close()
     await other.close()
@@ -1317,7 +1312,7 @@ async def test_closing_ends_waiting_calls():
     for task in (second, third):
         error = await ends(task)
         assert isinstance(error, SGLangConnectionError) and "closed" in str(error)
-    assert len(server.bodies()) == 1
+    assert len(server.requests) == 1
 
 
 # === Servers: addresses, connections and load balancing, and shared clients ===
@@ -1456,124 +1451,120 @@ def test_with_all_servers_out_requests_still_try_them():
 
 
 async def test_requests_are_spread_and_keys_are_sent():
-    network = Network(one=FakeServer(), two=FakeServer())
-    client = network.client()
+    network = network_of(one=scripted(), two=scripted())
+    client = client_in(network, "one", "two")
     for _ in range(4):
         await client.generate([1], routing_key="a")
     await asyncio.gather(*(client.generate([1]) for _ in range(6)))
-    assert len(set(network.hosts()[:4])) == 1
-    assert set(Counter(network.hosts()[4:]).values()) == {3}
-    sent = network.requests[0]
+    hosts = hosts_of(network)
+    assert len(set(hosts[:4])) == 1
+    assert set(Counter(hosts[4:]).values()) == {3}
+    sent, last = network.calls[0].request, network.calls[-1].request
     assert sent.headers["x-smg-routing-key"] == "a"
     assert b'"routing_key":"a"' in sent.content
-    assert "x-smg-routing-key" not in network.requests[-1].headers
-    assert b"routing_key" not in network.requests[-1].content
+    assert "x-smg-routing-key" not in last.headers
+    assert b"routing_key" not in last.content
 
 
 @pytest.mark.parametrize("key", ["", " a", "a\nb", "\u00e4", 3, b"a"])
 async def test_key_that_is_not_a_header_value_is_rejected(key):
-    server = FakeServer()
+    server = scripted()
     with pytest.raises(ValueError, match="routing_key"):
-        await server.client().generate([1], routing_key=key)
-    assert server.asked == []
+        await client_to(server).generate([1], routing_key=key)
+    assert server.calls == []
 
 
 async def test_requests_to_a_dead_server_move_at_once():
-    network = Network(one=None, two=FakeServer())
-    client = network.client(retry_delay=8.0)
+    network = network_of(one=None, two=scripted())
+    client = client_in(network, "one", "two", retry_delay=8.0)
     started = asyncio.get_running_loop().time()
     answers = await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))
-    assert answers == [generation()] * 10
+    assert [answer["output_ids"] for answer in answers] == [[7, 2]] * 10
     assert asyncio.get_running_loop().time() - started < 1.0
     assert client.available_urls == ("http://two",)
-    before = len(network.hosts())
+    before = len(hosts_of(network))
     await asyncio.gather(*(client.generate([1], routing_key=str(i)) for i in range(10)))
-    assert network.hosts()[before:] == ["two"] * 10
+    assert hosts_of(network)[before:] == ["two"] * 10
 
 
 async def test_healthy_server_returns_to_rotation(monkeypatch):
     # Servers out of rotation are probed at every request.
     monkeypatch.setattr(servers_module, "FIRST_PROBE_S", 0.0)
     monkeypatch.setattr(servers_module, "MAX_PROBE_S", 0.0)
-    network = Network(one=None, two=FakeServer())
-    client = network.client()
+    network = network_of(one=None, two=scripted())
+    client = client_in(network, "one", "two")
     await asyncio.gather(*(client.generate([1]) for _ in range(4)))
-    network.servers["one"] = FakeServer(paths={"/health": httpx.Response(503)})  # it is starting
-    while "one" not in network.hosts("/health"):
+    plug(network, one=scripted(**{"/health": ScriptedResponse(503)}))  # it is starting
+    while "one" not in hosts_of(network, "/health"):
         await client.generate([1])
     for _ in range(5):
         await client.generate([1])
     assert client.available_urls == ("http://two",)
-    network.servers["one"] = FakeServer(paths={"/health": httpx.Response(200)})
+    plug(network, one=scripted())
     while client.available_urls != ("http://one", "http://two"):
         await client.generate([1])
-    before = len(network.hosts())
+    before = len(hosts_of(network))
     await asyncio.gather(*(client.generate([1]) for _ in range(4)))
-    assert Counter(network.hosts()[before:]) == {"one": 2, "two": 2}
+    assert Counter(hosts_of(network)[before:]) == {"one": 2, "two": 2}
 
 
 async def test_refused_request_is_retried_on_another_server():
-    network = Network(one=FakeServer(httpx.Response(503)), two=FakeServer())
-    client = network.client()
+    network = network_of(one=scripted(ScriptedResponse(503)), two=scripted())
+    client = client_in(network, "one", "two")
     for i in range(6):
-        assert await client.generate([1], routing_key=str(i)) == generation()
-    hosts = network.hosts()
+        assert (await client.generate([1], routing_key=str(i)))["output_ids"] == [7, 2]
+    hosts = hosts_of(network)
     assert all(after == "two" for before, after in zip(hosts, hosts[1:], strict=False) if before == "one")
 
 
 async def test_abort_is_sent_to_the_server_of_the_request():
-    network = Network(one=FakeServer(never), two=FakeServer(never))
-    client = network.client()
+    one, two = hung(), hung()
+    client = client_in(network_of(one=one, two=two), "one", "two")
     tasks = [asyncio.create_task(client.generate([1])) for _ in range(2)]
-    while len(network.hosts()) < 2:
-        await asyncio.sleep(0)
-    [rid] = [body["rid"] for body in network.servers["two"].bodies()]  # type: ignore[union-attr]
-    await client.abort(rid)
-    assert network.hosts("/abort_request") == ["two"]
+    await arrival(one)
+    await arrival(two)
+    await client.abort(two.requests[0].rid)
+    assert (len(aborts(one)), len(aborts(two))) == (0, 1)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for server in network.servers.values():
-        assert server is not None
-        assert {body["rid"] for body in server.bodies()} == {body["rid"] for body in server.bodies("/abort_request")}
+    for server in (one, two):
+        assert {request.rid for request in server.requests} == set(aborts(server))
 
 
 async def test_error_with_all_servers_dead():
-    client = Network(one=None, two=None).client(max_retries=3, unreachable_after=60.0)
+    client = client_in(network_of(one=None, two=None), "one", "two", max_retries=3, unreachable_after=60.0)
     with pytest.raises(SGLangConnectionError, match="could not connect.*4 attempts.*no server has ever answered"):
         await client.generate([1])
 
 
 async def test_absent_server_does_not_end_retries_on_others():
-    network = Network(one=None, two=FakeServer(OK))
-    client = network.client(unreachable_after=60.0)
-    assert await asyncio.gather(*(client.generate([1]) for _ in range(4))) == [generation()] * 4
+    client = client_in(network_of(one=None, two=scripted()), "one", "two", unreachable_after=60.0)
+    answers = await asyncio.gather(*(client.generate([1]) for _ in range(4)))
+    assert [answer["output_ids"] for answer in answers] == [[7, 2]] * 4
 
 
 async def test_an_unhealthy_server_has_answered_and_is_waited_for():
-    network = Network(one=FakeServer(paths={"/health": httpx.Response(503)}))
-    client = network.client(max_retries=3, unreachable_after=0.0)
+    network = network_of(one=scripted(**{"/health": ScriptedResponse(503)}))
+    client = client_in(network, "one", max_retries=3, unreachable_after=0.0)
     assert await client.health() is False
-    network.servers["one"] = None
+    plug(network, one=None)
     with pytest.raises(SGLangConnectionError, match="4 attempts"):
         await client.generate([1])
 
 
 async def test_health_counts_the_servers():
-    healthy = {"/health": httpx.Response(200)}
-    network = Network(one=FakeServer(paths=healthy), two=FakeServer(paths={"/health": httpx.Response(503)}), three=None)
-    client = network.client()
+    network = network_of(one=scripted(), two=scripted(**{"/health": ScriptedResponse(503)}), three=None)
+    client = client_in(network, "one", "two", "three")
     assert await client.health_by_server() == {"http://one": True, "http://two": False, "http://three": False}
     assert await client.health() is True
-    assert await network.client("two", "three").health() is False
+    assert await client_in(network, "two", "three").health() is False
 
 
 async def test_each_server_can_be_asked_for_its_model():
-    def named(name):
-        return FakeServer(paths={"/model_info": httpx.Response(200, json={"model_path": name})})
-
-    network = Network(one=named("a"), two=named("b"))
-    client = network.client()
+    one, two = scripted(), scripted()
+    one.model_path, two.model_path = "a", "b"
+    client = client_in(network_of(one=one, two=two), "one", "two")
     assert (await client.model_info("http://two"))["model_path"] == "b"
     assert (await client.model_info())["model_path"] in ("a", "b")
     with pytest.raises(ValueError, match="not one of this client's servers: http://one, http://two"):
@@ -1596,12 +1587,12 @@ def test_invalid_addresses_are_rejected(base_url, said):
 
 async def test_thousand_failed_requests_log_a_few_lines(caplog):
     caplog.set_level(logging.INFO, "strands_sglang")
-    network = Network(one=None, two=None)
-    client = network.client(retry_delay=0.01, max_retries=10**6, unreachable_after=60.0)
+    network = network_of(one=None, two=None)
+    client = client_in(network, "one", "two", retry_delay=0.01, max_retries=10**6, unreachable_after=60.0)
     calls = [asyncio.create_task(client.generate([1])) for _ in range(1000)]
-    while len(network.requests) < 3000:
+    while len(network.calls) < 3000:
         await asyncio.sleep(0)
-    network.servers.update(one=FakeServer(), two=FakeServer())
+    plug(network, one=scripted(), two=scripted())
     await asyncio.gather(*calls)
     said = [record.getMessage() for record in caplog.records]
     down = Counter(line.partition(",")[0] for line in said if "server does not answer" in line)

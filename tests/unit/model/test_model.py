@@ -51,10 +51,17 @@ from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
 from strands_sglang.protocol.generation import Generation
 from strands_sglang.templates.chat_template import ChatTemplateError
-from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, bodies
+from strands_sglang.testing import (
+    ScriptedAnswer,
+    ScriptedExperts,
+    ScriptedFault,
+    ScriptedResponse,
+    ScriptedSGLang,
+    bodies,
+)
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
 from support.agents import Gate, advance, call, make_agent, make_tools, needs_module, numbered, statuses
-from support.fake_server import FakeServer, Network
+from support.servers import client_in, client_to, hosts_of, network_of, plug, scripted
 
 # === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
@@ -1746,8 +1753,8 @@ async def test_concurrent_calls_that_find_a_reserved_token_succeed(chatml_tokeni
 
 
 async def test_the_deadline_includes_the_first_server_check(chatml_tokenizer):
-    busy = FakeServer(httpx.Response(503), paths={"/v1/models": httpx.Response(503)})
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=busy.client(max_retries=10**6, deadline=0.1))
+    busy = scripted(ScriptedResponse(503), **{"/v1/models": ScriptedResponse(503)})
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_to(busy, max_retries=10**6, deadline=0.1))
     with pytest.raises(Exception, match="deadline") as failure:
         await make_agent(model).invoke_async("go")
     assert termination_reason(failure.value) is TerminationReason.INFRASTRUCTURE_ERROR
@@ -2066,24 +2073,20 @@ async def test_a_failed_check_is_made_again(chatml_tokenizer):
 # --- several servers ---
 
 
-def network(**servers):
-    return Network(**{name: server.transport().handle_async_request for name, server in servers.items()})
-
-
 async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     servers = {name: ScriptedSGLang(chatml_tokenizer, lambda request: "ok") for name in ("one", "two")}
-    pair = network(**servers)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client())
+    network = network_of(**servers)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two"))
     for _ in range(4):
         await make_agent(model).invoke_async("hi")
-    assert sorted(pair.hosts("/tokenize")) == ["one", "two"]
+    assert sorted(hosts_of(network, "/tokenize")) == ["one", "two"]
 
 
 async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_tokenizer):
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
-    model = SGLangModel(tokenizer=other, client=network(one=one, two=two).client())
+    model = SGLangModel(tokenizer=other, client=client_in(network_of(one=one, two=two), "one", "two"))
     with pytest.raises(TokenizerMismatchError, match="http://two"):
         await make_agent(model).invoke_async("hi")
     assert one.requests == two.requests == []
@@ -2092,7 +2095,7 @@ async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_to
 async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
     short = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=500)
     long = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=900)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=network(one=long, two=short).client())
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network_of(one=long, two=short), "one", "two"))
     await make_agent(model).invoke_async("hi")
     [request] = [*short.requests, *long.requests]
     assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
@@ -2104,30 +2107,28 @@ async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_token
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     good = ScriptedSGLang(other, lambda request: "ok")
-    pair = network(one=good, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
-    up, pair.servers = pair.servers, {**pair.servers, "two": None}
-    model = SGLangModel(tokenizer=other, client=pair.client())
+    network = network_of(one=good, two=None)
+    model = SGLangModel(tokenizer=other, client=client_in(network, "one", "two"))
     for _ in range(3):
         assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
-    pair.servers = up
+    plug(network, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
     with pytest.raises(TokenizerMismatchError, match="http://two"):
         for _ in range(100):
             await make_agent(model).invoke_async("hi")
 
 
 async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer):
-    pair = network(**{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
-    up, pair.servers = pair.servers, {"one": None, "two": None}
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(max_retries=2))
+    network = network_of(one=None, two=None)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two", max_retries=2))
     with pytest.raises(SGLangConnectionError, match="could not connect"):
         await make_agent(model).invoke_async("hi")
-    pair.servers = up
+    plug(network, **{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
     assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
 
 
 async def test_a_cancelled_agent_does_not_wait_for_a_server_check(chatml_tokenizer):
-    pair = Network(one=None)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=pair.client(retry_delay=8.0))
+    network = network_of(one=None)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", retry_delay=8.0))
     signal = threading.Event()
 
     async def ask():
@@ -2135,7 +2136,7 @@ async def test_a_cancelled_agent_does_not_wait_for_a_server_check(chatml_tokeniz
         return [event async for event in model.stream(messages, cancel_signal=signal)]
 
     task = asyncio.create_task(ask())
-    while not pair.requests:
+    while not network.calls:
         await asyncio.sleep(0)
     signal.set()
     events = await asyncio.wait_for(task, 5)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import respx
 import torch
 from hypothesis import given, settings, strategies as st
 from strands import Agent, tool
@@ -40,9 +41,9 @@ from strands_sglang.templates.image_tokens import (
     multimodal_train_inputs,
     require_image_understanding,
 )
-from strands_sglang.testing import ScriptedSGLang
+from strands_sglang.testing import ScriptedResponse, ScriptedSGLang
 from support.agents import MARKS, SPECIAL_TOKENS
-from support.fake_server import OK, FakeServer
+from support.servers import as_json, client_in, client_to, generation, scripted
 from support.vision import picture
 
 # === chat template ===
@@ -1162,11 +1163,13 @@ def test_a_placeholder_without_an_image_is_rejected():
 
 
 async def test_every_attempt_sends_each_image_once():
-    server = FakeServer(httpx.Response(503), httpx.Response(429), OK)
+    network = respx.Router()
+    route = network.post(path="/generate")
+    route.side_effect = [httpx.Response(503), httpx.Response(429), httpx.Response(200, json=generation())]
     fields = images().request_fields([IMAGE], [expanded("#", picture())[1]])
-    async with server.client() as client:
+    async with client_in(network, "one") as client:
         await client.generate([IMAGE], {"max_new_tokens": 1}, **fields)
-    assert [body["image_data"] for body in server.bodies()] == [[data_uri(picture())]] * 3
+    assert [json.loads(call.request.content)["image_data"] for call in route.calls] == [[data_uri(picture())]] * 3
 
 
 @pytest.mark.parametrize(
@@ -1222,29 +1225,29 @@ def test_tensors_that_cannot_be_joined_are_named():
 
 class TestServersThatTakeNoImages:
     async def ask(self, *answers, times=1):
-        server = FakeServer(paths={"/model_info": answers[0], "/get_model_info": answers[-1]})
-        async with server.client(max_retries=0) as client:
+        server = scripted(**{"/model_info": answers[0], "/get_model_info": answers[-1]})
+        async with client_to(server, max_retries=0) as client:
             for _ in range(times):
                 await require_image_understanding(client, picture(where="messages[0]"))
-        return len(server.asked)
+        return len(server.calls)
 
     async def test_a_server_that_takes_no_images_is_an_error(self):
-        with pytest.raises(UnsupportedContentError, match=r"messages\[0\]: .*http://sglang.test:30000 takes no images"):
-            await self.ask(httpx.Response(200, json={"has_image_understanding": False}))
+        with pytest.raises(UnsupportedContentError, match=r"messages\[0\]: .*http://scripted takes no images"):
+            await self.ask(as_json({"has_image_understanding": False}))
 
     async def test_a_server_that_takes_them_is_asked_once(self):
-        assert await self.ask(httpx.Response(200, json={"has_image_understanding": True}), times=3) == 1
+        assert await self.ask(as_json({"has_image_understanding": True}), times=3) == 1
 
-    @pytest.mark.parametrize("answer", [httpx.Response(200, json={"model_path": "m"}), httpx.Response(404)])
+    @pytest.mark.parametrize("answer", [as_json({"model_path": "m"}), ScriptedResponse(404)])
     async def test_a_server_that_does_not_tell_may_be_asked_to_look(self, answer):
         await self.ask(answer)
 
     async def test_a_failure_is_not_remembered(self):
-        server = FakeServer(paths={"/model_info": httpx.Response(500)})
-        async with server.client(max_retries=0) as client:
+        server = scripted(**{"/model_info": ScriptedResponse(500)})
+        async with client_to(server, max_retries=0) as client:
             with pytest.raises(SGLangHTTPError):
                 await require_image_understanding(client, picture())
-            server.paths["/model_info"] = httpx.Response(200, json={"has_image_understanding": True})
+            server.overrides["/model_info"] = as_json({"has_image_understanding": True})
             await require_image_understanding(client, picture())
 
 

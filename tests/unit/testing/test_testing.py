@@ -9,12 +9,20 @@ import threading
 from contextlib import asynccontextmanager
 
 import httpx
+import orjson
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangHTTPError, SGLangThrottledError
 from strands_sglang.protocol.generation import read_generation
-from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedFault, ScriptedSGLang, scripted_logprob
+from strands_sglang.testing import (
+    ScriptedAnswer,
+    ScriptedExperts,
+    ScriptedFault,
+    ScriptedResponse,
+    ScriptedSGLang,
+    scripted_logprob,
+)
 from support.agents import Gate, build_chatml_tokenizer, make_agent
 
 PROMPT = [11, 22, 33, 44, 55]
@@ -869,6 +877,66 @@ def test_meaningless_faults_are_rejected():
         ScriptedFault("explode")
     with pytest.raises(ValueError, match="status=200 is not an HTTP error"):
         ScriptedFault(status=200)
+
+
+async def test_a_scripted_response_is_sent_exactly(chatml_tokenizer, connected):
+    teapot = ScriptedResponse(418, b"I'm a teapot", {"x-kind": "teapot"})
+    server = ScriptedSGLang(chatml_tokenizer, [teapot, ScriptedResponse(503, headers={"retry-after": "0"}), "fine"])
+    async with connected(server, max_retries=1) as client:
+        with pytest.raises(SGLangHTTPError, match="HTTP 418: I'm a teapot"):
+            await client.generate([1, 2, 3], {})
+        assert (await client.generate([1, 2, 3], {}))["text"] == "fine"
+    assert server.responses[0] is teapot
+    assert [response.status for response in server.responses] == [418, 503, 200]
+    assert server.running == []
+
+
+async def test_a_response_can_break_anywhere_in_its_body(chatml_tokenizer, connected):
+    server = ScriptedSGLang(chatml_tokenizer, [ScriptedResponse(200, b"{}", broken_after=1)])
+    async with connected(server, max_retries=0) as client:
+        with pytest.raises(SGLangConnectionError):
+            await client.generate([1], {})
+    for broken_after in (-1, 2):
+        with pytest.raises(ValueError, match=f"broken_after={broken_after} is not inside a body of 2 bytes"):
+            ScriptedResponse(200, b"{}", broken_after=broken_after)
+
+
+async def test_an_override_replaces_an_endpoint_until_removed(chatml_tokenizer, connected):
+    server = ScriptedSGLang(chatml_tokenizer, ["fine"])
+    server.overrides["/health"] = ScriptedResponse(503)
+    server.overrides["/generate"] = ScriptedResponse(500)
+    async with connected(server, max_retries=0) as client:
+        assert not await client.health()
+        with pytest.raises(SGLangHTTPError, match="HTTP 500"):
+            await client.generate([1], {})
+        assert server.requests == []
+        server.overrides.clear()
+        assert await client.health()
+        assert (await client.generate([1], {}))["text"] == "fine"
+
+
+async def test_an_override_of_the_wrong_kind_is_named(chatml_tokenizer, connected):
+    server = ScriptedSGLang(chatml_tokenizer, [])
+    server.overrides["/generate"] = ScriptedFault(status=503)
+    async with connected(server, max_retries=9) as client:
+        with pytest.raises(SGLangHTTPError, match="override of /generate is ScriptedFault.*not a ScriptedResponse"):
+            await client.generate([1], {})
+    assert len(server.calls) == 1
+
+
+async def test_all_calls_are_logged_in_order(chatml_tokenizer, connected):
+    server = ScriptedSGLang(chatml_tokenizer, ["fine"])
+    async with connected(server) as client:
+        await client.generate([1], {})
+        await client.tokenize("hi")
+        await client.abort("nobody")
+        await client.health()
+    assert [(path, orjson.loads(content) if content else None) for path, content in server.calls] == [
+        ("/generate", None),  # in `requests`
+        ("/tokenize", {"prompt": "hi", "add_special_tokens": False}),
+        ("/abort_request", {"rid": "nobody"}),
+        ("/health", None),
+    ]
 
 
 EXPERTS = ScriptedExperts(layers=3, experts=8, top_k=2)
