@@ -929,12 +929,12 @@ async def test_all_calls_are_logged_in_order(chatml_tokenizer, connected):
     async with connected(server) as client:
         await client.generate([1], {})
         await client.tokenize("hi")
-        await client.abort("nobody")
+        await client.abort("unknown")
         await client.health()
     assert [(path, orjson.loads(content) if content else None) for path, content in server.calls] == [
         ("/generate", None),  # in `requests`
         ("/tokenize", {"prompt": "hi", "add_special_tokens": False}),
-        ("/abort_request", {"rid": "nobody"}),
+        ("/abort_request", {"rid": "unknown"}),
         ("/health", None),
     ]
 
