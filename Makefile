@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-docs test-lowest lint docs clean
+.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-docs test-lowest lint docs bench bench-full clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ help:
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
+	@echo "make bench             what requests and agents cost, against other clients (five minutes); bench-full: everything"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
 demo: $(VENV)/.installed-local
@@ -71,6 +72,12 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zensical build --clean --strict --config-file docs/zensical.toml
+
+bench: $(VENV)/.installed-dev
+	@$(BIN)/python benchmarks
+
+bench-full: $(VENV)/.installed-dev
+	@$(BIN)/python benchmarks --full
 
 clean:
 	rm -rf docs/_site docs/.cache $(VENV) .venv-lowest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,180 +1,201 @@
-"""CPU per request of `SGLangClient`, bare aiohttp (a floor: no checks, retries or aborts) and stock httpx.
+"""One request: what a client costs for a prompt of token ids, alone and among a thousand.
 
-    python benchmarks/client.py [--quick]
-
-A mock server in a second process responds after 0.2 s with 512 sampled tokens and their logprobs. CPU is this process's
-user and system time per request. Lag is the longest time for which the event loop was blocked. The table shows the best
-of the rounds, as other processes can only make it worse. Takes less than a minute.
+All requests of a round start at once, on connections that are open already, against the instant server, which answers
+256 sampled tokens with logprobs after 0.2 s (a single request: at once). A one-off request has a new prompt; a
+continuing one repeats the last prompt and answer and adds 64 tokens. `floor` is asyncio on a socket: headers written
+once, orjson for the body and the response, and no checks, retries or aborts.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import multiprocessing
+import contextlib
 import random
-import statistics
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import aiohttp
-import httpx
-import orjson
+from worker import cost_of
 
-from strands_sglang.client.client import SGLangClient
+OURS = {"here": "ours"}
+OTHERS = {"0.4.3": "published", "aiohttp": "bare_aiohttp", "httpx": "stock_httpx", "floor": "floor"}
 
-LATENCY_S = 0.2
-OUTPUT_TOKENS = 512
-GOALS_MS = {1_000: 1.2, 32_000: 2.0}
-"""Goals in milliseconds of CPU per request, by prompt length in tokens."""
+VOCABULARY = 150_000
+OUTPUT_TOKENS = 256
+ANSWER = random.Random(0).choices(range(VOCABULARY), k=OUTPUT_TOKENS)
+NEW_TOKENS = 64
+ALONE = 20
+"""Requests of a round one after the other, where only one is in flight."""
 
 Ask = Callable[[list[int]], Awaitable[Any]]
 
 
-@dataclass(frozen=True)
-class Load:
-    prompt_tokens: int
-    concurrent: int
-    rounds: int
+COMPARED = ("0.4.3", "floor")
+METRICS = {
+    "cpu_ms": "CPU ms per request",
+    "stall_cpu_ms": "largest stall of the loop, CPU ms",
+    "stall_ms": "largest stall of the loop, ms",
+}
+COLUMNS = ("prompt ids", "in flight", "turn")
 
 
-@dataclass(frozen=True)
-class Measurement:
-    cpu_ms: float
-    wall_s: float
-    lag_ms: float
+def cases(size: str) -> list[dict[str, Any]]:
+    """Return the cases: `check` for the tests, `quick` or `full`."""
+    prompts, flights = {
+        "check": ((1_000,), (1, 8)),
+        "quick": ((1_000, 32_000), (1, 512)),
+        "full": ((1_000, 8_000, 32_000), (1, 64, 512, 1_000)),
+    }[size]
+    listed = [
+        {"prompt ids": prompt, "in flight": flight, "turn": turn}
+        for prompt in prompts
+        for flight in flights
+        for turn in ("one-off", "continuing")
+    ]
+    if size == "quick":
+        listed += [{"prompt ids": prompt, "in flight": 1_000, "turn": "one-off"} for prompt in prompts]
+    return listed
 
 
-LOADS = (Load(1_000, 300, 4), Load(32_000, 80, 6))
-QUICK_LOADS = (Load(1_000, 100, 1), Load(32_000, 20, 1))
+def setting(case: dict[str, Any]) -> dict[str, Any]:
+    """Return what workers need besides the case."""
+    delay_s = 0.2 if case["in flight"] > 1 else 0.0
+    return {"server": {"text": " token" * OUTPUT_TOKENS, "output_ids": ANSWER, "delay_s": delay_s}}
 
 
-def serve(port_to: Any) -> None:
-    """Return the same generation for every POST."""
-    ids = [random.randrange(150_000) for _ in range(OUTPUT_TOKENS)]
-    body = json.dumps(
-        {
-            "text": " token" * OUTPUT_TOKENS,
-            "output_ids": ids,
-            "meta_info": {
-                "id": "x",
-                "finish_reason": {"type": "length", "length": OUTPUT_TOKENS},
-                "output_token_logprobs": [[-random.random(), token_id, None] for token_id in ids],
-            },
-        }
-    ).encode()
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-                await reader.readexactly(int(length.partition(b":")[2]))
-                await asyncio.sleep(LATENCY_S)
-                writer.write(answer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
-
-    async def main() -> None:
-        server = await asyncio.start_server(handle, "127.0.0.1", 0, limit=2**20, backlog=2048)
-        port_to.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(main())
+def is_left_out(case: dict[str, Any], contender: str) -> bool:
+    """Stock httpx takes 15 ms a request and more; where others take minutes, it would take hours."""
+    return contender == "httpx" and case["in flight"] * case["prompt ids"] > 1_000_000
 
 
-async def measure(ask: Ask, load: Load) -> Measurement:
-    """Send `load.concurrent` concurrent requests."""
-    prompts = [[random.randrange(150_000) for _ in range(load.prompt_tokens)] for _ in range(load.concurrent)]
-    lag, stop = 0.0, False
-
-    async def watch() -> None:
-        nonlocal lag
-        while not stop:
-            before = time.perf_counter()
-            await asyncio.sleep(0)
-            lag = max(lag, time.perf_counter() - before)
-            await asyncio.sleep(0.001)
-
-    watcher = asyncio.create_task(watch())
-    wall, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(ask(prompt) for prompt in prompts))
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    stop = True
-    await watcher
-    return Measurement(1e3 * cpu / load.concurrent, wall, 1e3 * lag)
+def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> None:
+    """Nothing follows from other contenders' rounds."""
 
 
-async def ours(base_url: str, load: Load) -> list[Measurement]:
-    async with SGLangClient(base_url, vocab_size=150_000) as client:
+async def rounds_of(case: dict[str, Any], ask: Ask) -> Callable[[], Awaitable[dict[str, float]]]:
+    """Return the round: as many requests at once as the case says, or `ALONE` one after the other."""
+    rng, flight = random.Random(1), case["in flight"]
 
-        def ask(prompt: list[int]) -> Awaitable[Any]:
-            return client.generate(prompt, {"max_new_tokens": OUTPUT_TOKENS}, return_logprob=True)
+    def next_prompt(prompt: list[int]) -> list[int]:
+        if case["turn"] == "continuing":
+            return prompt + ANSWER + random_ids(rng, NEW_TOKENS)
+        return random_ids(rng, case["prompt ids"])
 
-        await ask([1])
-        return [await measure(ask, load) for _ in range(load.rounds)]
+    async def round_() -> dict[str, float]:
+        nonlocal prompts
+        await asyncio.gather(*(ask([1]) for _ in prompts))  # opens the connections that have closed meanwhile
+        if flight > 1:
+            prompts = [next_prompt(prompt) for prompt in prompts]
+            return await cost_of(lambda: asyncio.gather(*map(ask, prompts)), flight)
+        sent = list(accumulate(range(ALONE), lambda prompt, _: next_prompt(prompt), initial=prompts[0]))
+        prompts = sent[-1:]
+
+        async def one_by_one() -> None:
+            for prompt in sent[1:]:
+                await ask(prompt)
+
+        return await cost_of(one_by_one, ALONE)
+
+    prompts = [random_ids(rng, case["prompt ids"]) for _ in range(flight)]
+    await asyncio.gather(*map(ask, prompts))
+    return round_
 
 
-async def bare_aiohttp(base_url: str, load: Load) -> list[Measurement]:
+POOL = random.Random(2).choices(range(VOCABULARY), k=200_000)
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    """Return token ids of the vocabulary; drawing each would take longer than the requests."""
+    start = rng.randrange(len(POOL) - count)
+    return POOL[start : start + count]
+
+
+FIELDS = {"sampling_params": {"max_new_tokens": OUTPUT_TOKENS}, "return_logprob": True}
+
+
+@contextlib.asynccontextmanager
+async def ours(case: dict[str, Any]):
+    from strands_sglang import SGLangClient
+
+    async with SGLangClient(case["base_url"], vocab_size=VOCABULARY) as client:
+        yield await rounds_of(case, lambda prompt: client.generate(prompt, **FIELDS))
+
+
+@contextlib.asynccontextmanager
+async def published(case: dict[str, Any]):
+    from strands_sglang import SGLangClient
+
+    async with SGLangClient(case["base_url"]) as client:
+        yield await rounds_of(case, lambda prompt: client.generate(prompt, **FIELDS))
+
+
+@contextlib.asynccontextmanager
+async def bare_aiohttp(case: dict[str, Any]):
+    import aiohttp
+    import orjson
+
+    async def ask(prompt: list[int]) -> Any:
+        async with session.post(url, data=orjson.dumps({"input_ids": prompt} | FIELDS)) as response:
+            return orjson.loads(await response.read())
+
+    url = case["base_url"] + "/generate"
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1000)) as session:
-
-        async def ask(prompt: list[int]) -> Any:
-            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": OUTPUT_TOKENS}, "return_logprob": True}
-            async with session.post(f"{base_url}/generate", data=orjson.dumps(body)) as response:
-                return orjson.loads(await response.read())
-
-        await ask([1])
-        return [await measure(ask, load) for _ in range(load.rounds)]
+        yield await rounds_of(case, ask)
 
 
-async def stock_httpx(base_url: str, load: Load) -> list[Measurement]:
+@contextlib.asynccontextmanager
+async def stock_httpx(case: dict[str, Any]):
+    import httpx
+
+    async def ask(prompt: list[int]) -> Any:
+        return (await client.post("/generate", json={"input_ids": prompt} | FIELDS)).json()
+
     limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
-    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
-
-        async def ask(prompt: list[int]) -> Any:
-            body = {
-                "input_ids": prompt,
-                "sampling_params": {"max_new_tokens": OUTPUT_TOKENS},
-                "return_logprob": True,
-            }
-            return (await client.post(f"{base_url}/generate", json=body)).json()
-
-        await ask([1])
-        return [await measure(ask, load) for _ in range(max(1, load.rounds // 4))]
+    async with httpx.AsyncClient(base_url=case["base_url"], limits=limits, timeout=None, trust_env=False) as client:
+        yield await rounds_of(case, ask)
 
 
-CLIENTS = {"SGLangClient": ours, "bare aiohttp": bare_aiohttp, "stock httpx": stock_httpx}
+class Socket(asyncio.Protocol):
+    """A connection of the floor."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.parts, self.missing = transport, [], 0
+
+    def request(self, head: bytes, body: bytes) -> asyncio.Future[bytes]:
+        self.transport.writelines([head % len(body), body])
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        return self.answer
+
+    def data_received(self, data: bytes) -> None:
+        if not self.missing:
+            head, _, data = data.partition(b"\r\n\r\n")
+            self.missing = int(head.rpartition(b"content-length: ")[2])
+        self.parts.append(data)
+        self.missing -= len(data)
+        if not self.missing:
+            body, self.parts = b"".join(self.parts), []
+            self.answer.set_result(body)
 
 
-def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the load, to see that it runs")
-    loads = QUICK_LOADS if parser.parse_args().quick else LOADS
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(sender,), daemon=True)
-    server.start()
+@contextlib.asynccontextmanager
+async def floor(case: dict[str, Any]):
+    import orjson
+
+    host, port = case["base_url"].removeprefix("http://").split(":")
+    head = b"POST /generate HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %%d\r\n\r\n"
+    head %= host.encode()
+    idle: list[Socket] = []
+
+    async def ask(prompt: list[int]) -> Any:
+        if not idle:
+            idle.append((await asyncio.get_running_loop().create_connection(Socket, host, int(port)))[1])
+        connection = idle.pop()
+        body = await connection.request(head, orjson.dumps({"input_ids": prompt} | FIELDS))
+        idle.append(connection)
+        return orjson.loads(body)
+
     try:
-        base_url = f"http://127.0.0.1:{receiver.recv()}"
-        print(
-            f"{'client':<14}{'prompt ids':>11}{'in flight':>11}{'CPU ms/request':>16}{'wall s':>9}{'lag ms':>9}  goal"
-        )
-        for load in loads:
-            for name, run in CLIENTS.items():
-                rounds = asyncio.run(run(base_url, load))
-                cpu = min(one.cpu_ms for one in rounds)
-                wall, lag = (statistics.median(getattr(one, field) for one in rounds) for field in ("wall_s", "lag_ms"))
-                goal = f"<= {GOALS_MS[load.prompt_tokens]:.1f} ms" if name == "SGLangClient" else ""
-                row = f"{name:<14}{load.prompt_tokens:>11,}{load.concurrent:>11,}{cpu:>16.2f}{wall:>9.2f}{lag:>9.0f}"
-                print(f"{row}  {goal}".rstrip(), flush=True)
+        yield await rounds_of(case, ask)
     finally:
-        server.terminate()
-        server.join()
-
-
-if __name__ == "__main__":
-    main()
+        for connection in idle:
+            connection.transport.close()
