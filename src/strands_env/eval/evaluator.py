@@ -8,16 +8,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from tqdm import tqdm
 
-from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, termination_reason
-
-from ..core import Action, Environment, Observation, StepResult
-from ..core.identity import describe
-from ..core.supervision import maybe_await
+from ..core import Action
 from .checkpoint import (
     EvalSample,
     Prompt,
@@ -30,8 +27,8 @@ from .checkpoint import (
     is_conclusive,
     is_error,
     name_prompts,
-    with_finite_reward,
 )
+from .episodes import EnvironmentFactory, Episode, Episodes, Executor, Runner
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 
 logger = logging.getLogger(__name__)
@@ -83,7 +80,7 @@ class Evaluator:
 
     def __init__(
         self,
-        env_factory: Callable[[Action], Awaitable[Environment] | Environment],
+        env_factory: EnvironmentFactory,
         n_samples_per_prompt: int = 1,
         max_concurrency: int = 10,
         keep_tokens: bool = False,
@@ -97,6 +94,7 @@ class Evaluator:
         stop_after_failures: int | None = None,
         retry_errors: bool = False,
         show_progress: bool | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """Create the evaluator. No file is opened before `run`.
 
@@ -121,6 +119,7 @@ class Evaluator:
             retry_errors: Whether to run errored samples of an earlier run again, once the cause is fixed. By default
                 they stay finished, because an answer that breaks its grader gets no second try.
             show_progress: Whether to show a progress bar; None to show it if standard error is a terminal.
+            executor: Where episodes run; None for this process and event loop.
 
         Raises:
             ValueError: A number is invalid, or `keep_trajectories` is set without an `output_path`.
@@ -146,7 +145,7 @@ class Evaluator:
         self.stop_after_failures = stop_after_failures
         self.retry_errors = retry_errors
         self.show_progress = show_progress
-        self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
+        self.executor = executor
         self._identities: dict[str, dict[str, Any]] = {}  # shared by all samples with the same identity
 
     def load_dataset(self) -> Iterable[Action]:
@@ -182,13 +181,22 @@ class Evaluator:
             n_samples_per_prompt=self.n_samples_per_prompt,
             prompts={prompt.id: prompt.digest for prompt in prompts},
         )
-        if self.output_path is None:
-            return await self._run(run, prompts, None)
-        storage = Storage(self.output_path, run)
-        try:
-            return await self._run(run, prompts, storage)
-        finally:
-            await storage.close()
+        async with AsyncExitStack() as stack:
+            storage: Storage | None = None
+            if self.output_path is not None:
+                storage = Storage(self.output_path, run)
+                stack.push_async_callback(storage.close)
+            episodes = Episodes(
+                self.env_factory,
+                keep_tokens=self.keep_tokens,
+                keep_trajectories=self.keep_trajectories,
+                keep_identity=storage is not None,
+            )
+            runner: Runner = episodes
+            if self.executor is not None:
+                most = min(self.max_concurrency, len(run.sample_keys))
+                runner = await stack.enter_async_context(self.executor.start(episodes, prompts, most))
+            return await self._run(run, prompts, storage, runner)
 
     def compute_metrics(self, results: Results) -> dict[str, float]:
         """Compute pass@k, pass^k, avg@k, majority@k with their intervals, counts, and the metrics of `metrics_fns`.
@@ -209,7 +217,7 @@ class Evaluator:
             metrics.update({name: float(value) for name, value in function(results).items()})
         return metrics
 
-    async def _run(self, run: Run, prompts: Sequence[Prompt], storage: Storage | None) -> Results:
+    async def _run(self, run: Run, prompts: Sequence[Prompt], storage: Storage | None, runner: Runner) -> Results:
         by_id = {prompt.id: prompt for prompt in prompts}
         samples: dict[str, EvalSample] = dict(storage.finished) if storage is not None else {}
         keys = run.sample_keys
@@ -221,7 +229,7 @@ class Evaluator:
         waiting, unfinished = iter(todo), {key for key, _, _ in todo}
         kept = {key: sample for key, sample in samples.items() if key not in unfinished}
         if storage is not None:
-            await self._check_environments(storage, kept, by_id)
+            await self._check_environments(storage, kept, by_id, runner)
         failures_in_a_row = 0
         with Progress(
             self.benchmark_name or "evaluation", len(keys), list(kept.values()), shown=self.show_progress
@@ -230,9 +238,10 @@ class Evaluator:
             async def work() -> None:
                 nonlocal failures_in_a_row
                 for key, prompt, index in waiting:
-                    sample, trajectory = await self._sample(key, prompt, index)
+                    episode = await runner.run(prompt)
+                    sample = self._sample(key, prompt, index, episode)
                     if storage is not None:
-                        await storage.add(sample, trajectory=trajectory)
+                        await storage.add(sample, trajectory=episode.trajectory)
                     if sample.is_finished or key not in samples:
                         samples[key] = sample
                     progress.add(sample)
@@ -257,112 +266,36 @@ class Evaluator:
             results[prompt_id].append(samples[key])
         return results
 
-    async def _sample(self, key: str, prompt: Prompt, index: int) -> tuple[EvalSample, Any]:
-        """Run one sample; return it and its trajectory, if trajectories are kept."""
-        # A copy: environments may modify the action, which must not affect other samples.
-        action = prompt.action.model_copy(deep=True)
-        began = time.monotonic()
-        running = asyncio.ensure_future(self._run_episode(action))
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError:
-            running.cancel()
-            await asyncio.wait({running})
-            raise
-        # If the task is cancelled although this one is not, the environment raised CancelledError.
-        cancelled = (_failed(asyncio.CancelledError()), True, None)
-        result, is_judged, identity = cancelled if running.cancelled() else running.result()
-        is_finished = is_conclusive(result)
-        observation = result.observation
-        kept = Observation(
-            messages=observation.messages,
-            tokens=observation.tokens if self.keep_tokens else None,
-            metrics=observation.metrics,
-        )
-        sample = EvalSample(
+    def _sample(self, key: str, prompt: Prompt, index: int, episode: Episode) -> EvalSample:
+        is_finished = is_conclusive(episode.result)
+        identity = episode.identity
+        return EvalSample(
             key=key,
             prompt_id=prompt.id,
             sample_index=index,
             action=prompt.action,
-            step_result=result.model_copy(update={"observation": kept}),
-            seconds=round(time.monotonic() - began, 3),
+            step_result=episode.result,
+            seconds=episode.seconds,
             is_finished=is_finished,
-            is_errored=is_finished and is_error(result, is_judged=is_judged),
-            environment=identity,
+            is_errored=is_finished and is_error(episode.result, is_judged=episode.is_judged),
+            environment=None if identity is None else self._identities.setdefault(digest(identity), identity),
         )
-        return sample, observation.trajectory if self.keep_trajectories else None
-
-    async def _run_episode(self, action: Action) -> tuple[StepResult, bool, dict[str, Any] | None]:
-        """Run one episode; return its result, whether its environment has a reward function, and its identity."""
-        try:
-            env = await self._make(action)
-        except (Exception, SystemExit) as error:
-            logger.warning("an environment could not be created", exc_info=True)
-            result = _failed(error)
-            result.observation.metrics["model_calls"] = 0  # so that the sample is dropped
-            return result, True, None
-        is_judged = getattr(env, "reward_fn", None) is not None
-        identity = None if self.output_path is None else await self._identity(env)
-        try:
-            return with_finite_reward(await env.step(action)), is_judged, identity
-        except (Exception, SystemExit) as error:
-            logger.warning("an episode failed", exc_info=True)
-            return _failed(error), is_judged, identity
-
-    async def _make(self, action: Action) -> Environment:
-        env: Environment = await maybe_await(self.env_factory(action))
-        return env
-
-    async def _identity(self, env: Any) -> dict[str, Any]:
-        """Return the identity of an environment, with the weights that its server reports."""
-        own = getattr(env, "identity", None)
-        identity = own() if callable(own) else describe(env)
-        ask = getattr(getattr(env, "model_factory", None), "served", None)
-        if ask is not None:
-            if ask not in self._served:
-                self._served[ask] = asyncio.ensure_future(_served_weights(ask))  # asked once per run
-            identity = {**identity, "served": await asyncio.shield(self._served[ask])}
-        return self._identities.setdefault(digest(identity), identity)
 
     async def _check_environments(
-        self, storage: Storage, kept: Mapping[str, EvalSample], prompts: Mapping[str, Prompt]
+        self, storage: Storage, kept: Mapping[str, EvalSample], prompts: Mapping[str, Prompt], runner: Runner
     ) -> None:
         """Refuse to resume results of environments other than those now created for the same prompts.
 
         One prompt is checked for each stored identity.
         """
-        self._served, self._identities = {}, {}
         by_identity = {digest(sample.environment): sample for sample in kept.values() if sample.environment}
         for sample in list(by_identity.values())[:_MAX_CHECKED]:
             try:
-                env = await self._make(prompts[sample.prompt_id].action.model_copy(deep=True))
+                identity = await runner.identity(prompts[sample.prompt_id])
             except (Exception, SystemExit):
                 logger.warning("an environment could not be created, so its results are not checked", exc_info=True)
             else:
-                storage.refuse_other_environment(sample.key, await self._identity(env))
-
-
-async def _served_weights(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
-    try:
-        return await ask()
-    except SGLangClientError as error:
-        logger.warning("error=<%s> | the server does not report which weights it serves", error)
-        return {}
-
-
-def _failed(error: BaseException) -> StepResult:
-    """Return the result of an episode that only raised an exception."""
-    reason = termination_reason(error)
-    if (
-        reason in (TerminationReason.CANCELLED, TerminationReason.ABORTED)
-        or OUTCOMES[reason].reward.value == "computed"
-    ):
-        reason = TerminationReason.AGENT_ERROR
-    return StepResult(
-        observation=Observation(),
-        termination_reason=reason,
-        error=f"{type(error).__name__}: {error}".removesuffix(": "),
-    )
+                storage.refuse_other_environment(sample.key, identity)
 
 
 class Progress(tqdm):

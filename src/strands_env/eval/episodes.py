@@ -1,0 +1,178 @@
+"""How samples are run: `Episodes` runs them in this process, and an `Executor` runs them elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, Trajectory, termination_reason
+
+from ..core import Action, Environment, Observation, StepResult
+from ..core.identity import describe
+from ..core.supervision import maybe_await
+from .checkpoint import Prompt, with_finite_reward
+
+logger = logging.getLogger(__name__)
+
+EnvironmentFactory = Callable[[Action], "Awaitable[Environment] | Environment"]
+"""A function, sync or async, that returns the environment of a sample."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What one run of a sample returned.
+
+    Attributes:
+        result: The episode, without its trajectory, and without tokens unless they are kept.
+        is_judged: Whether its environment has a reward function.
+        identity: Identity of its environment; None if it is not kept, or the environment could not be created.
+        seconds: Duration of the episode.
+        trajectory: All model calls, if trajectories are kept.
+    """
+
+    result: StepResult
+    is_judged: bool = True
+    identity: dict[str, Any] | None = None
+    seconds: float = 0.0
+    trajectory: Trajectory | None = None
+
+
+class Runner(Protocol):
+    """Runs the samples of one evaluation, many at a time."""
+
+    async def run(self, prompt: Prompt) -> Episode:
+        """Run one episode of a prompt. Whatever fails is reported by its result.
+
+        Raises:
+            CancelledError: The caller was cancelled. The episode has ended and is cleaned up.
+        """
+
+    async def identity(self, prompt: Prompt) -> dict[str, Any]:
+        """Create the environment of a prompt, and return its identity."""
+
+
+class Executor(Protocol):
+    """Where the samples of an evaluation run; `strands_env.ray.RayExecutor` is one."""
+
+    def start(
+        self, episodes: Episodes, prompts: Sequence[Prompt], max_concurrency: int
+    ) -> AbstractAsyncContextManager[Runner]:
+        """Return a context in which samples are run.
+
+        Args:
+            episodes: What to run, as it would run in this process.
+            prompts: All prompts of the evaluation.
+            max_concurrency: Most episodes at a time.
+        """
+
+
+class Episodes:
+    """The episodes of one evaluation, run in the current process and event loop."""
+
+    def __init__(
+        self, env_factory: EnvironmentFactory, *, keep_tokens: bool, keep_trajectories: bool, keep_identity: bool
+    ) -> None:
+        """Prepare to run episodes.
+
+        Args:
+            env_factory: Function that returns the environment of a sample.
+            keep_tokens: Whether an episode returns its tokens.
+            keep_trajectories: Whether it returns its trajectory.
+            keep_identity: Whether it returns the identity of its environment.
+        """
+        self.env_factory = env_factory
+        self.keep_tokens = keep_tokens
+        self.keep_trajectories = keep_trajectories
+        self.keep_identity = keep_identity
+        self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
+
+    async def run(self, prompt: Prompt) -> Episode:
+        """Run one episode of a prompt; see `Runner`."""
+        began = time.monotonic()
+        running = asyncio.ensure_future(self._run(prompt))
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.wait({running})
+            raise
+        # If the task is cancelled although this one is not, the environment raised CancelledError.
+        cancelled = (failed(asyncio.CancelledError()), True, None)
+        result, is_judged, identity = cancelled if running.cancelled() else running.result()
+        observation = result.observation
+        kept = Observation(
+            messages=observation.messages,
+            tokens=observation.tokens if self.keep_tokens else None,
+            metrics=observation.metrics,
+        )
+        return Episode(
+            result.model_copy(update={"observation": kept}),
+            is_judged,
+            identity,
+            round(time.monotonic() - began, 3),
+            observation.trajectory if self.keep_trajectories else None,
+        )
+
+    async def identity(self, prompt: Prompt) -> dict[str, Any]:
+        """Create the environment of a prompt, and return its identity, with the weights that its server reports."""
+        return await self._identity(await self._make(prompt.action.model_copy(deep=True)))
+
+    async def _run(self, prompt: Prompt) -> tuple[StepResult, bool, dict[str, Any] | None]:
+        # A copy: environments may modify the action, which must not affect other samples.
+        action = prompt.action.model_copy(deep=True)
+        try:
+            env = await self._make(action)
+        except (Exception, SystemExit) as error:
+            logger.warning("an environment could not be created", exc_info=True)
+            result = failed(error)
+            result.observation.metrics["model_calls"] = 0  # so that the sample is dropped
+            return result, True, None
+        is_judged = getattr(env, "reward_fn", None) is not None
+        identity = await self._identity(env) if self.keep_identity else None
+        try:
+            return with_finite_reward(await env.step(action)), is_judged, identity
+        except (Exception, SystemExit) as error:
+            logger.warning("an episode failed", exc_info=True)
+            return failed(error), is_judged, identity
+
+    async def _make(self, action: Action) -> Environment:
+        env: Environment = await maybe_await(self.env_factory(action))
+        return env
+
+    async def _identity(self, env: Any) -> dict[str, Any]:
+        own = getattr(env, "identity", None)
+        identity = own() if callable(own) else describe(env)
+        ask = getattr(getattr(env, "model_factory", None), "served", None)
+        if ask is not None:
+            if ask not in self._served:
+                self._served[ask] = asyncio.ensure_future(_served_weights(ask))  # asked once per run
+            identity = {**identity, "served": await asyncio.shield(self._served[ask])}
+        return identity
+
+
+async def _served_weights(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
+    try:
+        return await ask()
+    except SGLangClientError as error:
+        logger.warning("error=<%s> | the server does not report which weights it serves", error)
+        return {}
+
+
+def failed(error: BaseException) -> StepResult:
+    """Return the result of an episode that only raised an exception."""
+    reason = termination_reason(error)
+    if (
+        reason in (TerminationReason.CANCELLED, TerminationReason.ABORTED)
+        or OUTCOMES[reason].reward.value == "computed"
+    ):
+        reason = TerminationReason.AGENT_ERROR
+    return StepResult(
+        observation=Observation(),
+        termination_reason=reason,
+        error=f"{type(error).__name__}: {error}".removesuffix(": "),
+    )
