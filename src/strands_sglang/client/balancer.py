@@ -14,7 +14,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .retries import Failure, FailureKind
 
@@ -45,6 +46,8 @@ class Server:
         drops: Number of connections that broke in a row.
         is_out: Whether it accepts no connections and is out of rotation.
         context_length: Maximum number of tokens that it reported; None if unknown.
+        weight_version: Version of the weights that it last reported; None if unknown.
+        cache_epoch: Number of times that its prefix cache may have been emptied.
         probe_at: Time of the next probe.
         probe_interval: Seconds between probes.
     """
@@ -55,6 +58,8 @@ class Server:
         self.answered = self.usable = self.is_out = False
         self.in_flight = self.keys = self.drops = 0
         self.context_length: int | None = None
+        self.weight_version: str | None = None
+        self.cache_epoch = 0
         self.probe_at = 0.0
         self.probe_interval = FIRST_PROBE_S
         self._lock = threading.Lock()
@@ -62,6 +67,13 @@ class Server:
         self._failures = 0
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
+
+    def note_generation(self, meta_info: Mapping[str, Any]) -> None:
+        """Record a generation. New weights empty the prefix cache, and servers abort requests before they load them."""
+        version, known = meta_info.get("weight_version"), self.weight_version
+        self.usable, self.weight_version = True, version
+        if meta_info["finish_reason"]["type"] == "abort" or known not in (None, version):
+            self.cache_epoch += 1
 
     def log_failure(self, failure: Failure) -> None:
         """Count a failure that will be retried; log it unless a line was logged a short while ago."""

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
-from ..exceptions import SGLangDecodingError, SGLangHTTPError
+from ..exceptions import SGLangConnectionError, SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
 from .cancellation import Cancellation
 from .connections import SessionPool, Transport, TransportSource, connect
+from .prefill import CACHE_FIELDS, MAX_WAIT_S, MIN_TOKENS, PRIME_FIELDS, Openings, Prefill, block_keys
 from .requests import Request, ask_health, ask_once, generate_once, retrying
 from .retries import Failure, RetryPolicy
 
@@ -220,7 +221,7 @@ class SGLangClient:
         )
         try:
             response = await retrying(attempt, request, self.retry_policy)
-            request.server.usable = True
+            request.server.note_generation(response["meta_info"])
             return response
         except BaseException:
             if request.partial is not None and on_partial is not None:
@@ -229,6 +230,66 @@ class SGLangClient:
                 except Exception:
                     logger.exception("on_partial raised; the partial answer may be lost")
             raise
+
+    async def share_prefill(
+        self,
+        opening: Sequence[int],
+        *,
+        routing_key: str | None,
+        cancellation: Cancellation,
+        vocab_size: int | None = None,
+        **fields: Any,
+    ) -> Prefill | None:
+        """Let calls of this event loop that begin with the same tokens at the same time compute them once.
+
+        Returns when the call may be made: at once, unless other calls are computing at least 256 tokens of its
+        opening, or will need them. `SGLangModel` calls it before each request whose opening may not be in the cache.
+
+        Args:
+            opening: Tokens that the prompt begins with and other prompts may begin with, shape `(T,)`.
+            routing_key: Routing key of the call.
+            cancellation: Deadline and cancel signal of the call.
+            vocab_size: Number of token ids of the model.
+            **fields: Further top-level fields of the call; those that separate prefix caches count.
+
+        Returns:
+            The call's part in computing its opening, to be told the answer; None if the opening is too short.
+
+        Raises:
+            SGLangCancelledError: The call was cancelled while it waited.
+            SGLangDeadlineError: The call's deadline passed while it waited.
+            SGLangConnectionError: The client was closed while the call waited.
+        """
+        if len(opening) < MIN_TOKENS:
+            return None
+        session, server = await self._sessions.current(), self._servers.choose(routing_key)
+        blocks = block_keys(opening, tuple(fields.get(name) for name in CACHE_FIELDS))
+        kept = {name: fields[name] for name in PRIME_FIELDS if name in fields}
+
+        async def compute() -> bool:
+            answer = await self.generate(
+                opening,
+                {"max_new_tokens": 0},
+                vocab_size=vocab_size,
+                routing_key=routing_key,
+                deadline=MAX_WAIT_S,
+                **kept,
+            )
+            return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
+
+        openings = session.openings.get(server)
+        if openings is None:
+            openings = session.openings[server] = Openings(server, session.closing)
+        openings.forget_if_outdated()
+        self._servers.count_in_flight(server, 1)  # so that the balancer sees the calls that wait
+        try:
+            return await openings.share(
+                blocks, lambda: session.background(("prime", server, blocks[-1]), compute), cancellation
+            )
+        finally:
+            self._servers.count_in_flight(server, -1)
+            if session.closed:
+                raise SGLangConnectionError(f"the client of {server.base_url} was closed while a call waited")
 
     async def health(self) -> bool:
         """Return whether at least one server is up and generating.

@@ -28,6 +28,7 @@ import httpx
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
 from .cancellation import consume
+from .prefill import Openings
 from .retries import FailureKind
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class LoopSession:
         slots: Semaphore with one slot per generation. The connector has no limit of its own: an abort must pass while
             all slots are taken, and an attempt's time limit must not run while it waits for a slot.
         flights: Generations in flight, by id.
+        openings: Opening prompts that each server has computed or is computing.
         closed: Whether the session is closing; nothing more is sent over it.
         closing: Future that is done once the session is closing.
     """
@@ -97,6 +99,7 @@ class LoopSession:
         self.http = http
         self.slots = asyncio.Semaphore(max_connections)
         self.flights: dict[str, Flight] = {}
+        self.openings: dict[Server, Openings] = {}
         self.closed = False
         self._drop = drop
         self._loop = asyncio.get_running_loop()

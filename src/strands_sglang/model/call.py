@@ -27,6 +27,7 @@ from strands.types.tools import ToolSpec
 
 from ..client.cancellation import Cancellation
 from ..client.client import SGLangClient
+from ..client.prefill import Prefill
 from ..exceptions import (
     SGLangAbortedError,
     SGLangCancelledError,
@@ -150,6 +151,7 @@ class ModelCall:
     _known: int = field(init=False)
     _response: dict[str, Any] | None = field(init=False, default=None)
     _partial: dict[str, Any] | None = field(init=False, default=None)
+    _prefill: Prefill | None = field(init=False, default=None)
     _begun: list[str] = field(init=False, default_factory=list)
 
     # --- sampling ---
@@ -182,6 +184,7 @@ class ModelCall:
                 self.parts.append(self.turn.resumes)
             closings, empty_attempts = client.closings, 0
             while True:
+                await self._share_prefill()  # before the plan: a trainer may stop while the call waits
                 plan = self._plan(server)
                 if plan.has_no_budget_left:
                     return replace(join_parts(self.parts), finish_type="length", abort_message=None)
@@ -197,6 +200,8 @@ class ModelCall:
                     if server == planned_with:  # the token was already reserved
                         raise
                     continue
+                if self._prefill is not None:
+                    self._prefill.answered(part.cached_tokens)
                 self.parts.append(part)
                 answer = join_parts(self.parts)
                 if answer.stop_string in self._begun:  # the rest of a stop string that an earlier part began
@@ -220,6 +225,8 @@ class ModelCall:
                     if client.closings != closings:
                         raise self._aborted(answer, closed=True)
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
+            if self._prefill is not None:
+                self._prefill.failed()
             sampled = self._sampled()
             if sampled is None:
                 self.trajectory.fail(self.turn, error)
@@ -254,6 +261,33 @@ class ModelCall:
         self._input_ids = self.turn.token_ids()
         self._known = len(self._input_ids) - len(self.turn.prompt_ids)
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
+
+    async def _share_prefill(self) -> None:
+        """Wait while another call computes the opening prompt of this one, if it may not be in the server's cache.
+
+        Later turns find it there, unless an abort ended the request: the server may have new weights now.
+        """
+        turn, config = self.turn, self.config
+        may_be_cached = turn.parent is not None and not self.parts
+        if may_be_cached or config.return_prompt_logprobs or turn.image_inputs():  # logprobs need it computed anyway
+            return
+        if self._prefill is not None:
+            self._prefill.failed()
+        began = time.monotonic()
+        try:
+            self._prefill = await self.client.share_prefill(
+                turn.root.prompt_ids,
+                routing_key=self._routing_key,
+                cancellation=self._cancellation,
+                vocab_size=len(self.template.tokenizer),
+                **config.request_fields,
+            )
+        finally:
+            turn.requests_s += time.monotonic() - began
+
+    @property
+    def _routing_key(self) -> str:
+        return self.config.routing_key or self.trajectory.routing_key(self.turn)
 
     def _plan(self, server: ServerFacts) -> RequestPlan:
         """Plan the next request, and record the plan on the turn.
@@ -320,7 +354,7 @@ class ModelCall:
                 sent_ids,
                 sampling_params_of_the_rest(plan.sampling_params, len(so_far), self._begun),
                 vocab_size=vocab_size,
-                routing_key=self.config.routing_key or self.trajectory.routing_key(self.turn),
+                routing_key=self._routing_key,
                 cancel_signal=self._cancellation,
                 on_partial=self._keep_partial,
                 **fields,

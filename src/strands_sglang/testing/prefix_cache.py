@@ -31,12 +31,13 @@ class PrefixCache:
         """Remove all sequences."""
         self._roots.clear()
 
-    def insert(self, packed: bytes, key: object = None) -> int:
+    def insert(self, packed: bytes, key: object = None, *, store: bool = True) -> int:
         """Store a sequence and return how many of its leading ids were already cached.
 
         Args:
             packed: 32-bit ids, 4 bytes each.
             key: Namespace of the sequence, such as SGLang's `extra_key`; namespaces share nothing.
+            store: Whether to store it; otherwise it is only looked up.
 
         Returns:
             Length of the longest common prefix with all earlier sequences of the key, in tokens.
@@ -47,12 +48,13 @@ class PrefixCache:
             first = packed[position : position + _BYTES_PER_ID]
             child = node.children.get(first)
             if child is None:
-                node.children[first] = _Node(packed[position:])
+                if store:
+                    node.children[first] = _Node(packed[position:])
                 break
             if not packed.startswith(child.run, position):
                 common = _common_prefix(child.run, packed, position)
                 position += common
-                if position < len(packed):
+                if store and position < len(packed):
                     upper = _split(node, child, common)
                     upper.children[packed[position : position + _BYTES_PER_ID]] = _Node(packed[position:])
                 break

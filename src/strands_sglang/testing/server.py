@@ -156,7 +156,7 @@ class ScriptedSGLang:
             answers: Answers in order, or one function for all requests. An answer is a text, a `ScriptedAnswer`, a
                 `ScriptedFault`, a `ScriptedResponse`, or a function that computes one from the request, sync or async.
                 An async function is cancelled when its request is aborted, and may then return the part of the answer
-                sampled so far.
+                sampled so far. Requests with `max_new_tokens` 0 use up no answer.
             context_length: Context of the model, in tokens.
             vocab_size: Number of token ids; None for `len(tokenizer)`.
             stop_token_ids: Stop tokens of the model; answers end with the first. None for the tokenizer's eos token.
@@ -314,6 +314,8 @@ class ScriptedSGLang:
         except RefusedError as refused:
             self.refusals.append(ScriptedRefusal(refused.status, refused.message, content))
             raise
+        # A prompt is found in the cache once it is computed: requests that arrive together compute it each.
+        asyncio.get_running_loop().call_soon(self._store, request.packed_ids, checked.cache_key)
         # If the caller is cancelled here, its client disconnected: the flight stays until it is aborted.
         try:
             if isinstance(entry, Exception):
@@ -334,8 +336,7 @@ class ScriptedSGLang:
             return self._close(request, flight, _json({"error": {"message": message}}, 501))
         # Everything but the last sampled token, which no forward pass has seen, is now in the cache.
         computed = request.packed_ids + array("i", sampled.output_ids[:-1]).tobytes()
-        with self._lock:
-            self._cache.insert(computed, checked.cache_key)
+        self._store(computed, checked.cache_key)
         routed_experts = (
             self._experts.encoded(checked.input_ids + sampled.output_ids, checked.routed_experts_start_len)
             if self._experts is not None and checked.asks_for("return_routed_experts")
@@ -353,8 +354,12 @@ class ScriptedSGLang:
         )
         return self._close(request, flight, _json(response))
 
+    def _store(self, packed: bytes, cache_key: object) -> None:
+        with self._lock:
+            self._cache.insert(packed, cache_key)
+
     def update_weights(self, version: str) -> list[str]:
-        """Update the weights: abort the requests in flight, and report the new version from then on.
+        """Update the weights: abort the requests in flight, empty the prefix cache, and report the new version.
 
         Args:
             version: Version of the new weights.
@@ -371,7 +376,9 @@ class ScriptedSGLang:
             for flight in flights:
                 del self._flights[flight.rid]
             self.aborted += [flight.rid for flight in flights]
-            self.weight_version = self.weight_version if version is None else version
+            if version is not None:
+                self.weight_version = version
+                self._cache.clear()
         for flight in flights:
             flight.abort()
         return [flight.rid for flight in flights]
@@ -395,15 +402,16 @@ class ScriptedSGLang:
                 sampling_params=checked.sampling_params,
                 body={key: value for key, value in checked.body.items() if key != "input_ids"},
                 headers=dict(headers),
-                cached_tokens=min(self._cache.insert(packed, checked.cache_key), reusable),
+                cached_tokens=min(self._cache.insert(packed, checked.cache_key, store=False), reusable),
                 packed_ids=packed,
                 decode=self._sampler.decode,
             )
             exhausted = ScriptExhaustedError(
                 f"the script has no answer for request {index} (counted from 0): all {self._given} answers are used up"
             )
-            entry = next(self._entries, exhausted)
-            self._given += entry is not exhausted
+            # A request without output samples nothing: it computes its prompt.
+            entry = next(self._entries, exhausted) if checked.max_new_tokens else ""
+            self._given += bool(checked.max_new_tokens) and entry is not exhausted
             self.requests.append(request)
             self.responses.append(None)
             flight = self._flights[rid] = Flight(rid, self.weight_version)

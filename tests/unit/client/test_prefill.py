@@ -1,0 +1,383 @@
+"""Calls that begin alike share a prefill: what the server computes, and what happens when something goes wrong."""
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager
+from itertools import count
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from strands_sglang import SGLangClient, SGLangConnectionError, SGLangDeadlineError, SGLangHTTPError, SGLangModel
+from strands_sglang.client import prefill
+from strands_sglang.testing import ScriptedFault, ScriptedSGLang
+
+LONG = 600  # tokens, more than the library compares at once
+GROUP = 8
+
+
+def text(name, words=LONG):
+    """A text of at least as many tokens that has no beginning in common with another one's."""
+    return " ".join(f"{name}{number}" for number in range(words))
+
+
+async def answer(request):
+    """An answer that takes a few passes of the event loop, so that requests that arrive together overlap."""
+    return "Fine."
+
+
+async def ask(client, tokenizer, question, **config):
+    """Make one call with a model of its own; return the model."""
+    model = SGLangModel(tokenizer=tokenizer, client=client, **config)
+    async for _ in model.stream([{"role": "user", "content": [{"text": question}]}]):
+        pass
+    return model
+
+
+async def ask_all(client, tokenizer, questions, **config):
+    """Make one call for each question at once."""
+    return await asyncio.gather(*(ask(client, tokenizer, question, **config) for question in questions))
+
+
+def is_prime(request):
+    return request.sampling_params.get("max_new_tokens") == 0
+
+
+def computed(server, since=0):
+    """Number of prompt tokens that the server computed, in prompts of the longest request."""
+    requests = server.requests[since:]
+    tokens = sum(len(request.input_ids) - request.cached_tokens for request in requests)
+    return tokens / max(len(request.input_ids) for request in requests)
+
+
+@asynccontextmanager
+async def warm(chatml_tokenizer, **settings):
+    """A server and a client that has seen one group, so that it expects more of them."""
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(**settings) as client:
+        await ask_all(client, chatml_tokenizer, [text("warm")] * 2)
+        yield server, client
+
+
+async def test_a_group_computes_its_prompt_once(chatml_tokenizer):
+    async with warm(chatml_tokenizer) as (server, client):
+        for name in ("first", "second"):
+            before = len(server.requests)
+            models = await ask_all(client, chatml_tokenizer, [text(name)] * GROUP)
+            assert computed(server, before) < 1.1
+            assert sum(map(is_prime, server.requests[before:])) == 1
+            for model in models:
+                assert model.token_manager.token_ids[: -len(model.trajectory.turns[0].output_ids)] in [
+                    request.input_ids for request in server.requests[before:]
+                ]
+
+
+async def test_the_first_group_computes_its_prompt_at_most_twice(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client() as client:
+        await ask_all(client, chatml_tokenizer, [text("first")] * GROUP)
+    assert computed(server) < 2.1
+
+
+async def test_groups_that_start_together_compute_each_prompt_once(chatml_tokenizer):
+    async with warm(chatml_tokenizer) as (server, client):
+        before = len(server.requests)
+        await ask_all(client, chatml_tokenizer, [text(name) for name in "abcd" for _ in range(GROUP)])
+        assert computed(server, before) < 4.1
+
+
+@pytest.mark.parametrize("tells", ["an answer", "an idle second"])
+async def test_new_weights_compute_the_prompt_again_once(chatml_tokenizer, monkeypatch, tells):
+    question = text("question")
+    async with warm(chatml_tokenizer) as (server, client):
+        await ask_all(client, chatml_tokenizer, [question] * GROUP)
+        server.update_weights("v2")
+        if tells == "an answer":
+            await ask(client, chatml_tokenizer, "short")
+        else:
+            later = time.monotonic() + 2
+            monkeypatch.setattr(prefill.time, "monotonic", lambda: later)
+        before = len(server.requests)
+        await ask_all(client, chatml_tokenizer, [question] * GROUP)
+        assert computed(server, before) < 1.1
+
+
+async def test_calls_that_an_update_aborted_share_their_prefill(chatml_tokenizer):
+    running = asyncio.Semaphore(0)
+
+    async def slow(request):
+        if request.text.endswith("<|im_start|>assistant\n"):
+            running.release()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return "Fi"
+        return "ne."
+
+    server = ScriptedSGLang(chatml_tokenizer, slow)
+    async with server.client() as client:
+        calls = asyncio.ensure_future(ask_all(client, chatml_tokenizer, [text("question")] * GROUP, on_abort="resume"))
+        for _ in range(GROUP):
+            await running.acquire()
+        before = len(server.requests)
+        server.update_weights("v2")
+        await calls
+    assert computed(server, before) < 1.3
+
+
+async def test_a_common_beginning_of_different_prompts_is_computed_once(chatml_tokenizer):
+    system = text("system")
+    async with warm(chatml_tokenizer) as (server, client):
+        before = len(server.requests)
+        await ask_all(client, chatml_tokenizer, [f"{system} {name}" for name in "abcdefgh"])
+        assert computed(server, before) < 1.5
+
+
+async def test_alone_or_short_calls_send_nothing_more(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client() as client:
+        for name in ("one", "another"):
+            await ask(client, chatml_tokenizer, text(name))
+        await ask_all(client, chatml_tokenizer, [text(name) for name in "abcdefgh"])
+        await ask_all(client, chatml_tokenizer, ["What is 6 * 7?"] * GROUP)
+    assert not any(map(is_prime, server.requests))
+
+
+async def test_no_call_waits_for_a_prompt_that_the_server_has(chatml_tokenizer):
+    async with warm(chatml_tokenizer) as (server, client):
+        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+        before = len(server.requests)
+        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+        assert len(server.requests) - before == GROUP
+
+
+async def test_calls_with_prompt_logprobs_wait_for_none(chatml_tokenizer):
+    async with warm(chatml_tokenizer) as (server, client):
+        before = len(server.requests)
+        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP, return_prompt_logprobs=True)
+        assert len(server.requests) - before == GROUP
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+async def test_each_cache_namespace_computes_a_prompt_once(chatml_tokenizer, name):
+    async with warm(chatml_tokenizer) as (server, client):
+        before = len(server.requests)
+        question = text("question")
+        await asyncio.gather(
+            ask_all(client, chatml_tokenizer, [question] * GROUP, request_fields={name: "one", "priority": 3}),
+            ask_all(client, chatml_tokenizer, [question] * GROUP, request_fields={name: "another", "priority": 3}),
+        )
+        assert 1.9 < computed(server, before) < 2.2
+        primes = [request.body for request in server.requests[before:] if is_prime(request)]
+        assert [(prime[name], prime["priority"]) for prime in primes] == [("one", 3), ("another", 3)]
+
+
+async def test_a_retry_after_a_failed_call_sends_nothing_more(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, [ScriptedFault(status=500), "Fine."])
+    async with server.client() as client:
+        with pytest.raises(SGLangHTTPError):
+            await ask(client, chatml_tokenizer, text("question"))
+        await ask(client, chatml_tokenizer, text("question"))
+    assert len(server.requests) == 2
+
+
+# --- what can go wrong ---
+
+
+class Primes(httpx.AsyncBaseTransport):
+    """Forwards requests, but answers primes by a function of their own."""
+
+    def __init__(self, server, respond):
+        self._transport, self._respond = server.transport(), respond
+
+    async def handle_async_request(self, request):
+        if request.url.path == "/generate":
+            if orjson.loads(request.content)["sampling_params"].get("max_new_tokens") == 0:
+                return await self._respond(request)
+        return await self._transport.handle_async_request(request)
+
+
+async def refuse(request):
+    return httpx.Response(400, json={"error": {"message": "no"}})
+
+
+async def disconnect(request):
+    raise httpx.ReadError("gone", request=request)
+
+
+async def hang(request):
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("respond", [refuse, disconnect])
+async def test_a_prime_that_fails_fails_no_call(chatml_tokenizer, respond):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, respond)) as client:
+        models = await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+    assert [len(model.trajectory.turns) for model in models] == [1] * GROUP
+    assert len(server.requests) == GROUP
+
+
+async def test_a_prime_that_hangs_delays_calls_for_a_limited_time(chatml_tokenizer, monkeypatch):
+    monkeypatch.setattr("strands_sglang.client.client.MAX_WAIT_S", 0.05)
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, hang), abort_grace=0) as client:
+        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+    assert len(server.requests) == GROUP
+
+
+async def test_a_call_that_waits_ends_at_its_deadline(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, hang), deadline=0.3, abort_grace=0) as client:
+        calls = [ask(client, chatml_tokenizer, text("question")) for _ in range(3)]
+        _, *others = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in others] == [SGLangDeadlineError] * 2
+
+
+async def test_a_call_that_waits_can_be_cancelled(chatml_tokenizer):
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def hold(request):
+        asked.set()
+        await may_answer.wait()
+        return await server.transport().handle_async_request(request)
+
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, hold)) as client:
+        calls = [asyncio.ensure_future(ask(client, chatml_tokenizer, text("question"))) for _ in range(GROUP)]
+        await asked.wait()
+        for cancelled in calls[1:3]:  # the one that sent the prime, and one that waits for it
+            cancelled.cancel()
+        may_answer.set()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(end, asyncio.CancelledError) for end in ends] == [False, True, True] + [False] * (GROUP - 3)
+    assert sum(not is_prime(request) for request in server.requests) == GROUP - 2
+
+
+async def test_closing_the_client_ends_calls_that_wait(chatml_tokenizer):
+    asked = asyncio.Event()
+
+    async def hold(request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, hold), abort_grace=0.01) as client:
+        calls = asyncio.gather(
+            *(ask(client, chatml_tokenizer, text("question")) for _ in range(3)), return_exceptions=True
+        )
+        await asked.wait()
+        await client.close()
+        _, *others = await calls
+    assert [type(error) for error in others] == [SGLangConnectionError] * 2
+    assert len(server.requests) == 1
+
+
+async def test_a_trainer_that_stops_prevents_calls_that_wait(chatml_tokenizer):
+    stopped = False
+
+    def on_request(turn, plan):
+        if stopped:
+            raise RuntimeError("stopped")
+        return plan
+
+    async def stop(request):
+        nonlocal stopped
+        stopped = True
+        raise httpx.ReadError("aborted", request=request)
+
+    async def call(client):
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+        model.on_request = on_request
+        async for _ in model.stream([{"role": "user", "content": [{"text": text("question")}]}]):
+            pass
+
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    async with server.client(transport=Primes(server, stop)) as client:
+        await asyncio.gather(*(call(client) for _ in range(GROUP)), return_exceptions=True)
+    assert len(server.requests) == 1
+
+
+# --- several servers, loops and threads ---
+
+
+class Cluster(httpx.AsyncBaseTransport):
+    """Several servers, chosen by a function of the request."""
+
+    def __init__(self, servers, choose):
+        self._transports, self._choose = [server.transport() for server in servers], choose
+
+    async def handle_async_request(self, request):
+        return await self._transports[self._choose(request)].handle_async_request(request)
+
+
+async def test_each_of_several_servers_computes_a_prompt_once(chatml_tokenizer):
+    servers = [ScriptedSGLang(chatml_tokenizer, answer) for _ in range(2)]
+    cluster = Cluster(servers, lambda request: int(request.url.host[-1]))
+    async with SGLangClient(["http://server0", "http://server1"], transport=cluster) as client:
+        for name in ("warm", "question"):
+            before = [len(server.requests) for server in servers]
+            await ask_all(client, chatml_tokenizer, [text(name)] * GROUP)
+    for server, start in zip(servers, before, strict=True):
+        assert sum(not is_prime(request) for request in server.requests[start:]) == GROUP / 2
+        assert computed(server, start) < 1.1
+
+
+async def test_primes_stop_where_they_do_not_help(chatml_tokenizer):
+    numbers = count()
+    servers = [ScriptedSGLang(chatml_tokenizer, answer) for _ in range(64)]
+    router = Cluster(servers, lambda request: next(numbers) % len(servers))
+    async with SGLangClient("http://router", transport=router) as client:
+        for name in "abcdefgh":
+            await ask_all(client, chatml_tokenizer, [text(name, 100)] * GROUP)
+    primes = sum(is_prime(request) for server in servers for request in server.requests)
+    assert 1 <= primes <= 3
+
+
+def test_loops_in_threads_share_a_client(chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+    client = server.client()
+
+    def run():
+        asyncio.run(ask_all(client, chatml_tokenizer, [text("question")] * GROUP))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(not is_prime(request) for request in server.requests) == 3 * GROUP
+
+
+parts = st.lists(st.sampled_from("abc"), min_size=1, max_size=3)
+arrivals = st.lists(st.tuples(parts, st.integers(0, 6), st.booleans()), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=arrivals, update_after=st.integers(0, 12))
+def test_every_call_is_answered_and_no_prompt_is_primed_twice(chatml_tokenizer, arrivals, update_after):
+    server = ScriptedSGLang(chatml_tokenizer, answer)
+
+    async def arrive(client, names, passes, cancelled):
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        call = asyncio.ensure_future(ask(client, chatml_tokenizer, " ".join(text(name, 60) for name in names)))
+        if cancelled:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            call.cancel()
+        return await call
+
+    async def run():
+        async with server.client(abort_grace=0.1) as client:
+            await ask(client, chatml_tokenizer, "short")
+            return await asyncio.gather(*(arrive(client, *one) for one in arrivals), return_exceptions=True)
+
+    ends = asyncio.run(run())
+    for end, (_, _, cancelled) in zip(ends, arrivals, strict=True):
+        assert isinstance(end, SGLangModel) or (cancelled and isinstance(end, asyncio.CancelledError)), end
+    primed = [tuple(request.input_ids) for request in server.requests if is_prime(request)]
+    assert len(primed) == len(set(primed))
