@@ -53,40 +53,12 @@ from strands_sglang.messages.content import Picture
 from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from strands_sglang.trajectory import Caller
 from strands_sglang.trajectory.storage import TrajectoryFileError
 from support.agents import assistant, call, make_agent, make_tools, user
 from support.environments import StubEnvironment, lines, tasks
+from support.recorder import Recorder, generation
 
 # === trajectory ===
-
-
-def generation(*ids, finish="stop"):
-    return Generation(output_ids=array("i", ids), logprobs=array("d", [-0.5] * len(ids)), finish_type=finish)
-
-
-class Recorder:
-    """Makes calls the way the model does, with made-up tokens: each call's prompt and answer are ids of their own."""
-
-    def __init__(self):
-        self.trajectory = Trajectory()
-        self.next_id = 0
-
-    def ids(self, count=2):
-        self.next_id += count
-        return list(range(self.next_id - count, self.next_id))
-
-    def ask(self, messages, *, agent=None, kept=None, constrained=False, auxiliary=None, prompt=None, **parts):
-        conversation = fingerprint({"system prompt": None, **parts}, messages)
-        caller = Caller(agent, auxiliary=auxiliary)
-        place = replace(self.trajectory.attach(conversation, messages, caller), kept=kept)
-        ids = self.ids() if prompt is None else prompt
-        return self.trajectory.ask(place, conversation, ids, caller, constrained=constrained)
-
-    def call(self, messages, answer="ok", *, finish="stop", **options):
-        turn = self.ask(messages, **options)
-        self.trajectory.answer(turn, generation(*self.ids(), finish=finish), assistant(answer))
-        return turn
 
 
 def test_a_conversation_that_grows_is_one_sequence():
