@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from typing_extensions import Self
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
+from strands_sglang.credit import Episode
 
 from .identity import Identified
 
@@ -184,6 +187,30 @@ class StepResult(BaseModel):
     error: str | None = None
     reward_error: str | None = None
     reward_error_is_infrastructure: bool = False
+
+    def episode(
+        self, group: Hashable, *, id: str | None = None, turn_rewards: Mapping[int, float] | None = None
+    ) -> Episode:
+        """Return the episode for [`training_rows`][strands_sglang.credit.training_rows].
+
+        Args:
+            group: The prompt that the episode's siblings share.
+            id: Name of the episode, unique in a batch. By default a random one.
+            turn_rewards: Rewards of single turns by `Turn.index`.
+
+        Raises:
+            ValueError: The model recorded no tokens.
+        """
+        if self.observation.trajectory is None:
+            raise ValueError("the episode has no trajectory to train on: its model records no tokens")
+        return Episode(
+            self.observation.trajectory,
+            None if self.reward is None else self.reward.reward,
+            group,
+            uuid.uuid4().hex if id is None else id,
+            turn_rewards or {},
+            self.termination_reason,
+        )
 
 
 class RewardError(RuntimeError):

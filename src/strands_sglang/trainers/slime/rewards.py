@@ -12,11 +12,11 @@ import concurrent.futures
 import inspect
 import logging
 import math
-import statistics
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from ...credit import group_advantages
 from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, reward_key, rollout_of
 
 logger = logging.getLogger(__name__)
@@ -124,10 +124,9 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     for group in _grouped(samples, _prompt_of):
         rollouts = _grouped((sample for sample in group if not sample.remove_sample), rollout_of)
         rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
-        mean = statistics.fmean(rewards) if rewards else 0.0
-        deviation = statistics.stdev(rewards) + 1e-6 if scaled and len(rewards) > 1 else 1.0
-        for rollout, reward in zip(rollouts, rewards, strict=True):
-            trained.update((id(sample), (reward - mean) / deviation) for sample in rollout)
+        advantages = group_advantages(rewards, normalize_std=scaled) if len(rewards) > 1 else [0.0] * len(rewards)
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            trained.update((id(sample), advantage) for sample in rollout)
     return raw, [trained[id(sample)] for sample in samples]
 
 

@@ -1,0 +1,508 @@
+"""Credit: which sampled tokens an episode trains, with which advantage and weight.
+
+An episode is one or more token sequences: forks, compactions and sub-agents open further ones. The advantage belongs to
+the episode, or to a turn if turns have rewards, and stands undivided on all of the episode's rows. Each sampled token
+is trained in exactly one row. docs/understand/credit.md has the mathematics.
+
+- Baselines are computed over episodes, never over rows.
+- An episode without a reward leaves its group's baseline.
+- An episode is trained whole or not at all. What is kept out is named in `TrainingRows.left_out`; its reward, if it
+  has one, still counts in the baseline.
+- Importance ratios are the trainer's, from the logprobs that are recorded here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Literal
+
+from .outcomes import OUTCOMES, RewardRule, TerminationReason
+from .trajectory.tokens import TokenManager
+from .trajectory.trajectory import Trajectory
+from .trajectory.turn import Turn
+
+Baseline = Literal["mean", "leave_one_out"]
+Normalizer = Literal["episode_mean", "token_mean", "constant"]
+
+STD_EPSILON = 1e-6
+"""Added to a group's standard deviation, as in slime and verl."""
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One episode to train on.
+
+    Attributes:
+        trajectory: The recorded model calls.
+        reward: Reward of the whole episode; None if it has none. It counts as received at the last turn.
+        group: The prompt that the episode's siblings share; any hashable value.
+        id: Name of the episode, unique in a batch.
+        turn_rewards: Rewards of single turns by `Turn.index`, in addition to `reward`.
+        outcome: How the episode ended; None if unknown. Outcomes that say nothing about the policy, such as
+            `infrastructure_error`, have no reward, whatever `reward` says.
+    """
+
+    trajectory: Trajectory
+    reward: float | None
+    group: Hashable
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    outcome: TerminationReason | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRow:
+    """One token sequence of an episode, ready for a trainer. All columns have shape `(T,)`.
+
+    Attributes:
+        episode: Id of the episode.
+        group: Group of the episode.
+        tokens: The sequence, with segments, sampling masks and images.
+        token_ids: Ids in the vocabulary.
+        loss_mask: 1 for the sampled tokens that this row trains, else 0.
+        logprobs: Logprobs under the weights that sampled, at the sampling temperature; 0.0 where the mask is 0.
+        versions: Version of the weights that sampled each token; None where the mask is 0, or if unknown.
+        advantages: Advantage of each token; 0.0 where the mask is 0.
+        prompt_length: Number of tokens of the opening prompt, P.
+        trained: Number of trained tokens in this row, n_s; at least 1.
+        episode_trained: Number of trained tokens in all rows of the episode, T_e.
+        episode_version: Lowest version among the trained tokens of the whole episode; None unless all are integers.
+    """
+
+    episode: str
+    group: Hashable
+    tokens: TokenManager = field(repr=False)
+    token_ids: list[int] = field(repr=False)
+    loss_mask: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    versions: list[str | None] = field(repr=False)
+    advantages: list[float] = field(repr=False)
+    prompt_length: int
+    trained: int
+    episode_trained: int
+    episode_version: int | None
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def advantage(self) -> float:
+        """The one advantage of all trained tokens, for trainers that take a number per row.
+
+        Raises:
+            ValueError: The turns of the row have different advantages.
+        """
+        values = {value for value, mask in zip(self.advantages, self.loss_mask, strict=True) if mask}
+        if len(values) > 1:
+            raise ValueError(
+                f"the turns of episode {self.episode} have different advantages ({min(values):.3g} to "
+                f"{max(values):.3g}), but this trainer takes one per row: use one with an advantage per token, or "
+                "leave out turn_rewards"
+            )
+        return values.pop()
+
+
+class TrainingRows(Sequence[TrainingRow]):
+    """The rows of a batch, those of one episode together.
+
+    Attributes:
+        left_out: Why episodes are kept out of the update, by id.
+        flat_groups: Groups in which no advantage differs from 0, so that they train nothing.
+        advantages: Advantages by turn of every episode that is trained, by id and `Turn.index`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TrainingRow],
+        left_out: Mapping[str, str],
+        flat_groups: Sequence[Hashable],
+        advantages: Mapping[str, Mapping[int, float]],
+    ) -> None:
+        """See the class; `training_rows` makes it."""
+        self._rows = list(rows)
+        self.left_out = dict(left_out)
+        self.flat_groups = list(flat_groups)
+        self.advantages = dict(advantages)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        """Return the row at an index, or a list of rows for a slice."""
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[TrainingRow]:
+        """Iterate over the rows in order."""
+        return iter(self._rows)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of episodes kept out of the update, by reason."""
+        return Counter(self.left_out.values())
+
+    def weights(
+        self,
+        normalizer: Normalizer,
+        loss: str,
+        *,
+        constant: float | None = None,
+        fillers: int = 0,
+        micro_batches: Sequence[Sequence[int]] | None = None,
+        max_length: int | None = None,
+    ) -> list[float]:
+        """Return the weight w_s of each row that makes a trainer's loss the exact one.
+
+        Multiply each row's advantages by its weight. All rows must reach one optimizer step. The weights are positive,
+        so the result is exact under clipping, too.
+
+        Args:
+            normalizer: The loss wanted, over the G episodes of the batch: `"episode_mean"` (each episode's sum over its
+                T_e tokens), `"token_mean"` (the sum over all N tokens), or `"constant"` (each episode's sum over
+                `constant`, as Dr.GRPO).
+            loss: The trainer and its loss, a key of `LOSSES`.
+            constant: The divisor L of `"constant"`.
+            fillers: Rows without trained tokens that the trainer receives in addition.
+            micro_batches: Indices of the rows in each micro-batch, for losses that normalize each on its own.
+            max_length: The fixed length that the loss divides by, for those that do.
+
+        Returns:
+            Weights, shape `(rows,)`.
+
+        Raises:
+            ValueError: An argument that the normalizer or loss needs is missing, or the loss is unknown.
+        """
+        if loss not in LOSSES:
+            raise ValueError(f"loss {loss!r} is not one of {', '.join(sorted(LOSSES))}")
+        if normalizer == "constant" and not (constant is not None and constant > 0):
+            raise ValueError("normalizer='constant' needs constant=, a number above 0")
+        reduction = LOSSES[loss]
+        if reduction is _per_micro_batch and micro_batches is None:
+            raise ValueError(f"loss {loss!r} normalizes each micro-batch: pass micro_batches=, the rows of each")
+        if reduction is _per_length_limit and not (max_length is not None and max_length > 0):
+            raise ValueError(f"loss {loss!r} divides by a fixed length: pass max_length=")
+        placed = sorted(index for batch in micro_batches or () for index in batch)
+        if micro_batches is not None and placed != list(range(len(self))):
+            raise ValueError(f"micro_batches must hold each of the {len(self)} rows once")
+        batch = Batch(self._rows, fillers, micro_batches, max_length)
+        wanted: dict[Normalizer, Callable[[TrainingRow], float]] = {
+            "episode_mean": lambda row: 1 / (batch.episodes * row.episode_trained),
+            "token_mean": lambda row: 1 / batch.trained,
+            "constant": lambda row: 1 / (batch.episodes * (constant or 1.0)),
+        }
+        if normalizer not in wanted:
+            raise ValueError(f"normalizer {normalizer!r} is not one of {', '.join(wanted)}")
+        return [wanted[normalizer](row) / reduction(batch, index) for index, row in enumerate(self._rows)]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows that a trainer reduces to one loss.
+
+    Attributes:
+        rows: The rows.
+        fillers: Rows without trained tokens in addition.
+        micro_batches: Indices of the rows in each micro-batch; None if the loss does not depend on them.
+        max_length: Length that the loss divides by; None if it does not.
+        episodes: Number of episodes, G.
+        trained: Number of trained tokens, N.
+    """
+
+    rows: Sequence[TrainingRow]
+    fillers: int = 0
+    micro_batches: Sequence[Sequence[int]] | None = None
+    max_length: int | None = None
+    episodes: int = field(init=False)
+    trained: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count once."""
+        object.__setattr__(self, "episodes", len({row.episode for row in self.rows}))
+        object.__setattr__(self, "trained", sum(row.trained for row in self.rows))
+
+    @property
+    def size(self) -> int:
+        """Number of rows that the trainer receives, B."""
+        return len(self.rows) + self.fillers
+
+
+def _per_batch(batch: Batch, index: int) -> float:
+    return 1 / batch.trained
+
+
+def _per_micro_batch(batch: Batch, index: int) -> float:
+    batches = batch.micro_batches or ()
+    own = next(one for one in batches if index in one)
+    return 1 / (len(batches) * sum(batch.rows[member].trained for member in own))
+
+
+def _per_row(batch: Batch, index: int) -> float:
+    return 1 / (batch.size * batch.rows[index].trained)
+
+
+def _per_length_limit(batch: Batch, index: int) -> float:
+    return 1 / (batch.size * (batch.max_length or 1))
+
+
+def _per_target(batch: Batch, index: int) -> float:
+    return 1 / (batch.size * (len(batch.rows[index]) - 1))
+
+
+def _per_episode(batch: Batch, index: int) -> float:
+    return 1 / (batch.episodes * batch.rows[index].episode_trained)
+
+
+LOSSES: Mapping[str, Callable[[Batch, int], float]] = {
+    "areal": _per_batch,
+    "skyrl:seq_mean_token_sum_norm": _per_length_limit,
+    "skyrl:sequence_mean": _per_row,
+    "skyrl:token_mean": _per_batch,
+    "slime": _per_episode,
+    "slime:per_token": _per_batch,
+    "tinker:skyrl": _per_target,
+    "tinker:skyrl:weights": _per_row,
+    "trl:async_grpo": _per_micro_batch,
+    "trl:bnpo": _per_micro_batch,
+    "trl:dapo": _per_batch,
+    "trl:dr_grpo": _per_length_limit,
+    "trl:grpo": _per_row,
+    "verl:seq-mean-token-mean": _per_row,
+    "verl:token-mean": _per_batch,
+    "verl:token-sum": lambda batch, index: 1.0,
+    "verl:seq-mean-token-sum": lambda batch, index: 1 / batch.size,
+}
+"""The weight that each supported loss gives to a trained token, by the trainer's name of the loss."""
+
+
+def group_advantages(
+    rewards: Sequence[float], *, baseline: Baseline | None = "mean", normalize_std: bool = False
+) -> list[float]:
+    """Return the advantages of the episodes of one group.
+
+    Args:
+        rewards: Rewards, shape `(G,)`, one per episode.
+        baseline: What is subtracted: the mean of all rewards, the mean of the others (RLOO), or None for nothing.
+        normalize_std: Whether to divide by the sample standard deviation (n - 1) of the rewards, plus 1e-6.
+
+    Returns:
+        Advantages, shape `(G,)`; all 0.0 for equal rewards, if there is a baseline.
+
+    Raises:
+        ValueError: A group of one has no baseline, or `normalize_std` comes without one.
+    """
+    count = len(rewards)
+    if baseline is None:
+        if normalize_std:
+            raise ValueError("normalize_std needs a baseline: equal rewards have no deviation to divide by")
+        return list(rewards)
+    if baseline not in ("mean", "leave_one_out"):
+        raise ValueError(f"baseline {baseline!r} is not 'mean', 'leave_one_out' or None")
+    if count < 2:
+        raise ValueError("a group of one episode has no baseline")
+    if min(rewards) == max(rewards):
+        return [0.0] * count
+    mean = statistics.fmean(rewards)
+    scale = count / (count - 1) if baseline == "leave_one_out" else 1.0
+    if normalize_std:
+        scale /= statistics.stdev(rewards) + STD_EPSILON
+    return [scale * (reward - mean) for reward in rewards]
+
+
+def training_rows(
+    episodes: Iterable[Episode],
+    *,
+    baseline: Baseline | None = "mean",
+    normalize_std: bool = False,
+    discount: float = 1.0,
+    max_tokens: int | None = None,
+    version: int | None = None,
+    max_staleness: int | None = None,
+    skip_flat_groups: bool = False,
+) -> TrainingRows:
+    """Make the rows to train from the episodes of a batch.
+
+    The advantage of a turn is its return, the discounted sum of all rewards from it on, minus the baseline: the returns
+    of the group's episodes at their turn of the same number, in the order of calls. An episode with fewer turns counts
+    there with its last one. Without `turn_rewards` and discount, that is the episode's reward minus the baseline.
+
+    Args:
+        episodes: All episodes of the batch, with whole groups.
+        baseline: See `group_advantages`.
+        normalize_std: See `group_advantages`.
+        discount: Factor per turn of later rewards.
+        max_tokens: Maximum length of a row in tokens, the trainer's budget.
+        version: Version of the weights to be updated, with `max_staleness`.
+        max_staleness: Largest `version` minus the version of any trained token.
+        skip_flat_groups: Whether to keep out groups whose advantages are all 0.
+
+    Returns:
+        The rows, and what was kept out of them.
+
+    Raises:
+        ValueError: Two episodes share an id, `turn_rewards` names a turn that is no part of the rollout, or a version
+            is not an integer although `max_staleness` is given.
+    """
+    if (max_staleness is None) != (version is None):
+        raise ValueError("max_staleness and version belong together: pass both or neither")
+    batch = list(episodes)
+    for name, count in Counter(episode.id for episode in batch).items():
+        if count > 1:
+            raise ValueError(f"{count} episodes have the id {name!r}; each needs its own")
+    left_out: dict[str, str] = {}
+    returns: dict[str, list[float]] = {}
+    groups: dict[Hashable, list[Episode]] = {}
+    sequences = {episode.id: episode.trajectory.branches() for episode in batch}
+    turns = {episode.id: _turns(sequences[episode.id]) for episode in batch}
+    for episode in batch:
+        reason = _without_reward(episode)
+        if reason is not None:
+            left_out[episode.id] = reason
+            continue
+        returns[episode.id] = _returns(episode, turns[episode.id], discount)
+        groups.setdefault(episode.group, []).append(episode)
+    advantages: dict[str, dict[int, float]] = {}
+    flat: list[Hashable] = []
+    for group, members in groups.items():
+        if baseline is not None and len(members) < 2:
+            left_out[members[0].id] = "the only episode of its group with a reward"
+            continue
+        columns = [returns[member.id] for member in members]
+        by_turn = [
+            group_advantages(
+                [column[min(number, len(column) - 1)] for column in columns],
+                baseline=baseline,
+                normalize_std=normalize_std,
+            )
+            for number in range(max(map(len, columns)))
+        ]
+        is_flat = True
+        for place, member in enumerate(members):
+            own = {turn.index: by_turn[number][place] for number, turn in enumerate(turns[member.id])}
+            advantages[member.id] = own
+            is_flat = is_flat and not any(own.values())
+        if is_flat:
+            flat.append(group)
+            if skip_flat_groups:
+                left_out.update((member.id, "its group has no variance") for member in members)
+    rows: list[TrainingRow] = []
+    for episode in batch:
+        if episode.id in left_out:
+            continue
+        own_rows = _rows(episode, sequences[episode.id], advantages[episode.id])
+        reason = _unfit(own_rows, max_tokens, version, max_staleness)
+        if reason is not None:
+            left_out[episode.id] = reason
+        else:
+            rows.extend(own_rows)
+    trained = {row.episode for row in rows}
+    return TrainingRows(rows, left_out, flat, {name: own for name, own in advantages.items() if name in trained})
+
+
+def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:
+    """Return the turns of the rollout, in the order of calls."""
+    known = {turn.index: turn for leaf, _ in sequences for turn, _ in leaf.steps()}
+    return [known[index] for index in sorted(known)]
+
+
+def _without_reward(episode: Episode) -> str | None:
+    """Return why an episode has no reward; None if it has one."""
+    if episode.outcome is not None and OUTCOMES[episode.outcome].reward is RewardRule.NONE:
+        return f"the outcome {episode.outcome.value} has no reward"
+    if episode.reward is None:
+        return "no reward"
+    if not all(math.isfinite(reward) for reward in (episode.reward, *episode.turn_rewards.values())):
+        return "a reward is not finite"
+    return None
+
+
+def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[float]:
+    """Return the discounted sum of rewards from each turn on, at least one."""
+    unknown = set(episode.turn_rewards) - {turn.index for turn in turns}
+    if unknown:
+        raise ValueError(
+            f"turn_rewards of episode {episode.id} names turn {min(unknown)}, which is no part of the rollout: it has "
+            "no answer, was discarded, or is auxiliary"
+        )
+    total, later = 0.0, episode.reward or 0.0
+    returns: list[float] = []
+    for turn in reversed(turns):
+        total = episode.turn_rewards.get(turn.index, 0.0) + later
+        returns.append(total)
+        later = discount * total
+    return returns[::-1] or [later]
+
+
+def _rows(
+    episode: Episode, sequences: Iterable[tuple[Turn, TokenManager]], advantages: Mapping[int, float]
+) -> list[TrainingRow]:
+    """Return the rows of an episode that train a token, in the order of its sequences."""
+    trained = [(leaf, tokens) for leaf, tokens in sequences if any(segment.loss_mask for segment in tokens.segments)]
+    masks = [tokens.loss_mask for _, tokens in trained]
+    versions = [
+        [version if mask else None for version, mask in zip(tokens.policy_versions, own, strict=True)]
+        for (_, tokens), own in zip(trained, masks, strict=True)
+    ]
+    numbers = {_integer(version) for own, mask in zip(versions, masks, strict=True) for version in compress(own, mask)}
+    oldest = None if None in numbers else min((number for number in numbers if number is not None), default=None)
+    rows = []
+    for (leaf, tokens), mask, own in zip(trained, masks, versions, strict=True):
+        column = []
+        for turn, kept in leaf.steps():
+            column += [0.0] * len(turn.prompt_ids) + [advantages[turn.index]] * kept
+        logprobs = [math.nan if value is None else value for value in tokens.logprobs]
+        rows.append(
+            TrainingRow(
+                episode=episode.id,
+                group=episode.group,
+                tokens=tokens,
+                token_ids=tokens.token_ids,
+                loss_mask=mask,
+                logprobs=[value if is_trained else 0.0 for value, is_trained in zip(logprobs, mask, strict=True)],
+                versions=own,
+                advantages=[value if is_trained else 0.0 for value, is_trained in zip(column, mask, strict=True)],
+                prompt_length=tokens.initial_prompt_length,
+                trained=sum(mask),
+                episode_trained=sum(map(sum, masks)),
+                episode_version=oldest,
+            )
+        )
+    return rows
+
+
+def _unfit(
+    rows: Sequence[TrainingRow], max_tokens: int | None, version: int | None, max_staleness: int | None
+) -> str | None:
+    """Return why an episode cannot be trained; None if it can."""
+    if not rows:
+        return "no trained token"
+    values = [value for row in rows for value in compress(row.logprobs, row.loss_mask)]
+    if not all(map(math.isfinite, values)):
+        return "a trained token has no logprob" if any(map(math.isnan, values)) else "a logprob is not finite"
+    longest = max(map(len, rows))
+    if max_tokens is not None and longest > max_tokens:
+        return f"longer than max_tokens={max_tokens}"
+    if version is not None and max_staleness is not None:
+        oldest = rows[0].episode_version
+        if oldest is None:
+            names = {version for row in rows for version in row.versions if version is not None}
+            raise ValueError(
+                f"max_staleness needs integers as weight versions, but episode {rows[0].episode} has "
+                f"{', '.join(sorted(map(repr, names))) or 'none'}"
+            )
+        if version - oldest > max_staleness:
+            return f"older than max_staleness={max_staleness}"
+    return None
+
+
+def _integer(version: str | None) -> int | None:
+    try:
+        return None if version is None else int(version)
+    except ValueError:
+        return None

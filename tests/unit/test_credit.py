@@ -1,0 +1,352 @@
+"""Who gets which credit: each sampled token once, the episode's advantage undivided, the loss that was asked for."""
+
+import asyncio
+import math
+from array import array
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from strands_env.core import Observation, RewardResult, StepResult
+from strands_sglang import TerminationReason
+from strands_sglang.credit import LOSSES, Episode, group_advantages, training_rows
+from strands_sglang.protocol.generation import Generation, VersionSpan
+from support.agents import assistant, user
+from support.histories import PLANS, Player
+from support.recorder import Recorder
+
+REWARDS = st.lists(st.sampled_from([0.0, 1.0, 0.1, -2.5, 0.3]), min_size=2, max_size=8)
+
+
+def plain(turns=2):
+    """One sequence of a few turns, of two sampled tokens each."""
+    recorder = Recorder()
+    history = []
+    for number in range(turns):
+        history += [user(f"q{number}")]
+        recorder.call(history, f"a{number}")
+        history += [assistant(f"a{number}")]
+    return recorder.trajectory
+
+
+def forked():
+    """A first turn that two sequences continue, and an opening of its own: three sequences, eight sampled tokens."""
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    for question in ("r", "s"):
+        recorder.call([user("q"), assistant("a"), user(question)], "b")
+    recorder.call([user("summary of q")], "c")
+    return recorder.trajectory
+
+
+def versioned(*versions):
+    """One turn for each version of the weights."""
+    recorder = Recorder()
+    history = []
+    for number, version in enumerate(versions):
+        history += [user(f"q{number}")]
+        answer = Generation(
+            output_ids=array("i", recorder.ids()),
+            logprobs=array("d", [-0.5, -0.5]),
+            finish_type="stop",
+            weight_version=version,
+            weight_versions=(VersionSpan(version, 0, 2),),
+        )
+        recorder.trajectory.answer(recorder.ask(history), answer, assistant(f"a{number}"))
+        history += [assistant(f"a{number}")]
+    return recorder.trajectory
+
+
+def batch(*rewards, make=plain, group="g", **options):
+    """Sibling episodes with these rewards."""
+    return [Episode(make(), reward, group, id=f"{group}{i}", **options) for i, reward in enumerate(rewards)]
+
+
+def test_every_row_has_the_whole_advantage():
+    rows = training_rows([*batch(1.0, make=forked), *batch(0.0, 0.5, group="other"), Episode(plain(), 0.0, "g", "x")])
+    assert [(row.episode, row.advantage) for row in rows] == [
+        *[("g0", 0.5)] * 3,
+        ("other0", -0.25),
+        ("other1", 0.25),
+        ("x", -0.5),
+    ]
+    assert [(row.trained, row.episode_trained) for row in rows][:3] == [(4, 8), (2, 8), (2, 8)]
+
+
+def test_advantages_stand_on_trained_tokens_only():
+    rows = training_rows(batch(1.0, 0.0, make=forked))
+    for row in rows:
+        assert [bool(value) for value in row.advantages] == [bool(mask) for mask in row.loss_mask]
+        assert [value == -0.5 for value in row.logprobs] == [bool(mask) for mask in row.loss_mask]
+        assert len(row) == len(row.token_ids) == len(row.versions) == len(row.tokens)
+
+
+def test_a_row_without_trained_tokens_is_left_out():
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.call([user("forced")], "b", constrained=True)
+    rows = training_rows([Episode(recorder.trajectory, 1.0, "g"), *batch(0.0)])
+    assert len(rows) == 2 and not rows.left_out
+    assert all(row.trained for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1 / 3, -2 / 3, 1 / 3]),
+        ({"baseline": "leave_one_out"}, [0.5, -1.0, 0.5]),
+        ({"normalize_std": True}, [0.57735, -1.1547, 0.57735]),
+        ({"baseline": "leave_one_out", "normalize_std": True}, [0.86602, -1.73205, 0.86602]),
+        ({"baseline": None}, [1.0, 0.0, 1.0]),
+    ],
+)
+def test_baselines_are_over_episodes(options, expected):
+    assert group_advantages([1.0, 0.0, 1.0], **options) == pytest.approx(expected, abs=1e-5)
+    makers = (plain, forked, plain)
+    siblings = [Episode(make(), reward, "g") for make, reward in zip(makers, [1.0, 0.0, 1.0], strict=True)]
+    rows = training_rows(siblings, **options)
+    assert [row.advantage for row in rows] == pytest.approx([expected[0], *[expected[1]] * 3, expected[2]], abs=1e-5)
+
+
+@given(REWARDS, st.sampled_from(["mean", "leave_one_out"]), st.booleans(), st.randoms())
+def test_group_advantages_are_centered(rewards, baseline, normalize_std, random):
+    found = group_advantages(rewards, baseline=baseline, normalize_std=normalize_std)
+    assert math.fsum(found) == pytest.approx(0.0, abs=1e-9)
+    assert (len(set(rewards)) == 1) == (not any(found))
+    order = random.sample(range(len(rewards)), len(rewards))
+    shuffled = group_advantages([rewards[i] for i in order], baseline=baseline, normalize_std=normalize_std)
+    assert shuffled == pytest.approx([found[i] for i in order])
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    rewards = [1.0, 0.25, 3.0, -1.0]
+    expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
+    assert group_advantages(rewards, baseline="leave_one_out") == pytest.approx(expected)
+
+
+def test_a_baseline_needs_siblings_and_std_a_baseline():
+    with pytest.raises(ValueError, match="a group of one episode has no baseline"):
+        group_advantages([1.0])
+    with pytest.raises(ValueError, match="normalize_std needs a baseline"):
+        group_advantages([1.0, 1.0], baseline=None, normalize_std=True)
+    with pytest.raises(ValueError, match="baseline 'median' is not"):
+        group_advantages([1.0, 0.0], baseline="median")
+
+
+def test_rewards_per_turn_become_advantages_per_turn():
+    first, second = plain(2), plain(2)
+    rows = training_rows(
+        [
+            Episode(first, 1.0, "g", "a", turn_rewards={0: 0.5}),
+            Episode(second, 0.0, "g", "b", turn_rewards={1: 0.25}),
+        ],
+        discount=0.5,
+    )
+    # Returns: a 0.5 + 0.5 * 1, 1; b 0 + 0.5 * 0.25, 0.25.
+    assert rows.advantages == {"a": {0: 0.4375, 1: 0.375}, "b": {0: -0.4375, 1: -0.375}}
+    assert rows[0].advantages == [0, 0, 0.4375, 0.4375, 0, 0, 0.375, 0.375]
+    with pytest.raises(ValueError, match="the turns of episode a have different advantages"):
+        rows[0].advantage  # noqa: B018
+
+
+def test_a_shared_turn_has_one_advantage_in_all_rows():
+    episode = Episode(forked(), 0.0, "g", "a", turn_rewards={1: 1.0, 2: 3.0})
+    rows = training_rows([episode, *batch(0.0)])
+    own = rows.advantages["a"]
+    assert [set(row.advantages) - {0.0} for row in rows[:3]] == [{own[0], own[1]}, {own[2]}, set()]
+    assert own[0] == 2.0  # the return 4 of all turns after it, less half of it
+
+
+@given(REWARDS, st.lists(st.integers(1, 5), min_size=8, max_size=8))
+@settings(max_examples=30)
+def test_a_reward_at_the_end_is_the_same_for_all_turns(rewards, lengths):
+    episodes = [Episode(plain(lengths[i]), reward, "g", str(i)) for i, reward in enumerate(rewards)]
+    rows = training_rows(episodes)
+    assert [row.advantage for row in rows] == pytest.approx(group_advantages(rewards))
+
+
+def test_turn_rewards_must_name_turns_of_the_rollout():
+    with pytest.raises(ValueError, match="turn_rewards of episode a names turn 7, which is no part of the rollout"):
+        training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={7: 1.0}), *batch(0.0)])
+
+
+def without_logprobs(value=None):
+    recorder = Recorder()
+    logprobs = None if value is None else array("d", [-0.5, value])
+    answer = Generation(output_ids=array("i", [1, 2]), logprobs=logprobs, finish_type="stop")
+    recorder.trajectory.answer(recorder.ask([user("q")]), answer, assistant("a"))
+    return recorder.trajectory
+
+
+def unsampled():
+    recorder = Recorder()
+    recorder.call([user("forced")], "b", constrained=True)
+    return recorder.trajectory
+
+
+@pytest.mark.parametrize(
+    ("episode", "reason", "in_baseline"),
+    [
+        (Episode(plain(), None, "g", "x"), "no reward", False),
+        (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
+        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
+        (
+            Episode(plain(), 1.0, "g", "x", outcome=TerminationReason.INFRASTRUCTURE_ERROR),
+            "the outcome infrastructure_error has no reward",
+            False,
+        ),
+        (Episode(plain(), 1.0, "alone", "x"), "the only episode of its group with a reward", False),
+        (Episode(unsampled(), 1.0, "g", "x"), "no trained token", True),
+        (Episode(without_logprobs(), 1.0, "g", "x"), "a trained token has no logprob", True),
+        (Episode(without_logprobs(math.nan), 1.0, "g", "x"), "a trained token has no logprob", True),
+        (Episode(without_logprobs(-math.inf), 1.0, "g", "x"), "a logprob is not finite", True),
+        (Episode(plain(9), 1.0, "g", "x"), "longer than max_tokens=30", True),
+    ],
+)
+def test_what_cannot_be_trained_is_named_and_left_out(episode, reason, in_baseline):
+    rows = training_rows([episode, *batch(0.0, 0.5)], max_tokens=30)
+    assert rows.left_out == {"x": reason} and rows.counts == {reason: 1}
+    assert [row.episode for row in rows] == ["g0", "g1"]
+    assert [row.advantage for row in rows] == ([-0.5, 0.0] if in_baseline else [-0.25, 0.25])
+
+
+def test_versions_are_per_token_and_stale_episodes_stay_out():
+    episodes = [
+        Episode(versioned(*versions), i, "g", str(i)) for i, versions in enumerate([("3", "4"), ("4", "5"), ("1",)])
+    ]
+    rows = training_rows(episodes, version=5, max_staleness=2)
+    assert rows.left_out == {"2": "older than max_staleness=2"}
+    assert [row.episode_version for row in rows] == [3, 4]
+    assert rows[0].versions == [None, None, "3", "3", None, None, "4", "4"]
+    with pytest.raises(ValueError, match="needs integers as weight versions, but episode a has 'main'"):
+        training_rows([Episode(versioned("main"), 1.0, "g", "a"), *batch(0.0)], version=1, max_staleness=0)
+    with pytest.raises(ValueError, match="max_staleness and version belong together"):
+        training_rows(episodes, version=5)
+
+
+def test_groups_without_variance_are_reported():
+    episodes = [*batch(1.0, 1.0, group="flat"), *batch(1.0, 0.0)]
+    rows = training_rows(episodes)
+    assert rows.flat_groups == ["flat"] and len(rows) == 4
+    rows = training_rows(episodes, skip_flat_groups=True)
+    assert rows.counts == {"its group has no variance": 2} and [row.group for row in rows] == ["g", "g"]
+
+
+def test_episodes_have_ids_of_their_own():
+    with pytest.raises(ValueError, match="2 episodes have the id 'a'"):
+        training_rows([Episode(plain(), 1.0, "g", "a"), Episode(plain(), 1.0, "g", "a")])
+    assert len({episode.id for episode in (Episode(plain(), 1.0, "g"), Episode(plain(), 1.0, "g"))}) == 2
+
+
+def test_an_empty_batch_has_no_rows():
+    rows = training_rows([])
+    assert (list(rows), rows.left_out, rows.flat_groups, rows.weights("token_mean", "trl:dapo")) == ([], {}, [], [])
+
+
+# How the published losses reduce the tokens' terms; docs/understand/credit.md names the sources.
+
+
+def trainer_loss(loss, terms, rows, *, fillers=0, micro_batches=None, max_length=None):
+    """Reduce one number per row, the sum over its trained tokens, the way a trainer does."""
+    sizes = [row.trained for row in rows]
+    size = len(rows) + fillers
+    if loss in ("trl:async_grpo", "trl:bnpo"):
+        means = [sum(terms[i] for i in one) / sum(sizes[i] for i in one) for one in micro_batches]
+        return sum(means) / len(means)
+    if loss in ("trl:grpo", "verl:seq-mean-token-mean", "skyrl:sequence_mean", "tinker:skyrl:weights"):
+        return sum(term / n for term, n in zip(terms, sizes, strict=True)) / size
+    if loss in ("trl:dr_grpo", "skyrl:seq_mean_token_sum_norm"):
+        return sum(terms) / size / max_length
+    if loss == "tinker:skyrl":
+        return sum(term / (len(row) - 1) for term, row in zip(terms, rows, strict=True)) / size
+    if loss == "slime":
+        return sum(term / row.episode_trained for term, row in zip(terms, rows, strict=True)) / len(
+            {row.episode for row in rows}
+        )
+    if loss == "verl:token-sum":
+        return sum(terms)
+    return sum(terms) / (size if loss == "verl:seq-mean-token-sum" else sum(sizes))
+
+
+def wanted_loss(normalizer, terms, rows, constant):
+    """The loss of the docs' mathematics, from the same terms."""
+    totals = Counter()
+    for term, row in zip(terms, rows, strict=True):
+        totals[row.episode] += term
+    lengths = {row.episode: row.episode_trained for row in rows}
+    divisors = {"episode_mean": lengths, "constant": dict.fromkeys(lengths, constant)}
+    if normalizer == "token_mean":
+        return sum(totals.values()) / sum(lengths.values())
+    return sum(total / divisors[normalizer][name] for name, total in totals.items()) / len(lengths)
+
+
+@pytest.mark.parametrize("normalizer", ["episode_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_weights_make_a_trainers_loss_the_wanted_one(loss, normalizer):
+    longer = [Episode(plain(4), reward, "i") for reward in (0.0, 1.0)]
+    rows = training_rows([*batch(1.0, 0.0, make=forked), *batch(0.3, 0.9, 0.1, group="h"), *longer])
+    options = {"fillers": 2, "micro_batches": [[0, 3, 5], [1, 2], list(range(6, len(rows))), [4]], "max_length": 77}
+    terms = [Fraction(number * number + 1, 7) for number in range(len(rows))]
+    weights = rows.weights(normalizer, loss, constant=64, **options)
+    assert all(weight > 0 for weight in weights)
+    weighted = [term * Fraction(weight) for term, weight in zip(terms, weights, strict=True)]
+    assert float(trainer_loss(loss, weighted, rows, **options)) == pytest.approx(
+        float(wanted_loss(normalizer, terms, rows, 64)), rel=1e-12
+    )
+
+
+def test_weights_are_one_where_the_loss_is_already_exact():
+    rows = training_rows([*batch(1.0, make=forked), Episode(plain(), 0.0, "g", "b")])
+    for normalizer, loss in (("token_mean", "trl:dapo"), ("token_mean", "verl:token-mean"), ("episode_mean", "slime")):
+        assert rows.weights(normalizer, loss) == pytest.approx([1.0] * len(rows))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("token_mean", "trl:ppo"), {}, "loss 'trl:ppo' is not one of"),
+        (("median", "trl:dapo"), {}, "normalizer 'median' is not one of"),
+        (("constant", "trl:dapo"), {}, "needs constant="),
+        (("token_mean", "trl:bnpo"), {}, "normalizes each micro-batch: pass micro_batches="),
+        (("token_mean", "trl:bnpo"), {"micro_batches": [[0]]}, "must hold each of the 2 rows once"),
+        (("token_mean", "trl:dr_grpo"), {}, "divides by a fixed length: pass max_length="),
+    ],
+)
+def test_weights_say_what_they_lack(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        training_rows(batch(1.0, 0.0)).weights(*arguments, **options)
+
+
+def test_a_step_result_is_an_episode():
+    trajectory = plain()
+    result = StepResult(
+        observation=Observation(trajectory=trajectory),
+        reward=RewardResult(reward=0.5),
+        termination_reason=TerminationReason.TASK_COMPLETE,
+    )
+    episode = result.episode("g", id="a", turn_rewards={0: 1.0})
+    assert (episode.trajectory, episode.reward, episode.group, episode.id) == (trajectory, 0.5, "g", "a")
+    assert training_rows([episode, *batch(0.0)]).advantages["a"] == {0: 0.75, 1: 0.25}
+    failed = result.model_copy(update={"reward": None, "termination_reason": TerminationReason.AGENT_ERROR})
+    assert training_rows([failed.episode("g")]).counts == {"the outcome agent_error has no reward": 1}
+    with pytest.raises(ValueError, match="its model records no tokens"):
+        StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT).episode("g")
+
+
+@given(PLANS)
+@settings(max_examples=100, database=None)
+def test_each_sampled_token_of_any_history_is_trained_once(chatml_tokenizer, tmp_path_factory, plan):
+    player = Player(chatml_tokenizer, tmp_path_factory.mktemp("credit"))
+    asyncio.run(player.play(plan))
+    trajectory = player.model.trajectory
+    rows = training_rows([Episode(trajectory, 1.0, "g", "a"), *batch(0.0)])
+    own = [row for row in rows if row.episode == "a"]
+    exported = [tokens for tokens in trajectory.sequences() if any(tokens.loss_mask)]
+    assert [row.token_ids for row in own] == [tokens.token_ids for tokens in exported] or "a" in rows.left_out
+    assert sum(row.trained for row in own) in (0, sum(sum(tokens.loss_mask) for tokens in exported))
+    for row in own:
+        assert row.trained == sum(row.loss_mask) > 0 and row.episode_trained == sum(one.trained for one in own)
+        assert {value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if mask} == {0.5}
+        assert not any(value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if not mask)
