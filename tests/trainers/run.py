@@ -1,0 +1,76 @@
+"""Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
+
+Each folder here is a trainer. Its tests run in an environment of its own with the trainer's published package, as
+requirements.txt pins it. Environments are made once per machine and list of packages, in the project's cache.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+from strands_sglang.local.install import PIP_OPTIONS, build_once, environment_python, home
+from strands_sglang.local.process import LocalServerError, run_quietly
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TRAINERS = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
+OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
+
+
+def environment(trainer):
+    """Return the Python of a trainer's environment; make it first if necessary.
+
+    `requirements.txt` is installed with what this project depends on, then `nodeps.txt` without its dependencies.
+    """
+    folder = HERE / trainer
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    torch = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    nodeps = folder / "nodeps.txt"
+    text = "\n".join([sys.version, *project, *torch, *OWN, (folder / "requirements.txt").read_text()])
+    text += nodeps.read_text() if nodeps.exists() else ""
+
+    def install(directory):
+        print(f"installing {trainer} into {directory} (once; minutes)", flush=True)
+        pip = [environment_python(directory), "-m", "pip", "install", *PIP_OPTIONS]
+        run_quietly([sys.executable, "-m", "venv", directory], "creating the environment")
+        run_quietly([*pip, *torch], "installing PyTorch")
+        run_quietly([*pip, *torch, *project, *OWN, "-r", folder / "requirements.txt"], f"installing {trainer}")
+        if nodeps.exists():
+            run_quietly([*pip, "--no-deps", "-r", nodeps], "installing packages without their dependencies")
+
+    name = f"{trainer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    usable = lambda directory: environment_python(directory).exists()  # noqa: E731
+    return environment_python(build_once(home() / "trainers" / name, install, usable=usable))
+
+
+def run(trainer, arguments):
+    """Run the tests of one trainer and return their exit status."""
+    paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "2"}
+    command = [environment(trainer), "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
+    print(f"== {trainer}", flush=True)
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode
+
+
+def main(arguments):
+    """Run the tests of the named trainers, or of all; return whether any failed."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    chosen, rest = arguments[:at] or TRAINERS, arguments[at + 1 :]
+    unknown = set(chosen) - set(TRAINERS)
+    if unknown:
+        sys.exit(f"error: no trainer {', '.join(sorted(unknown))}; there are {', '.join(TRAINERS)}")
+    return max([run(trainer, rest) for trainer in chosen])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LocalServerError as failure:
+        sys.exit(f"error: {failure}")
