@@ -54,7 +54,7 @@ from strands_sglang import (
 )
 
 from .identity import Identified, describe
-from .supervision import RECANCEL_AFTER, Supervisor, as_exception, invoke, maybe_await, run_in_thread
+from .supervision import RECANCEL_AFTER, Supervisor, as_exception, invoke, maybe_await, run_in_thread, take_turn
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
@@ -518,6 +518,7 @@ class Environment(Identified):
                 logger.warning("cleanup of an environment failed", exc_info=True)
 
     async def _run_agent(self, episode: _Episode) -> Any:
+        await take_turn()
         await invoke(self.reset, grace=RECANCEL_AFTER)  # `cleanup` releases what it has acquired
         model: Any = await maybe_await(self.model_factory())
         if model is None:
@@ -597,7 +598,9 @@ class Environment(Identified):
         new = messages[len(episode.conversation.history) + 1 :]
         observation.metrics = episode_metrics(episode.agent, new, episode.trajectory, time.monotonic() - episode.began)
         try:
-            computing = invoke(self.compute_metrics, observation)
+            is_default = getattr(self.compute_metrics, "__func__", None) is Environment.compute_metrics
+            # The default needs no thread.
+            computing = asyncio.sleep(0, {}) if is_default else invoke(self.compute_metrics, observation)
             more = await supervisor.within(self.reward_timeout, computing, what="compute_metrics")
             observation.metrics.update(more)  # which the environment may have replaced meanwhile
         except BaseException as error:

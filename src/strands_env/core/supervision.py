@@ -7,6 +7,9 @@ the two apart.
 Each call of a blocking function runs in its own thread. The default threads of an event loop are few and shared:
 functions that hang would block other users of the pool, and the process would wait for them when it exits. Only the
 caller waits for a thread of its own.
+
+Episodes that start at once take turns: each starts in an iteration of the event loop of its own, and what else is ready
+runs in between.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import contextvars
 import inspect
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 
@@ -199,6 +204,38 @@ def _forget(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled():
         task.exception()  # mark the exception as retrieved
+
+
+# --- starts ---
+
+
+_starting: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = WeakKeyDictionary()
+"""The episodes that wait for their turn, by event loop."""
+
+
+async def take_turn() -> None:
+    """Wait until the event loop has run what else is ready, and no other caller resumes in the same iteration.
+
+    An episode computes for milliseconds before it first waits for its server. A thousand that start at once would stop
+    the loop for seconds, with the requests and timers of all other episodes. Timeouts of the current task are paused.
+    """
+    loop = asyncio.get_running_loop()
+    waiting, turn = _starting.setdefault(loop, deque()), loop.create_future()
+    waiting.append(turn)
+    if len(waiting) == 1:
+        loop.call_soon(_give_turn, loop, waiting)
+    with queued():
+        await turn
+
+
+def _give_turn(loop: asyncio.AbstractEventLoop, waiting: deque[asyncio.Future[None]]) -> None:
+    while waiting:
+        turn = waiting.popleft()
+        if not turn.done():  # its caller may be cancelled
+            turn.set_result(None)
+            break
+    if waiting:
+        loop.call_soon(_give_turn, loop, waiting)
 
 
 # --- functions of the user ---

@@ -145,6 +145,26 @@ async def test_invocation_state_lasts_a_long_episode(chatml_tokenizer):
     assert seen == list(range(1, 41))
 
 
+async def test_episodes_that_start_at_once_take_turns():
+    """Each starts in an iteration of the event loop of its own; requests and timers of others run in between."""
+    iterations, started = 0, []
+
+    def count():
+        nonlocal iterations, counting
+        iterations += 1
+        counting = asyncio.get_running_loop().call_soon(count)
+
+    def start():
+        started.append(iterations)
+        return ScriptedModel([ANSWER])
+
+    counting = asyncio.get_running_loop().call_soon(count)
+    results = await asyncio.gather(*(Environment(start).step(ASK) for _ in range(30)))
+    counting.cancel()
+    assert {result.termination_reason for result in results} == {TerminationReason.TASK_COMPLETE}
+    assert len(set(started)) == 30
+
+
 async def test_default_length_episode_is_one_invocation(chatml_tokenizer):
     class Invocations(HookProvider):
         def __init__(self):
@@ -977,6 +997,22 @@ async def test_step_cancelled_in_any_phase_is_cleaned_up(phase, chatml_tokenizer
     if phase != "cleanup":
         assert phases.last_result.termination_reason is TerminationReason.CANCELLED
         assert phases.last_result.reward is None
+
+
+@pytest.mark.parametrize("iterations", range(4))
+async def test_step_cancelled_before_its_turn_delays_no_other(iterations):
+    environments = [CalculatorEnv(lambda: ScriptedModel([ANSWER])) for _ in range(8)]
+    steps = [asyncio.ensure_future(env.step(ASK)) for env in environments]
+    for _ in range(iterations):
+        await asyncio.sleep(0)
+    for step in steps[::2]:
+        step.cancel()
+    ended = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 20)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended[::2])
+    assert [end.termination_reason for end in ended[1::2]] == [TerminationReason.TASK_COMPLETE] * 4
+    for env in environments[::2] if iterations else []:  # tasks that never ran have no result
+        assert env.last_result.termination_reason is TerminationReason.CANCELLED
+        assert env.steps in (["cleanup"], ["reset", "cleanup"])  # the first had its turn
 
 
 async def test_reset_and_cleanup_run_in_one_task(chatml_tokenizer):
