@@ -5,18 +5,31 @@ one ends, is kept once, and is its own.
 """
 
 import asyncio
+import copy
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from strands import tool
+from strands.hooks import (
+    AfterInvocationEvent,
+    AfterModelCallEvent,
+    AfterToolCallEvent,
+    BeforeInvocationEvent,
+    BeforeModelCallEvent,
+    BeforeToolCallEvent,
+    HookProvider,
+    MessageAddedEvent,
+)
 
-from strands_env.core import Action, TaskContext, TerminationReason
+from strands_env.core import Action, Environment, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import Evaluator
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import build_chatml_tokenizer, call
+from support.agents import ScriptedModel, build_chatml_tokenizer, call, make_agent, tool_use
 from support.environments import ANSWER, ASK, CALL, CalculatorEnv, lines, scripted_env
 
 BROKEN = call("broken", reason="no")
@@ -181,3 +194,102 @@ async def test_two_thousand_episodes_at_once_are_each_their_own(chatml_tokenizer
     for record in records:
         text = chatml_tokenizer.decode(record["observation"]["tokens"]["token_ids"])
         assert record["message"] in text and record["final_response"] == record["task_context"]["ground_truth"]
+
+
+# --- what hooks, tools and models see ---
+
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
+)
+values = st.recursive(
+    plain | st.tuples(plain) | st.frozensets(st.integers()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+EVENTS = (
+    BeforeInvocationEvent,
+    BeforeModelCallEvent,
+    AfterModelCallEvent,
+    MessageAddedEvent,
+    BeforeToolCallEvent,
+    AfterToolCallEvent,
+    AfterInvocationEvent,
+)
+
+
+class Witness(HookProvider):
+    """Keeps what hooks, a tool and a model see. The tool returns the given values one after the other."""
+
+    def __init__(self, given):
+        self.seen = []
+        given = iter(given)
+
+        @tool(name="echo", context=True)
+        async def echo(tool_context: Any) -> dict[str, Any]:
+            """Return the next value."""
+            self.see("tool", tool_context.agent.messages)
+            return {"status": "success", "content": [{"json": copy.deepcopy(next(given))}]}
+
+        self.tools = [echo]
+
+    def see(self, who, messages):
+        kept = [{"role": one["role"], "content": one["content"]} for one in messages]
+        self.seen.append((who, copy.deepcopy(kept)))
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(list(EVENTS), lambda event: self.see(type(event).__name__, event.agent.messages))
+
+
+class Vandal(ScriptedModel):
+    """A model that destroys the messages it gets, after its witness has seen them."""
+
+    def __init__(self, witness, turns):
+        super().__init__([*([tool_use(f"call_{turn}")] for turn in range(turns)), ANSWER])
+        self.witness = witness
+
+    async def stream(self, messages, *args, **kwargs):
+        self.witness.see("model", messages)
+        destroy(messages)
+        async for event in super().stream(messages, *args, **kwargs):
+            yield event
+
+
+def destroy(value):
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        destroy(inner)
+    if isinstance(value, dict | list):
+        value.clear()
+
+
+@settings(max_examples=100)
+@given(given=st.lists(values, max_size=4), history=st.lists(values, max_size=2))
+def test_hooks_tools_and_models_see_what_strands_shows(given, history):
+    before = [
+        {"role": role, "content": [{"json": value} if role == "user" else {"text": "Yes."}]}
+        for value in history
+        for role in ("user", "assistant")
+    ]
+    action = Action(message="What is it?", task_context=TaskContext(conversation_history=before))
+    expected, found = Witness(given), Witness(given)
+
+    class Watched(Environment):
+        def get_tools(self):
+            return found.tools
+
+        def get_hooks(self):
+            return [found]
+
+    async def run():
+        agent = make_agent(
+            Vandal(expected, len(given)),
+            expected.tools,
+            hooks=[expected],
+            messages=copy.deepcopy(before),
+            system_prompt=None,
+        )
+        await agent.invoke_async([{"role": "user", "content": [{"text": "What is it?"}]}])
+        result = await Watched(lambda: Vandal(found, len(given))).step(action)
+        assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
+
+    asyncio.run(run())
+    assert found.seen == expected.seen

@@ -535,7 +535,7 @@ class Environment(Identified):
             def make_agent() -> Agent:
                 return Agent(
                     model=model,
-                    messages=list(episode.conversation.history),
+                    messages=_Messages(episode.conversation.history),
                     tools=tools,
                     system_prompt="\n\n".join(system) or None,
                     hooks=hooks,
@@ -659,6 +659,33 @@ class _Episode:
     trajectory: Trajectory | None = None
     has_providers: bool = False
     model: Any = None
+
+
+class _Messages(list[Message]):
+    """An agent's messages, of which `copy.deepcopy` takes a quarter of the time.
+
+    Strands copies all messages twice per model call, so that middleware and models cannot change the history. To hooks
+    and tools this is a list of plain messages.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Messages:
+        return _Messages(_deepcopy(list(self), memo))
+
+
+_IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy plain data. Unlike `copy.deepcopy`, it does not look for objects that occur twice."""
+    if type(value) is dict:
+        copied = value.copy()
+        for key, item in copied.items():
+            if type(item) not in _IMMUTABLE:
+                copied[key] = _deepcopy(item, memo)
+        return copied
+    if type(value) is list:
+        return [item if type(item) in _IMMUTABLE else _deepcopy(item, memo) for item in value]
+    return copy.deepcopy(value, memo)
 
 
 def _new_trajectory(model: Any) -> AbstractContextManager[Trajectory | None]:
