@@ -82,7 +82,7 @@ bench: $(VENV)/.installed-dev
 	@$(BIN)/python benchmarks
 
 bench-full: $(VENV)/.installed-dev
-	@$(BIN)/python benchmarks --full
+	@$(BIN)/python benchmarks --full --write
 
 clean:
 	rm -rf docs/_site docs/.cache $(VENV) .venv-lowest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from harness import Goal
 from worker import cost_of
 
 OURS = {"here": "ours", "strands": "strands_alone"}
@@ -28,11 +29,11 @@ OTHERS = {"0.4.3": "published"}
 COMPARED = ("0.4.3",)
 COLUMNS = ("turns", "at once")
 METRICS = {
-    "own_ms": "own CPU ms per model call, without Strands'",
+    "own_ms": "Own CPU ms per model call, without Strands'",
     "cpu_ms": "CPU ms per model call",
-    "stall_cpu_ms": "largest stall of the loop, CPU ms",
-    "stall_ms": "largest stall of the loop, ms",
-    "late / early": "own CPU of the last five turns in turns three to seven",
+    "stall_cpu_ms": "Largest stall of the loop, CPU ms",
+    "stall_ms": "Largest stall of the loop, ms",
+    "late / early": "Own CPU of the last five turns in turns three to seven",
 }
 
 ANSWER_TOKENS = 150
@@ -44,6 +45,13 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 * 23
 RESULT = "The result of the calculation is 391. The answer was computed by the calculator and is exact. "
 QUESTION = "What is 17 times 23? Please use the calculator tool and tell me the result. "
 SYSTEM_PROMPT = "You are a helpful assistant. Answer the question of the user in one short sentence. " * 4
+
+
+GOALS = [
+    Goal("own_ms", {"turns": 5, "at once": 64}, 0.7, "0.4.3"),
+    Goal("own_ms", {"turns": 40, "at once": 20}, 0.7, "0.4.3"),
+    Goal("late / early", {"turns": 80, "at once": 1}, 1.3),
+]
 
 
 def cases(size: str) -> list[dict[str, Any]]:
@@ -257,8 +265,8 @@ def contender(models: Callable[[dict[str, Any]], Any]) -> Any:
     @contextlib.asynccontextmanager
     async def opened(case: dict[str, Any]):
         async with models(case) as make_model:
+            await Episodes(2, make_model).round(case["at once"])  # opens connections and fills caches
             episodes = Episodes(case["turns"], make_model)
-            await episodes.round(case["at once"])
             yield lambda: episodes.round(case["at once"])
 
     return opened

@@ -9,6 +9,7 @@ under `~/.cache/strands-sglang`, made when first needed, with the versions that 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -28,7 +29,7 @@ ROOT = HERE.parent
 COMPETITORS = ("strands-sglang==0.4.3", "httpx", "aiohttp", "orjson")
 OURS = "here"
 BEFORE = "before"
-MAX_ROUNDS = 25
+MAX_ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,25 @@ class Row:
         return [measured[metric] for measured in self.rounds if metric in measured]
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be at most.
+
+    Attributes:
+        metric: Name of the figure.
+        case: What must be in the case.
+        limit: Largest value; the smallest one if `is_least`.
+        against: Contender to whose figure the ratio counts; None for the figure itself.
+        is_least: Whether more is better.
+    """
+
+    metric: str
+    case: dict[str, Any]
+    limit: float
+    against: str | None = None
+    is_least: bool = False
+
+
 # --- Environments ---
 
 
@@ -62,17 +82,18 @@ def competitors_python() -> Path:
     mine = importlib.metadata.distributions()
     versions = {one.metadata["Name"].lower(): one.version for one in mine if one.metadata["Name"] != "strands-sglang"}
     pins = "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+    directory = home() / "envs" / "bench-competitors-py{}{}".format(*sys.version_info)
+    python, constraints = environment_python(directory), directory / "constraints.txt"
 
     def install(directory: Path) -> None:
-        run_quietly([sys.executable, "-m", "venv", directory], "creating the environment of the competitors")
-        constraints = directory / "constraints.txt"
+        venv = [sys.executable, "-m", "venv", directory]
+        run_quietly(venv, "creating the competitors' environment", progress=progress)
         constraints.write_text(pins)
-        pip = [environment_python(directory), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        run_quietly([*pip, "-c", constraints, *COMPETITORS], f"installing {', '.join(COMPETITORS)} (once; a minute)")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
+        run_quietly([*pip, *COMPETITORS], f"installing {', '.join(COMPETITORS)} (once)", progress=progress)
 
-    directory = home() / "envs" / "bench-competitors-py{}{}".format(*sys.version_info)
-    build_once(directory, install, usable=lambda made: (made / "constraints.txt").read_text() == pins)
-    return environment_python(directory)
+    build_once(directory, install, usable=lambda _: constraints.read_text() == pins, progress=progress)
+    return python
 
 
 @contextlib.contextmanager
@@ -178,14 +199,39 @@ def run(subject: Any, cases: list[dict[str, Any]], plan: Plan) -> list[Row]:
                     port = stack.enter_context(Process("server.py")).ask(settings)
                     servers[key] = f"http://127.0.0.1:{port}"
                 given["base_url"] = servers[key]
+            if model := given.pop("sglang", None):
+                given |= real_server(stack, model)
             for name in taking_part:
                 workers[name].ask({"open": given})
             measured = paired(workers, taking_part, plan)
             subject.derive(case, measured)
             rows += [Row(subject.__name__, case, name, measured[name]) for name in taking_part]
             count = len(measured[taking_part[0]])
-            print(f"{subject.__name__}: {describe(case)} ({count} rounds)", file=sys.stderr, flush=True)
+            progress(f"{subject.__name__}: {describe(case)} ({count} rounds)")
     return rows
+
+
+def real_server(stack: contextlib.ExitStack, model: str) -> dict[str, Any]:
+    """Start SGLang on the CPU, and return what is known of it; `tiny` is a random model."""
+    from strands_sglang import local
+
+    python = local.ensure_sglang(progress)
+    model_path = (local.ensure_tiny_qwen3 if model == "tiny" else local.ensure_smollm2)(python, progress)
+    # Contenders that do not share a prefix hold every prompt of the group at once.
+    settings = local.ServerSettings(max_total_tokens=4096 if model == "tiny" else 49_152)
+    server = stack.enter_context(local.start_server(python, model_path, settings=settings, progress=progress))
+    return {
+        "base_url": server.base_url,
+        "group": server.pid,
+        "log_path": str(server.log_path),
+        "model_path": str(model_path),
+        "template": str(local.CHATML_TOOLS_TEMPLATE),
+    }
+
+
+def progress(line: str) -> None:
+    """Print a line about something that takes long; tables alone go to the standard output."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def paired(workers: dict[str, Process], names: list[str], plan: Plan) -> dict[str, list[dict[str, float]]]:
@@ -200,7 +246,8 @@ def paired(workers: dict[str, Process], names: list[str], plan: Plan) -> dict[st
         for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
             if name in going:
                 began = time.monotonic()
-                measured[name].append(workers[name].ask({"round": turn}))
+                costs = workers[name].ask({"round": turn})
+                measured[name].append({metric: float(f"{value:.4g}") for metric, value in costs.items()})
                 spent[name] += time.monotonic() - began
     return measured
 
@@ -210,13 +257,12 @@ def paired(workers: dict[str, Process], names: list[str], plan: Plan) -> dict[st
 
 def describe(case: dict[str, Any]) -> str:
     """Return a case in words."""
-    return ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in case.items())
+    return ", ".join(f"{key} {cell(value)}" for key, value in case.items())
 
 
-def spread(values: list[float]) -> str:
-    """Return the median, with the smallest and the largest value if there are several."""
-    middle = figure(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({figure(min(values))} to {figure(max(values))})"
+def cell(value: Any) -> str:
+    """Return a value of a case."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def figure(value: float) -> str:
@@ -225,46 +271,100 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
-def ratios(rows: list[Row], metric: str, over: Row, under: Row) -> list[float]:
+def spread(values: list[float]) -> str:
+    """Return the median, with the smallest and the largest value if there are several."""
+    if not values:
+        return ""
+    middle = figure(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({figure(min(values))} to {figure(max(values))})"
+
+
+def ratios(metric: str, over: Row, under: Row) -> list[float]:
     """Return the ratio of two contenders in each round that both have."""
     return [a / b for a, b in zip(over.values(metric), under.values(metric), strict=False) if b]
 
 
 def tables(subject: Any, rows: list[Row]) -> str:
-    """Return the Markdown tables of one subject, one for each metric."""
-    parts = []
+    """Return the Markdown tables of one subject: its goals, then one for each metric."""
+    parts = [goals(subject, rows)]
     for metric, title in subject.METRICS.items():
-        names = list(dict.fromkeys(row.contender for row in rows if row.values(metric)))
-        others = [name for name in names if name in (BEFORE, *subject.COMPARED)]
-        lines = [
-            f"**{title}**: median of the rounds; ratios with their smallest and largest value",
-            "",
-            "| " + " | ".join([*subject.COLUMNS, *names, *(f"{OURS} / {name}" for name in others)]) + " |",
-            "|" + "---|" * (len(subject.COLUMNS) + len(names) + len(others)),
-        ]
-        for case in {json.dumps(row.case): row.case for row in rows}.values():
-            of = {row.contender: row for row in rows if row.case == case and row.values(metric)}
-            if not of:
-                continue
-            cells = [f"{case[key]:,}" if isinstance(case[key], int) else str(case[key]) for key in subject.COLUMNS]
-            cells += [figure(statistics.median(of[name].values(metric))) if name in of else "" for name in names]
+        having = [row for row in rows if row.values(metric)]
+        names = list(dict.fromkeys(row.contender for row in having))
+        others = [name for name in names if name in (BEFORE, *subject.COMPARED) and OURS in names]
+        lines = []
+        for case in {json.dumps(row.case): row.case for row in having}.values():
+            of = {row.contender: row for row in having if row.case == case}
+            line = [cell(case[key]) for key in subject.COLUMNS]
+            line += [figure(statistics.median(of[name].values(metric))) if name in of else "" for name in names]
             for name in others:
-                both = OURS in of and name in of
-                cells.append(spread(ratios(rows, metric, of[OURS], of[name])) if both else "")
-            lines.append("| " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+                line.append(spread(ratios(metric, of[OURS], of[name])) if {OURS, name} <= of.keys() else "")
+            lines.append(line)
+        if lines:
+            header = [*subject.COLUMNS, *names, *(f"{OURS} / {name}" for name in others)]
+            parts.append(f"**{title}**\n\n{table(header, lines)}")
+    return "\n\n".join(filter(None, parts))
 
 
-def machine() -> str:
-    """Return what the figures were taken on."""
-    cores = len(os.sched_getaffinity(0))
-    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+def goals(subject: Any, rows: list[Row]) -> str:
+    """Return the table of the goals whose cases were measured."""
+    lines = []
+    for goal in subject.GOALS:
+        for row in rows:
+            if row.contender != OURS or not goal.case.items() <= row.case.items():
+                continue
+            rivals = [other for other in rows if other.case == row.case and other.contender == goal.against]
+            values = row.values(goal.metric) if goal.against is None else []
+            for rival in rivals:
+                values = ratios(goal.metric, row, rival)
+            if values:
+                middle = statistics.median(values)
+                is_met = middle >= goal.limit if goal.is_least else middle <= goal.limit
+                what = subject.METRICS[goal.metric] + (f", of {goal.against}'s" if goal.against else "")
+                limit = f"{'at least' if goal.is_least else 'at most'} {figure(goal.limit)}"
+                lines.append([what, describe(row.case), limit, spread(values), "yes" if is_met else "**no**"])
+    return table(["goal", "case", "limit", "measured", "met"], lines) if lines else ""
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+# --- Results on disk ---
+
+RESULTS = HERE / "results.json"
+README = HERE / "README.md"
+BEGIN, END = "<!-- results: written by `python benchmarks --write` -->", "<!-- end of the results -->"
+
+
+def machine(size: str) -> str:
+    """Return what figures are taken on."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("strands-agents", "transformers"))
-    when = time.strftime("%Y-%m-%d")
-    return f"{when}, commit {commit.stdout.strip()}, {cores} cores, Python {platform.python_version()}, {versions}"
+    cores = f"{len(os.sched_getaffinity(0))} cores with a load of {os.getloadavg()[2]:.1f}"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {size}, commit {commit}, {cores}, Python {platform.python_version()}, {versions}"
+    )
 
 
-def as_json(rows: list[Row]) -> str:
-    """Return rows as JSON, a line each."""
-    return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n"
+def as_json(taken: dict[str, str], rows: list[Row]) -> str:
+    """Return rows as JSON, a line each, and how each subject's were taken."""
+    lines = [json.dumps(asdict(row)) for row in rows]
+    return f'{{"taken": {json.dumps(taken)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def write(taken: dict[str, str], rows: list[Row]) -> None:
+    """Replace earlier results of the same subjects, and write the tables of all."""
+    if RESULTS.exists():
+        known = json.loads(RESULTS.read_text())
+        rows = [Row(**row) for row in known["rows"] if row["subject"] not in taken] + rows
+        taken = known["taken"] | taken
+    RESULTS.write_text(as_json(taken, rows))
+    sections = []
+    for name, how in taken.items():
+        shown = tables(importlib.import_module(name), [row for row in rows if row.subject == name])
+        sections.append(f"### {name}\n\nTaken {how}.\n\n{shown}")
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text("\n\n".join([before + BEGIN, *sections, END]) + rest.partition(END)[2])

@@ -15,16 +15,23 @@ from collections.abc import Callable
 from typing import Any
 
 from agent import QUESTION, Episodes, our_models, published_models, setting as setting, trivial_models
+from harness import Goal
 
 OURS = {"here": "ours", "strands": "strands_alone"}
 OTHERS = {"0.4.3": "published"}
 COMPARED = ("0.4.3",)
 COLUMNS = ("turns", "answer tokens")
 METRICS = {
-    "live": "bytes per token of a live episode, without Strands'",
-    "stored": "bytes per token of a stored episode",
+    "live": "Bytes per token of a live episode, without Strands'",
+    "stored": "Bytes per token of a stored episode",
     "live kB": "kB of a live episode",
 }
+
+
+GOALS = [
+    Goal("live", {"turns": 30}, 28),
+    Goal("stored", {"turns": 30}, 16),
+]
 
 
 def cases(size: str) -> list[dict[str, Any]]:

@@ -18,12 +18,14 @@ ROOT = Path(__file__).parents[2]
         ("client", "cpu_ms", {"here", "0.4.3", "aiohttp", "httpx", "floor"}),
         ("agent", "own_ms", {"here", "0.4.3"}),
         ("memory", "stored", {"here", "0.4.3"}),
+        ("rollouts", "computed", {"here", "0.4.3"}),
+        ("parts", "cpu_ms", {"here", "0.4.3"}),
     ],
 )
 def test_each_benchmark_measures_all_contenders(tmp_path, subject, metric, contenders):
     command = [sys.executable, "benchmarks", "--check", "--only", subject, "--json", str(tmp_path / "rows.json")]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text("utf-8"))
+    rows = json.loads((tmp_path / "rows.json").read_text("utf-8"))["rows"]
     assert {row["contender"] for row in rows if row["rounds"][0].get(metric)} == contenders
     assert "here / 0.4.3" in printed.stdout
