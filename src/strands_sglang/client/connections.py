@@ -30,6 +30,7 @@ from .balancer import Server
 from .cancellation import consume
 from .prefill import Openings
 from .retries import FailureKind
+from .routers import Workers
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ class LoopSession:
         openings: Opening prompts that each server has computed or is computing.
         closed: Whether the session is closing; nothing more is sent over it.
         closing: Future that is done once the session is closing.
+        workers: Workers of the routers among the servers.
     """
 
     def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
@@ -104,6 +106,7 @@ class LoopSession:
         self._drop = drop
         self._loop = asyncio.get_running_loop()
         self.closing = self._loop.create_future()
+        self.workers = Workers(self)
         self._aborter = Aborter(self)
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
 

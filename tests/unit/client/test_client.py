@@ -23,12 +23,12 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import given, strategies as st
 
 from strands_sglang.client import balancer as servers_module
-from strands_sglang.client.aborts import worker_urls
 from strands_sglang.client.balancer import Servers
 from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
 from strands_sglang.client.cancellation import Cancellation
 from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
 from strands_sglang.client.retries import MAX_DELAY_S, FailureKind, RetryPolicy, retry_after_seconds
+from strands_sglang.client.routers import worker_urls
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangConnectionError,
