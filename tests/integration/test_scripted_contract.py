@@ -426,6 +426,43 @@ async def test_what_can_be_read_has_the_same_shape(pair, path):
     await pair.compare("GET", path)
 
 
+async def test_a_queue_is_reported_and_left_with_the_same_shape(own_server, pair, tiny_server):
+    async def until_aborted(request):
+        await asyncio.Event().wait()
+
+    async def until_there_are(running, waiting):
+        while True:
+            report = (await client.get("/v1/loads")).json()
+            [load] = report["loads"]
+            if (load["num_running_reqs"], load["num_waiting_reqs"]) == (running, waiting):
+                return report
+            assert not any(task.done() for task in tasks), "a request ended before the others came"
+            await asyncio.sleep(0)  # the scripted server answers at once
+
+    places = (await pair.real.get("/v1/loads")).json()["loads"][0]["max_running_requests"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_server.model_path)
+    server = ScriptedSGLang(tokenizer, until_aborted, context_length=pair.context_length, max_running_requests=places)
+    loads, answers = [], []
+    async with httpx.AsyncClient(base_url="http://scripted", transport=server.transport(), timeout=None) as scripted:
+        for client in (pair.real, scripted):
+            rids = [uuid.uuid4().hex for _ in range(places + 2)]
+            bodies = [
+                generate_body(rid=rid, return_logprob=True, sampling_params={"max_new_tokens": 400}) for rid in rids
+            ]
+            tasks = []
+            for count in (places, 2):
+                tasks += [asyncio.create_task(client.post("/generate", json=bodies.pop(0))) for _ in range(count)]
+                report = await until_there_are(places, len(tasks) - places)
+            loads.append(report)
+            await client.post("/abort_request", json={"rid": rids[-1]})
+            answers.append((await tasks[-1]).json())
+            await client.post("/abort_request", json={"abort_all": True})
+            await asyncio.gather(*tasks)
+    assert not differences(*loads) and not differences(*answers)
+    assert loads[0]["loads"][0]["queues"] == loads[1]["loads"][0]["queues"]
+    assert answers[0]["meta_info"]["finish_reason"] == answers[1]["meta_info"]["finish_reason"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
 async def test_health_is_an_empty_body(pair, path):
     real, scripted = await pair.send("GET", path)

@@ -16,6 +16,8 @@ from .sampling import Sampled
 from .validation import INPUT_RESERVE, CheckedRequest
 
 SGLANG_VERSION = "0.5.23"
+TOKEN_CAPACITY = 1 << 20
+"""Tokens that the key-value cache reports room for."""
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -107,6 +109,25 @@ def generation(
     return body
 
 
+def aborted_in_queue(request: CheckedRequest, rid: str, weight_version: str, latency_s: float) -> dict[str, Any]:
+    """Return the body of a `/generate` response to a request that was aborted before it ran."""
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": weight_version,
+        "e2e_latency": latency_s,
+        "weight_versions": [{"version": weight_version, "start": 0, "end": 0}],
+        "completion_tokens": 0,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if request.asks_for("return_logprob"):
+        meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
+    body: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": meta}
+    if request.asks_for("return_prompt_token_ids"):
+        body["prompt_token_ids"] = request.input_ids
+    return body
+
+
 def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
     """Return the body of `/model_info`."""
     return {
@@ -157,28 +178,36 @@ def models(model_path: str, context_length: int) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-def loads(running: int) -> dict[str, Any]:
-    """Return the body of `/v1/loads`; only the number of running requests is meaningful."""
+def loads(running: int, waiting: int, used_tokens: int, queued_tokens: int, max_running: int) -> dict[str, Any]:
+    """Return the body of `/v1/loads`; other numbers than these are not emulated.
+
+    Args:
+        running: Number of running requests.
+        waiting: Number of requests in the queue.
+        used_tokens: Tokens of the running requests in the key-value cache.
+        queued_tokens: Tokens of the requests in the queue.
+        max_running: Maximum number of running requests.
+    """
     load = {
         "timestamp": time.time(),
         "dp_rank": 0,
         "num_running_reqs": running,
-        "num_waiting_reqs": 0,
-        "num_waiting_uncached_tokens": 0,
-        "num_used_tokens": 0,
-        "num_total_tokens": 0,
-        "num_active_tokens": 0,
+        "num_waiting_reqs": waiting,
+        "num_waiting_uncached_tokens": queued_tokens,
+        "num_used_tokens": used_tokens,
+        "num_total_tokens": used_tokens + queued_tokens,
+        "num_active_tokens": used_tokens + queued_tokens,
         "num_prealloc_ready_tokens": 0,
-        "max_total_num_tokens": 1 << 20,
-        "max_running_requests": 4096,
-        "token_usage": 0.0,
+        "max_total_num_tokens": TOKEN_CAPACITY,
+        "max_running_requests": max_running,
+        "token_usage": round(used_tokens / TOKEN_CAPACITY, 4),
         "gen_throughput": 0.0,
         "cache_hit_rate": 0.0,
         "utilization": 0.0,
         "total_prefill_uncached_tokens": 0,
         "total_prefill_busy_us": 0,
         "decode_moments": [0.0] * 6,
-        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": 1 << 20},
+        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": TOKEN_CAPACITY},
         "disaggregation": {
             "mode": "null",
             "prefill_bootstrap_queue_reqs": 0,
@@ -189,7 +218,7 @@ def loads(running: int) -> dict[str, Any]:
             "kv_transfer_speed_gb_s": 0.0,
             "kv_transfer_latency_ms": 0.0,
         },
-        "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+        "queues": {"waiting": waiting, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
     return {
         "timestamp": datetime.now(timezone.utc).isoformat(),

@@ -13,7 +13,9 @@ import threading
 import time
 import uuid
 from array import array
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -55,10 +57,12 @@ class Flight:
     it. A test thus detects a client that fails to abort.
     """
 
-    def __init__(self, rid: str, weight_version: str) -> None:
+    def __init__(self, rid: str, weight_version: str, prompt_tokens: int) -> None:
         """Start with the server's current weights."""
         self.rid = rid
         self.weight_version = weight_version
+        self.prompt_tokens = prompt_tokens
+        self.turn: Future[Answer] | None = None  # of a request that had to wait: when it was its turn to run
         self.aborted = False
         self._lock = threading.Lock()
         self._task: asyncio.Future[Answer] | None = None
@@ -148,6 +152,7 @@ class ScriptedSGLang:
         weight_version: str = "default",
         logprob: LogprobFunction = scripted_logprob,
         experts: ScriptedExperts | None = None,
+        max_running_requests: int = 4096,
     ) -> None:
         """Set up the server.
 
@@ -166,6 +171,7 @@ class ScriptedSGLang:
                 The result is rounded to float32.
             experts: Experts of the model, for requests with `return_routed_experts`. None returns no experts, like a
                 dense model or a server without `--enable-return-routed-experts`.
+            max_running_requests: Maximum number of requests that run at a time; further ones wait in order.
 
         Raises:
             TypeError: `answers` is a single answer.
@@ -193,12 +199,14 @@ class ScriptedSGLang:
         self._sampler = Sampler(tokenizer, stop_token_ids, logprob, self.vocab_size)
         self._cache = PrefixCache()
         self._flights: dict[str, Flight] = {}
+        self._queue: OrderedDict[str, Flight] = OrderedDict()  # those of `_flights` that wait
+        self._max_running = max_running_requests
         self._lock = threading.Lock()
         self._routes = self._make_routes()
 
     @property
     def running(self) -> list[str]:
-        """Ids of requests in flight, including those whose client disconnected without aborting them."""
+        """Ids of requests in flight, including waiting ones, and those whose client disconnected without an abort."""
         return list(self._flights)
 
     def transport(self) -> httpx.MockTransport:
@@ -297,7 +305,7 @@ class ScriptedSGLang:
             "/server_info": (get, server_info),
             "/get_server_info": (get, server_info),
             "/v1/models": (get, body(lambda: bodies.models(self.model_path, self.context_length))),
-            "/v1/loads": (get, body(lambda: bodies.loads(len(self._flights)))),
+            "/v1/loads": (get, body(self._loads)),
             "/tokenize": (post, self._tokenize),
             "/abort_request": (post, self._abort_request),
             "/flush_cache": (("GET", "POST"), self._flush_cache),
@@ -318,6 +326,12 @@ class ScriptedSGLang:
         asyncio.get_running_loop().call_soon(self._store, request.packed_ids, checked.cache_key)
         # If the caller is cancelled here, its client disconnected: the flight stays until it is aborted.
         try:
+            if flight.turn is not None:
+                await flight.wait(asyncio.wrap_future(flight.turn))
+                if flight.turn.cancelled():
+                    latency_s = time.perf_counter() - started
+                    body = bodies.aborted_in_queue(checked, request.rid, flight.weight_version, latency_s)
+                    return self._close(request, flight, _json(body))
             if isinstance(entry, Exception):
                 raise entry
             answer = entry(request) if callable(entry) else entry
@@ -374,7 +388,7 @@ class ScriptedSGLang:
         with self._lock:
             flights = [flight for rid, flight in self._flights.items() if rids is None or rid in rids]
             for flight in flights:
-                del self._flights[flight.rid]
+                self._remove(flight)
             self.aborted += [flight.rid for flight in flights]
             if version is not None:
                 self.weight_version = version
@@ -414,15 +428,36 @@ class ScriptedSGLang:
             self._given += bool(checked.max_new_tokens) and entry is not exhausted
             self.requests.append(request)
             self.responses.append(None)
-            flight = self._flights[rid] = Flight(rid, self.weight_version)
+            flight = self._flights[rid] = Flight(rid, self.weight_version, len(checked.input_ids))
+            if len(self._flights) - len(self._queue) > self._max_running:
+                self._queue[rid] = flight
+                flight.turn = Future()
         return request, flight, entry
 
     def _close(self, request: ScriptedRequest, flight: Flight, answer: ScriptedResponse) -> ScriptedResponse:
         self.responses[request.index] = answer
         with self._lock:
             if self._flights.get(flight.rid) is flight:
-                del self._flights[flight.rid]
+                self._remove(flight)
         return answer
+
+    def _remove(self, flight: Flight) -> None:
+        """Remove a flight that has ended, and start the next ones; the lock is held."""
+        del self._flights[flight.rid]
+        self._queue.pop(flight.rid, None)
+        while self._queue and len(self._flights) - len(self._queue) < self._max_running:
+            _, following = self._queue.popitem(last=False)
+            # The turn of a client that disconnected is cancelled; its request runs until it is aborted.
+            if following.turn is not None and following.turn.set_running_or_notify_cancel():
+                following.turn.set_result("")
+
+    def _loads(self) -> dict[str, Any]:
+        with self._lock:
+            in_flight = sum(flight.prompt_tokens for flight in self._flights.values())
+            queued = sum(flight.prompt_tokens for flight in self._queue.values())
+            return bodies.loads(
+                len(self._flights) - len(self._queue), len(self._queue), in_flight - queued, queued, self._max_running
+            )
 
     async def _abort_request(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         body = read_json_object(headers, content)

@@ -6,6 +6,8 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import httpx
@@ -670,6 +672,49 @@ async def test_loads_count_what_is_running(make_server):
         gate.open.set()
         await task
         assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
+
+
+async def reported(server):
+    async with connect(server) as client:
+        return (await client.get("/v1/loads")).json()["loads"][0]
+
+
+async def test_requests_beyond_the_limit_wait_in_order(make_server):
+    gates = [Gate() for _ in range(4)]
+    server = make_server(gates, max_running_requests=2)
+    tasks = [asyncio.create_task(generate(server)) for _ in gates]
+    for number, gate in enumerate(gates):
+        await gates[min(number + 1, 3)].reached.wait()
+        assert [other.reached.is_set() for other in gates] == [at <= number + 1 for at in range(4)]
+        load = await reported(server)
+        assert load["num_running_reqs"] == min(4 - number, 2) and load["num_waiting_reqs"] == max(2 - number, 0)
+        assert load["num_total_tokens"] == len(PROMPT) * (4 - number) and load["max_running_requests"] == 2
+        gate.open.set()
+        await tasks[number]
+
+
+async def test_request_aborted_in_the_queue_never_runs(make_server):
+    gate = Gate()
+    server = make_server([gate, "never", "next"], max_running_requests=1)
+    first = asyncio.create_task(generate(server))
+    await gate.reached.wait()
+    queued = asyncio.create_task(generate(server, rid="queued", return_logprob=True))
+    while (await reported(server))["num_waiting_reqs"] == 0:
+        await asyncio.sleep(0)
+    await post(server, "/abort_request", rid="queued")
+    meta = (await queued)["meta_info"]
+    assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, []) and "prompt_tokens" not in meta
+    gate.open.set()
+    await first
+    assert (await generate(server))["text"] == "next" and server.running == []
+
+
+def test_requests_of_several_loops_share_one_queue(make_server):
+    server = make_server(["one", "two", "three", "four"] * 5, max_running_requests=1)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: asyncio.run(generate(server))["text"], range(20)))
+    assert Counter(answers) == dict.fromkeys(["one", "two", "three", "four"], 5)
 
 
 async def test_tokenize_gives_the_tokenizers_ids(make_server, chatml_tokenizer):
