@@ -6,6 +6,7 @@ from typing import Any
 
 from .client.cache import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .client.client import SGLangClient
+from .client.loads import ServerLoad
 from .exceptions import (
     SGLangAbortedError,
     SGLangCancelledError,
@@ -57,6 +58,7 @@ __all__ = [
     "SGLangModel",
     "SGLangThrottledError",
     "Segment",
+    "ServerLoad",
     "TerminationReason",
     "Token",
     "TokenManager",

@@ -1,5 +1,6 @@
 """The HTTP client of SGLang servers."""
 
 from .client import SGLangClient
+from .loads import ServerLoad
 
-__all__ = ["SGLangClient"]
+__all__ = ["SGLangClient", "ServerLoad"]

@@ -9,6 +9,7 @@ sampled are not lost.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import threading
@@ -26,6 +27,7 @@ from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
 from .cancellation import Cancellation
 from .connections import SessionPool, Transport, TransportSource, connect
+from .loads import ServerLoad, ask_loads
 from .prefill import CACHE_FIELDS, MAX_WAIT_S, MIN_TOKENS, PRIME_FIELDS, Openings, Prefill, block_keys
 from .requests import Request, ask_health, ask_once, generate_once, retrying
 from .retries import Failure, RetryPolicy
@@ -306,6 +308,16 @@ class SGLangClient:
         asked = (ask_health(session, self._servers, server, INFO_TIMEOUT_S) for server in self._servers.all)
         outcomes = await asyncio.gather(*asked)
         return {url: not isinstance(one, Failure) for url, one in zip(self.base_urls, outcomes, strict=True)}
+
+    async def loads(self) -> tuple[ServerLoad, ...]:
+        """Return what the servers report about their load now: requests that run and wait, and the cache's use.
+
+        Behind a router its workers are asked directly. A server that does not answer within 2 s or reports no load is
+        left out; none of these raises.
+        """
+        session = await self._sessions.current()
+        reports = await asyncio.gather(*(ask_loads(session, base_url) for base_url in self.base_urls))
+        return tuple(itertools.chain.from_iterable(reports))
 
     @property
     def available_urls(self) -> tuple[str, ...]:

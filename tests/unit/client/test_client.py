@@ -27,6 +27,7 @@ from strands_sglang.client.balancer import Servers
 from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
 from strands_sglang.client.cancellation import Cancellation
 from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
+from strands_sglang.client.loads import ServerLoad
 from strands_sglang.client.retries import MAX_DELAY_S, FailureKind, RetryPolicy, retry_after_seconds
 from strands_sglang.client.routers import worker_urls
 from strands_sglang.exceptions import (
@@ -1313,6 +1314,66 @@ async def test_closing_ends_waiting_calls():
         error = await ends(task)
         assert isinstance(error, SGLangConnectionError) and "closed" in str(error)
     assert len(server.requests) == 1
+
+
+# === The load that servers report ===
+
+
+def reported(running, waiting, **changes):
+    """A server with one rank, which reports these numbers."""
+    rank = {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": 0.25, "max_running_requests": 32}
+    return reporting(as_json({"loads": [{**rank, **changes}]}))
+
+
+def reporting(response):
+    """A server with this response of `/v1/loads`."""
+    return scripted(**{"/v1/loads": response})
+
+
+async def test_every_server_reports_its_load():
+    loads = await client_in(network_of(one=reported(3, 0), two=reported(4, 0)), "one", "two").loads()
+    assert loads == tuple(ServerLoad(f"http://{host}", n, 0, 32, 0.25) for host, n in (("one", 3), ("two", 4)))
+
+
+async def test_a_routers_workers_report_their_loads_directly():
+    network = behind_a_router(workers("one", "two"), one=reported(3, 1), two=reported(4, 1))
+    client = client_in(network, "router")
+    for _ in range(3):
+        loads = await client.loads()
+        assert [(load.base_url, load.running) for load in loads] == [("http://one", 3), ("http://two", 4)]
+    assert network["list"].call_count == 1 and hosts_of(network, "/v1/loads").count("router") == 1
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        None,
+        reporting(ScriptedResponse(404)),
+        reporting(ScriptedResponse(500, b"no")),
+        reporting(ScriptedResponse(200, b"<html>")),
+        reporting(as_json([])),
+        reporting(as_json({"loads": [None, {}, {"num_running_reqs": "3"}]})),
+        reported(-1, 0),
+        reported(0, 1.5),
+        reported(0, 0, token_usage=None),
+    ],
+)
+async def test_server_without_a_report_is_left_out(silent):
+    loads = await client_in(network_of(silent=silent, other=reported(1, 2)), "silent", "other").loads()
+    assert [load.base_url for load in loads] == ["http://other"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "usage"),
+    [
+        ({"max_running_requests": None}, None, 0.25),
+        ({"max_running_requests": 0}, None, 0.25),
+        ({"token_usage": 2}, 32, 1.0),
+    ],
+)
+async def test_a_report_may_lack_its_limit(changes, most, usage):
+    [load] = await client_to(reported(1, 0, **changes)).loads()
+    assert (load.max_running, load.cache_usage) == (most, usage)
 
 
 # === Servers: addresses, connections and load balancing, and shared clients ===
