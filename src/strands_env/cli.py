@@ -162,6 +162,11 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def at_least_one_or_auto(text: str) -> int | str:
+    """Parse a positive whole number, or `auto`."""
+    return text if text == "auto" else at_least_one(text)
+
+
 def finite(text: str) -> float:
     """Parse a finite number."""
     try:
@@ -272,10 +277,10 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "samples of each task (default: %(default)s)",
         },
         "--concurrency": {
-            "type": at_least_one,
+            "type": at_least_one_or_auto,
             "default": 10,
             "metavar": "N",
-            "help": "episodes at the same time (default: %(default)s)",
+            "help": "episodes at the same time; auto: as many as the servers have room for (default: %(default)s)",
         },
         "--keep-tokens": {"action": "store_true", "help": "keep token ids, loss masks and logprobs"},
         "--keep-trajectories": {"action": "store_true", "help": "keep every model call, one file per sample"},

@@ -4,9 +4,11 @@ import asyncio
 
 from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
+from strands_env.eval import Evaluator
 from strands_sglang import SGLangClient
 from support.environments import CalculatorEnv, Contains, worked_examples
 from support.processes import run_example
+from support.real_servers import running_requests
 
 
 def environment(server, *, client, params=None, **settings):
@@ -80,6 +82,25 @@ async def test_turns_and_tokens_are_bounded_on_a_real_server_too(smollm_server):
             # A model that answers at once is at its end before it is at a limit.
             called = result.observation.metrics["tool_calls"] > 0
             assert result.termination_reason is (reason if called else TerminationReason.TASK_COMPLETE)
+
+
+async def test_auto_concurrency_fills_a_server_without_a_long_queue(own_server, tiny_server):
+    params = {"temperature": 1.0, "max_new_tokens": 150, "ignore_eos": True}
+    async with SGLangClient(tiny_server.base_url, max_retries=3) as client:
+        env = environment(tiny_server, client=client, params=params)
+        evaluator = Evaluator(lambda action: env, max_concurrency="auto", show_progress=False)
+        running = asyncio.ensure_future(evaluator.run([action(f"{n} * 7", n * 7) for n in range(3000)]))
+        loads, is_full = [], False
+        while not is_full:
+            loads += await client.loads()
+            is_full = loads[-1].running == loads[-1].max_running
+            assert not running.done()
+            await asyncio.sleep(0.05)  # polls the server itself, with pytest's timeout as the limit
+        assert loads[-1].max_running > max(load.running for load in loads[: len(loads) // 4])
+        assert max(load.waiting for load in loads) <= loads[-1].max_running / 2
+        running.cancel()
+        await asyncio.wait({running})
+    assert running.cancelled() and await running_requests(tiny_server.base_url) == 0
 
 
 def test_the_example_runs_on_a_real_server(smollm_server, tmp_path):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -28,6 +28,7 @@ from .checkpoint import (
     is_error,
     name_prompts,
 )
+from .concurrency import DEFAULT, Concurrency
 from .episodes import EnvironmentFactory, Episode, Episodes, Executor, Runner
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 
@@ -82,7 +83,7 @@ class Evaluator:
         self,
         env_factory: EnvironmentFactory,
         n_samples_per_prompt: int = 1,
-        max_concurrency: int = 10,
+        max_concurrency: int | Literal["auto"] = DEFAULT,
         keep_tokens: bool = False,
         metrics_fns: Iterable[MetricFn] = (),
         output_path: str | os.PathLike[str] | None = None,
@@ -102,7 +103,9 @@ class Evaluator:
             env_factory: Function, sync or async, that returns the environment of a sample. It receives the sample's own
                 copy of the action.
             n_samples_per_prompt: Number of samples of each task.
-            max_concurrency: Most episodes at a time.
+            max_concurrency: Most episodes at a time. With `"auto"` the number follows the load that the SGLang servers
+                report, from 10 up to the client's `max_connections`: they are kept full, without long queues. It stays
+                at 10 if they report none, or if the environment's model is not an `SGLangModel`.
             keep_tokens: Whether to store each sample's `TokenObservation`, for models that record tokens. With an
                 `output_path`, tokens stay on disk and are read on access.
             metrics_fns: Functions that compute additional metrics from all results.
@@ -124,8 +127,10 @@ class Evaluator:
         Raises:
             ValueError: A number is invalid, or `keep_trajectories` is set without an `output_path`.
         """
-        if n_samples_per_prompt < 1 or max_concurrency < 1:
-            raise ValueError("n_samples_per_prompt and max_concurrency must be at least 1")
+        if n_samples_per_prompt < 1:
+            raise ValueError("n_samples_per_prompt must be at least 1")
+        if max_concurrency != "auto" and (isinstance(max_concurrency, str) or max_concurrency < 1):
+            raise ValueError(f'max_concurrency must be at least 1, or "auto", not {max_concurrency!r}')
         if stop_after_failures is not None and stop_after_failures < 1:
             raise ValueError("stop_after_failures must be at least 1, or None")
         if not math.isfinite(success_threshold):
@@ -192,11 +197,13 @@ class Evaluator:
                 keep_trajectories=self.keep_trajectories,
                 keep_identity=storage is not None,
             )
+            actions = [prompt.action for prompt in prompts]
+            concurrency = await Concurrency.of(self.max_concurrency, self.env_factory, actions)
             runner: Runner = episodes
             if self.executor is not None:
-                most = min(self.max_concurrency, len(run.sample_keys))
+                most = min(concurrency.most, len(run.sample_keys))
                 runner = await stack.enter_async_context(self.executor.start(episodes, prompts, most))
-            return await self._run(run, prompts, storage, runner)
+            return await self._run(run, prompts, storage, runner, concurrency)
 
     def compute_metrics(self, results: Results) -> dict[str, float]:
         """Compute pass@k, pass^k, avg@k, majority@k with their intervals, counts, and the metrics of `metrics_fns`.
@@ -217,7 +224,14 @@ class Evaluator:
             metrics.update({name: float(value) for name, value in function(results).items()})
         return metrics
 
-    async def _run(self, run: Run, prompts: Sequence[Prompt], storage: Storage | None, runner: Runner) -> Results:
+    async def _run(
+        self,
+        run: Run,
+        prompts: Sequence[Prompt],
+        storage: Storage | None,
+        runner: Runner,
+        concurrency: Concurrency,
+    ) -> Results:
         by_id = {prompt.id: prompt for prompt in prompts}
         samples: dict[str, EvalSample] = dict(storage.finished) if storage is not None else {}
         keys = run.sample_keys
@@ -237,7 +251,7 @@ class Evaluator:
 
             async def work() -> None:
                 nonlocal failures_in_a_row
-                for key, prompt, index in waiting:
+                async for key, prompt, index in concurrency.admit(waiting):
                     episode = await runner.run(prompt)
                     sample = self._sample(key, prompt, index, episode)
                     if storage is not None:
@@ -253,14 +267,14 @@ class Evaluator:
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
-            ticking = asyncio.ensure_future(progress.tick())
-            workers = [asyncio.ensure_future(work()) for _ in range(min(self.max_concurrency, len(todo)))]
+            helpers = [asyncio.ensure_future(progress.tick()), asyncio.ensure_future(concurrency.follow())]
+            workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency.most, len(todo)))]
             try:
                 await asyncio.gather(*workers)
             finally:  # if one fails or the caller is cancelled, the others end first
-                for worker in (*workers, ticking):
-                    worker.cancel()
-                await asyncio.gather(*workers, ticking, return_exceptions=True)
+                for task in (*workers, *helpers):
+                    task.cancel()
+                await asyncio.gather(*workers, *helpers, return_exceptions=True)
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])

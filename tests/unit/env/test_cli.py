@@ -85,6 +85,12 @@ def test_an_evaluation_from_the_command_line(command, tmp_path, capsys):
     assert re.search(r"pass@1 +0\.6667 +0\.\d+ \.\. 1?0?\.\d+ +6 +-\n", table) and "ends: 18 task_complete" in table
 
 
+def test_concurrency_may_follow_the_server(command, server, tmp_path, capsys):
+    assert run([*command, "--concurrency", "auto", "--json"]) == 0
+    assert len(lines(tmp_path / "out" / "results.jsonl")) == 6 * SAMPLES
+    assert ("/v1/loads", b"") in server.calls
+
+
 def test_two_evaluations_are_compared_by_prompt(command, tmp_path, capsys):
     run(command)
     other = [tmp_path / "other" if part == tmp_path / "out" else part for part in command]
@@ -330,7 +336,9 @@ def test_a_benchmark_without_datasets_names_the_ways_to_get_it(command, monkeypa
     assert "pip install -e '.[datasets]', or pass a local copy as --dataset" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--n-samples=x", "--limit=0", "--concurrency=1.5", "--temperature=x"])
+@pytest.mark.parametrize(
+    "option", ["--n-samples=x", "--limit=0", "--concurrency=1.5", "--concurrency=full", "--temperature=x"]
+)
 def test_a_wrong_number_is_named_with_its_option(option, capsys):
     with pytest.raises(SystemExit):
         run(["eval", option])

@@ -944,6 +944,7 @@ async def test_actions_from_an_async_generator():
     [
         {"n_samples_per_prompt": 0},
         {"max_concurrency": 0},
+        {"max_concurrency": "full"},
         {"keep_trajectories": True},
         {"success_threshold": float("nan")},
     ],
