@@ -1,9 +1,9 @@
 """One request: what a client costs for a prompt of token ids, alone and among a thousand.
 
 All requests of a round start at once, on connections that are open already, against the instant server, which answers
-256 sampled tokens with logprobs after 0.2 s (a single request: at once). A one-off request has a new prompt; a
-continuing one repeats the last prompt and answer and adds 64 tokens. `floor` is asyncio on a socket: headers written
-once, orjson for the body and the response, and no checks, retries or aborts.
+256 sampled tokens with logprobs after 0.2 s (a single request: at once). A one-off request has a new prompt. A
+continuing one repeats the last prompt and answer and adds 64 tokens. Responses are dropped as they come. `floor` is
+asyncio on a socket: headers written once, orjson for the body and the response, and no checks, retries or aborts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEW_TOKENS = 64
 ALONE = 20
 """Requests of a round one after the other, where only one is in flight."""
 
-Ask = Callable[[list[int]], Awaitable[Any]]
+Ask = Callable[[Any], Awaitable[None]]
 
 
 COMPARED = ("0.4.3", "floor")
@@ -80,31 +80,44 @@ def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> Non
     """Nothing follows from other contenders' rounds."""
 
 
-async def rounds_of(case: dict[str, Any], ask: Ask) -> Callable[[], Awaitable[dict[str, float]]]:
-    """Return the round: as many requests at once as the case says, or `ALONE` one after the other."""
-    rng, flight = random.Random(1), case["in flight"]
+def extended(prompt: list[int], ids: list[int]) -> list[int]:
+    """Return a prompt with the ids of a turn."""
+    prompt.extend(ids)
+    return prompt
 
-    def next_prompt(prompt: list[int]) -> list[int]:
-        if case["turn"] == "continuing":
-            return prompt + ANSWER + random_ids(rng, NEW_TOKENS)
-        return random_ids(rng, case["prompt ids"])
+
+async def rounds_of(case: dict[str, Any], ask: Ask, start: Any = list, grow: Any = extended) -> Any:
+    """Return the round: as many requests at once as the case says, or `ALONE` one after the other.
+
+    Args:
+        case: What to measure.
+        ask: Sends a prompt, and drops the response.
+        start: Makes a contender's own form of a prompt from ids.
+        grow: Returns a prompt of that form with more ids.
+    """
+    rng, flight = random.Random(1), case["in flight"]
+    is_one_off, count = case["turn"] == "one-off", ALONE if flight == 1 else flight
+    prompts = [start(random_ids(rng, case["prompt ids"])) for _ in range(flight)]
+
+    async def turn(place: int, ids: list[int]) -> None:
+        if not is_one_off:
+            prompts[place] = grow(prompts[place], ids)
+        await ask(ids if is_one_off else prompts[place])
+
+    async def one_by_one(new: list[list[int]]) -> None:
+        for ids in new:
+            await turn(0, ids)
 
     async def round_() -> dict[str, float]:
-        nonlocal prompts
         await asyncio.gather(*(ask([1]) for _ in prompts))  # opens the connections that have closed meanwhile
-        if flight > 1:
-            prompts = [next_prompt(prompt) for prompt in prompts]
-            return await cost_of(lambda: asyncio.gather(*map(ask, prompts)), flight)
-        sent = list(itertools.accumulate(range(ALONE), lambda prompt, _: next_prompt(prompt), initial=prompts[0]))
-        prompts = sent[-1:]
+        if is_one_off:
+            new = [random_ids(rng, case["prompt ids"]) for _ in range(count)]
+        else:
+            new = [ANSWER + random_ids(rng, NEW_TOKENS) for _ in range(count)]
+        if flight == 1:
+            return await cost_of(lambda: one_by_one(new), count)
+        return await cost_of(lambda: asyncio.gather(*map(turn, range(count), new)), count)
 
-        async def one_by_one() -> None:
-            for prompt in sent[1:]:
-                await ask(prompt)
-
-        return await cost_of(one_by_one, ALONE)
-
-    prompts = [random_ids(rng, case["prompt ids"]) for _ in range(flight)]
     await asyncio.gather(*map(ask, prompts))
     return round_
 
@@ -124,17 +137,26 @@ FIELDS = {"sampling_params": {"max_new_tokens": OUTPUT_TOKENS}, "return_logprob"
 @contextlib.asynccontextmanager
 async def ours(case: dict[str, Any]):
     from strands_sglang import SGLangClient
+    from strands_sglang.protocol import wire
 
-    async with SGLangClient(case["base_url"], vocab_size=VOCABULARY) as client:
-        yield await rounds_of(case, lambda prompt: client.generate(prompt, **FIELDS))
+    async def ask(prompt: Any) -> None:
+        await client.generate(prompt, **FIELDS)
+
+    # What a trajectory keeps of a prompt; an older commit encodes every prompt as a whole.
+    kept = (wire.EncodedIds.of, wire.EncodedIds.plus) if hasattr(wire, "EncodedIds") else ()
+    async with SGLangClient(case["base_url"]) as client:
+        yield await rounds_of(case, ask, *kept)
 
 
 @contextlib.asynccontextmanager
 async def published(case: dict[str, Any]):
     from strands_sglang import SGLangClient
 
+    async def ask(prompt: list[int]) -> None:
+        await client.generate(prompt, **FIELDS)
+
     async with SGLangClient(case["base_url"]) as client:
-        yield await rounds_of(case, lambda prompt: client.generate(prompt, **FIELDS))
+        yield await rounds_of(case, ask)
 
 
 @contextlib.asynccontextmanager
@@ -142,21 +164,28 @@ async def bare_aiohttp(case: dict[str, Any]):
     import aiohttp
     import orjson
 
-    async def ask(prompt: list[int]) -> Any:
-        async with session.post(url, data=orjson.dumps({"input_ids": prompt} | FIELDS)) as response:
-            return orjson.loads(await response.read())
+    async def ask(prompt: list[int]) -> None:
+        async with session.post(url, data=body_of(prompt)) as response:
+            orjson.loads(await response.read())
 
     url = case["base_url"] + "/generate"
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1000)) as session:
         yield await rounds_of(case, ask)
 
 
+def body_of(prompt: list[int]) -> bytes:
+    """Return the body of a request, as bare clients write it."""
+    import orjson
+
+    return orjson.dumps({"input_ids": prompt} | FIELDS)
+
+
 @contextlib.asynccontextmanager
 async def stock_httpx(case: dict[str, Any]):
     import httpx
 
-    async def ask(prompt: list[int]) -> Any:
-        return (await client.post("/generate", json={"input_ids": prompt} | FIELDS)).json()
+    async def ask(prompt: list[int]) -> None:
+        (await client.post("/generate", json={"input_ids": prompt} | FIELDS)).json()
 
     limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
     async with httpx.AsyncClient(base_url=case["base_url"], limits=limits, timeout=None, trust_env=False) as client:
@@ -194,13 +223,12 @@ async def floor(case: dict[str, Any]):
     head %= host.encode()
     idle: list[Socket] = []
 
-    async def ask(prompt: list[int]) -> Any:
+    async def ask(prompt: list[int]) -> None:
         if not idle:
             idle.append((await asyncio.get_running_loop().create_connection(Socket, host, int(port)))[1])
         connection = idle.pop()
-        body = await connection.request(head, orjson.dumps({"input_ids": prompt} | FIELDS))
+        orjson.loads(await connection.request(head, body_of(prompt)))
         idle.append(connection)
-        return orjson.loads(body)
 
     try:
         yield await rounds_of(case, ask)

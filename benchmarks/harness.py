@@ -218,14 +218,13 @@ def real_server(stack: contextlib.ExitStack, model: str) -> dict[str, Any]:
     python = local.ensure_sglang(progress)
     model_path = (local.ensure_tiny_qwen3 if model == "tiny" else local.ensure_smollm2)(python, progress)
     # Contenders that do not share a prefix hold every prompt of the group at once.
-    settings = local.ServerSettings(max_total_tokens=4096 if model == "tiny" else 49_152)
+    settings = local.ServerSettings(threads=1, max_total_tokens=4096 if model == "tiny" else 49_152)
     server = stack.enter_context(local.start_server(python, model_path, settings=settings, progress=progress))
     return {
         "base_url": server.base_url,
         "group": server.pid,
         "log_path": str(server.log_path),
         "model_path": str(model_path),
-        "template": str(local.CHATML_TOOLS_TEMPLATE),
     }
 
 
