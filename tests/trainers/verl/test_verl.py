@@ -1,0 +1,167 @@
+"""verl's own post-processing, advantages and loss on our rows: each episode counts once, each sampled token once."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import verl.trainer.ppo.v1.agent_loop_tq as agent_loop_tq
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.workers.rollout.replica import TokenOutput
+
+from strands_sglang import TerminationReason
+from strands_sglang.credit import Episode, training_rows
+from strands_sglang.trainers.verl import agent_loop, agent_loop_outputs
+from support.agents import build_chatml_tokenizer, make_agent
+from trainers import paper
+
+REWARDS = (1.0, 0.0, 0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    made = paper.episodes(paper.tiny_model(tmp_path_factory.mktemp("model")))
+    return [replace(episode, reward=reward) for episode, reward in zip(made, REWARDS, strict=True)]
+
+
+@pytest.fixture
+def processed(monkeypatch):
+    """Runs each episode's outputs through verl's worker, which puts them into its queue; returns fields by key."""
+    kept = {}
+
+    async def put(keys, fields, tags, partition_id):
+        kept.update(zip(keys, fields, strict=True))
+
+    monkeypatch.setattr(agent_loop_tq, "tq", SimpleNamespace(async_kv_batch_put=put))
+    actor = agent_loop_tq.AgentLoopWorkerTQ
+    worker_class = actor.__ray_metadata__.modified_class if hasattr(actor, "__ray_metadata__") else actor
+    worker = object.__new__(worker_class)  # its constructor connects to servers
+    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
+    worker.distillation_enabled = worker.stream_teacher_with_rollout = False
+
+    def run(outputs_by_session):
+        for session, outputs in enumerate(outputs_by_session):
+            fields = {"uid": "u", "session_id": session, "global_steps": 1}
+            asyncio.run(worker._agent_loop_postprocess(outputs, False, **fields))
+        return kept
+
+    return run
+
+
+def batch_of(kept):
+    """The rows padded to one width, as verl's trainer has them."""
+    width = max(len(field["response_mask"]) for field in kept.values())
+    pad = lambda column: torch.nn.functional.pad(column, (0, width - len(column)))  # noqa: E731
+    tensors = {
+        "response_mask": torch.stack([pad(field["response_mask"]) for field in kept.values()]),
+        "token_level_rewards": torch.stack([pad(field["rm_scores"]) for field in kept.values()]),
+    }
+    uids = np.array(["u"] * len(kept), dtype=object)
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_the_advantage_is_over_episodes_on_every_row(episodes, processed, by_std):
+    kept = processed([agent_loop_outputs(episode) for episode in episodes])
+    done = compute_advantage_for_multi_trajectories(
+        batch_of(kept), list(kept), AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=by_std
+    )
+    expected = training_rows(episodes, normalize_std=by_std)
+    assert len(expected) == len(kept) == 8
+    for row, field, advantages in zip(expected, kept.values(), done.batch["advantages"], strict=True):
+        first = row.loss_mask.index(1)
+        assert field["input_ids"].tolist() == row.token_ids
+        assert field["response_mask"].tolist() == row.loss_mask[first:]
+        assert field["rollout_log_probs"].tolist() == pytest.approx(row.logprobs[first:], rel=1e-6)
+        found = (advantages[: len(row) - first] * field["response_mask"]).tolist()
+        assert found == pytest.approx(row.advantages[first:], abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_weights_make_verls_loss_the_wanted_one(episodes, processed, mode):
+    mask = batch_of(processed([agent_loop_outputs(episode) for episode in episodes])).batch["response_mask"]
+    rows = training_rows(episodes)
+    for normalizer in paper.NORMALIZERS:
+        losses = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
+        weights = torch.tensor(rows.weights(normalizer, f"verl:{mode}", constant=paper.CONSTANT), dtype=torch.float64)
+        agg_loss(losses * weights[:, None], mask, mode).backward()
+        divisors = {
+            "episode_mean": [row.episode_trained for row in rows],
+            "token_mean": [sum(row.trained for row in rows) / len(episodes)] * len(rows),
+            "constant": [paper.CONSTANT] * len(rows),
+        }
+        expected = mask / (len(episodes) * torch.tensor(divisors[normalizer], dtype=torch.float64))[:, None]
+        assert torch.allclose(losses.grad, expected, rtol=1e-6, atol=0)
+
+
+def test_a_last_row_without_trained_tokens_would_lose_the_episode(episodes, processed):
+    """What the adapter protects from: verl gives such an episode no advantage at all."""
+    outputs = [agent_loop_outputs(episode) for episode in episodes]
+    outputs[1][-1].response_mask = [0] * len(outputs[1][-1].response_mask)
+    kept = processed(outputs)
+    done = compute_advantage_for_multi_trajectories(batch_of(kept), list(kept), AdvantageEstimator.GRPO)
+    assert not done.batch["advantages"][1].any()
+    for episode in episodes:
+        assert sum(agent_loop_outputs(episode)[-1].response_mask) > 0
+
+
+def test_what_verl_cannot_train_is_left_out(episodes, caplog):
+    first = episodes[0]
+    assert agent_loop_outputs(replace(first, outcome=TerminationReason.INFRASTRUCTURE_ERROR)) == []
+    assert agent_loop_outputs(first, response_length=25) == []
+    assert "a row's response has 26 tokens, and rollout.response_length is 25" in caplog.text
+    assert agent_loop_outputs(first, prompt_length=29) == []
+    assert len(agent_loop_outputs(first, prompt_length=30, response_length=26)) == 1
+    with pytest.raises(ValueError, match="verl takes one reward per episode"):
+        agent_loop_outputs(replace(first, turn_rewards={0: 1.0}))
+
+
+def test_an_episode_without_reward_is_scored_by_verl(episodes):
+    outputs = agent_loop_outputs(replace(episodes[1], reward=None))
+    assert [output.reward_score for output in outputs] == [None, None]
+
+
+class ServerManager:
+    """Generates as verl's `LLMServerClient` does: one answer for each call."""
+
+    def __init__(self, *answers):
+        self.answers, self.calls = list(answers), []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **fields):
+        self.calls.append((request_id, prompt_ids, sampling_params))
+        ids, stop_reason, steps = self.answers.pop(0)
+        extra = {"global_steps": steps, "min_global_steps": steps, "max_global_steps": steps}
+        return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids), stop_reason=stop_reason, extra_fields=extra)
+
+
+async def test_an_agent_runs_on_verls_servers():
+    tokenizer = build_chatml_tokenizer()
+    end = tokenizer.eos_token_id
+    first, second = ([*tokenizer.encode(text), end] for text in ("It is 4.", "Yes."))
+
+    @agent_loop("talker")
+    async def talker(model, fields):
+        agent = make_agent(model)
+        await agent.invoke_async(fields["question"])
+        await agent.invoke_async("Sure?")
+        return Episode(model.trajectory, 1.0, "g")
+
+    assert _agent_loop_registry["talker"]["_target_"] == f"{__name__}.talker"
+    manager = ServerManager((first, "completed", 3), (second, "stop", 4))
+    rollout = SimpleNamespace(prompt_length=1000, response_length=1000)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    loop = object.__new__(talker)  # its constructor builds a chat template of verl's own
+    loop.server_manager, loop.tokenizer, loop.config = manager, tokenizer, config
+    (output,) = await loop.run({"temperature": 1.0, "logprobs": True}, question="What is 2 + 2?")
+    ids = [*output.prompt_ids, *output.response_ids]
+    (key, prompt, sampling), (other_key, longer, _) = manager.calls
+    assert prompt == output.prompt_ids and longer == ids[: len(longer)] and key == other_key
+    assert sampling["temperature"] == 1.0 and sampling["logprobs"] is True
+    assert sum(output.response_mask) == len(first) + len(second)
+    assert output.extra_fields == {"min_global_steps": 3, "max_global_steps": 4, "reward_extra_info": {}}
+    assert output.reward_score == 1.0
