@@ -29,3 +29,10 @@ def test_each_benchmark_measures_all_contenders(tmp_path, subject, metric, conte
     rows = json.loads((tmp_path / "rows.json").read_text("utf-8"))["rows"]
     assert {row["contender"] for row in rows if row["rounds"][0].get(metric)} == contenders
     assert "here / 0.4.3" in printed.stdout
+
+
+def test_cost_of_strands_is_measured():
+    command = [sys.executable, "benchmarks/strands_cost.py", "--turns", "2", "--rounds", "1", "--agents", "4"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    assert "| Environment |" in printed.stdout and "4 environments start at once" in printed.stdout
