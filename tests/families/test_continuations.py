@@ -6,12 +6,14 @@ turns come from the table of families, not from the library. docs/families.md sh
 """
 
 import copy
+import functools
 import gc
 import os
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from strands_sglang.messages import to_chat_messages, to_chat_tools
 from strands_sglang.templates.chat_template import (
@@ -97,6 +99,39 @@ def results(*use_ids):
         for i, use_id in enumerate(use_ids)
     ]
     return {"role": "user", "content": results}
+
+
+MARKS = ("<think>", "</think>", "<tool_response>", "</tool_response>", "<|im_end|>", "<|user|>", "[TOOL_CALLS]", "</s>")
+PIECES = st.sampled_from((*MARKS, "x", "null", "{}", "{{ x }}", "12", "é", '"', "\\", "\n", " "))
+RESULTS = st.lists(st.lists(PIECES, max_size=5).map("".join), min_size=1, max_size=4)
+
+
+@settings(max_examples=15)
+@pytest.mark.parametrize("family", FAMILIES)
+@given(texts=RESULTS, count=st.integers(0, 2), has_system=st.booleans(), had_tool_results=st.booleans())
+def test_a_shape_gives_what_a_render_gives(family, texts, count, has_system, had_tool_results):
+    template = shared_template(family)
+    chat = to_chat_messages([calls(*USE_IDS[:count]) if count else text("assistant", ANSWER)])
+    made = [{"id": call["id"], "name": call["function"]["name"]} for call in chat[0].get("tool_calls", ())]
+    turn = SampledTurn([5, template.stop_ids[0]], template.stop_ids[0], made)
+    tools = to_chat_tools(TOOLS)
+    for content in texts:
+        new = [{"role": "tool", "content": content, "name": call["name"], "tool_call_id": call["id"]} for call in made]
+        new = new or [{"role": "user", "content": content}]
+        prompts = []
+        for offered in (tools, list(tools)):  # only tools that are known to be plain take part in a shape
+            try:
+                prompts.append(
+                    template.continuation(turn, new, offered, has_system=has_system, had_tool_results=had_tool_results)
+                )
+            except (UnprovenContinuationError, ChatTemplateError) as error:
+                prompts.append(type(error))
+        assert prompts[0] == prompts[1]
+
+
+@functools.cache
+def shared_template(family):
+    return ChatTemplate(load_tokenizer(family))
 
 
 @pytest.mark.parametrize("case", CASES)

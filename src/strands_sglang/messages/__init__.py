@@ -2,6 +2,7 @@
 
 from .content import (
     ChatMessage,
+    ChatTools,
     UnsupportedContentError,
     is_unknown_tool,
     pictures_of,
@@ -19,6 +20,7 @@ from .fingerprint import (
     block_digests,
     canonical_content,
     chain_of,
+    exact_bytes,
     fingerprint,
     is_tool_name,
     message_digest,
@@ -28,6 +30,7 @@ from .fingerprint import (
 __all__ = [
     "BLANK_TEXT",
     "ChatMessage",
+    "ChatTools",
     "Conversation",
     "INVALID_NAME",
     "NO_SYSTEM_PROMPT",
@@ -36,6 +39,7 @@ __all__ = [
     "block_digests",
     "canonical_content",
     "chain_of",
+    "exact_bytes",
     "fingerprint",
     "is_tool_name",
     "is_unknown_tool",

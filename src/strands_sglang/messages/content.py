@@ -5,6 +5,7 @@ Content that no model can take raises an error with the path of its block. Nothi
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,9 +151,23 @@ def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:
     ]
 
 
-def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]] | None:
+class ChatTools(list[dict[str, Any]]):
+    """Tools in the OpenAI form that chat templates take.
+
+    Attributes:
+        digest: Digest of the tools as they are written, where the order of keys matters. None if a value is not of one
+            of JSON's own types: a subclass of `str` could look different to a template.
+    """
+
+    def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
+        """Look at the values once."""
+        super().__init__(tools)
+        self.digest = hashlib.sha256(json.dumps(self).encode()).digest() if is_plain(list(self)) else None
+
+
+def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> ChatTools | None:
     """Convert Strands tool specs to the OpenAI form that chat templates take; None if there are none."""
-    tools = [
+    tools = ChatTools(
         {
             "type": "function",
             "function": {
@@ -162,8 +177,17 @@ def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> list[dict[str, Any]]
             },
         }
         for spec in tool_specs or ()
-    ]
+    )
     return tools or None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value consists of JSON's own types, with text as keys, and of no subclasses of them."""
+    if type(value) is dict:
+        return all(type(key) is str and is_plain(entry) for key, entry in value.items())
+    if type(value) is list:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mapping[str, Any]] | None) -> str | None:

@@ -15,9 +15,9 @@ import json
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 from strands.types.content import ContentBlock, Message, Messages
@@ -39,7 +39,9 @@ from ..messages import (
     INVALID_NAME,
     NO_SYSTEM_PROMPT,
     ChatMessage,
+    ChatTools,
     Conversation,
+    exact_bytes,
     pictures_of,
     to_chat_messages,
     to_chat_tools,
@@ -100,13 +102,18 @@ class ChatRequest:
         messages: The conversation.
         tool_specs: The tools that the model may call.
         system: The system prompt.
-        conversation: The fingerprint of all of them.
+        fingerprint: Returns the fingerprint of all of them.
     """
 
     messages: Messages
     tool_specs: list[ToolSpec] | None
     system: str | None
-    conversation: Conversation
+    fingerprint: Callable[[], Conversation]
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """The fingerprint of the conversation, made at its first use."""
+        return self.fingerprint()
 
 
 @dataclass(eq=False)
@@ -258,6 +265,7 @@ class ModelCall:
             constrained=constrained,
             images=images,
         )
+        self.turn.chat_tools = self._tools(place.turn)
         self._input_ids = self.turn.token_ids()
         self._known = len(self._input_ids) - len(self.turn.prompt_ids)
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
@@ -297,7 +305,8 @@ class ModelCall:
         """
         config, turn, prompt_tokens = self.config, self.turn, len(self._input_ids)
         grammar = self._grammar or {}  # None in it removes a configured parameter
-        configured = {name: value for name, value in config.sampling_params.items() if name not in grammar}
+        given = config.own_sampling_params()
+        configured = {name: value for name, value in given.items() if name not in grammar}
         sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
         asked = sampling_params.pop("max_new_tokens", None)
         known_limits = (config.max_context_tokens, server.context_length)
@@ -316,7 +325,7 @@ class ModelCall:
         limits = [limit for limit in (asked, room) if limit is not None]
         if limits:
             sampling_params["max_new_tokens"] = min(limits)
-        fields: dict[str, Any] = {**config.request_fields, "return_logprob": config.wants_logprobs}
+        fields: dict[str, Any] = {**config.own_request_fields(), "return_logprob": config.wants_logprobs}
         if config.return_prompt_logprobs:
             # The first entry that the server returns is always null, so ask from one token earlier.
             fields["logprob_start_len"] = max(self._known - 1, 0)
@@ -330,7 +339,7 @@ class ModelCall:
                 plan = self.on_request(turn, plan)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
-            turn.request_fields = dict(config.request_fields)
+            turn.request_fields = config.own_request_fields()
         return plan
 
     async def _request(self, plan: RequestPlan) -> Generation:
@@ -370,6 +379,8 @@ class ModelCall:
         if images:
             check_prompt(self._response, ids)
         part = self._read(self._response)
+        if part.finish_type != "abort":
+            self._response = None  # one list per token, which the garbage collector would walk
         if part.output_ids or part.finish_type != "length" or not self.parts:  # else no budget was left
             before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
             check_answer(part, self.config, len(ids), len(ids) - self._known, parent=before)
@@ -476,16 +487,9 @@ class ModelCall:
         turn = place.turn
         if turn is None:
             return place, self._opening()
-        known = len(messages) - len(place.new_messages)
-        # Count the kinds of blocks in the known messages.
-        blocks = Counter(kind for message in messages[:known] for block in message["content"] for kind in block)
         try:
             prompt = self._continuation(
-                turn,
-                known,
-                has_system=self.chat.system is not None,
-                calls_before=blocks["toolUse"],
-                had_tool_results=blocks["toolResult"] > 0,
+                turn, len(messages) - len(place.new_messages), has_system=self.chat.system is not None
             )
         except UnprovenContinuationError as error:
             return Place(None, messages, f"opens a sequence: {error}"), self._opening()
@@ -515,13 +519,16 @@ class ModelCall:
     def _counted_prompt(self) -> tuple[int, Prompt | None]:
         messages = self.chat.messages
         is_part = self.chat.tool_specs is None and self.chat.system is None
-        found = self.trajectory.recorded(self.chat.conversation, whatever_before=is_part)
+        has_answer = any(message["role"] == "assistant" for message in messages)
+        found = None
+        if has_answer or not is_part:
+            found = self.trajectory.recorded(self.chat.conversation, whatever_before=is_part)
         if found is not None:
             turn, known = found
             counted = len(turn.token_ids())
             if known == len(messages):
                 return counted, None
-        elif is_part and not any(message["role"] == "assistant" for message in messages):
+        elif is_part and not has_answer:
             blocks = [block for message in messages for block in message["content"]]
             answered = {block["toolResult"]["toolUseId"] for block in blocks if "toolResult" in block}
             latest = self.trajectory.latest_answered(answered)
@@ -530,60 +537,96 @@ class ModelCall:
             turn, known, counted = latest, 0, 0
         else:
             return 0, self._opening(ahead=True)
+        has_system = turn.parts.get("system prompt") != NO_SYSTEM_PROMPT
         try:
-            prompt = self._continuation(
-                turn,
-                known,
-                has_system=turn.parts.get("system prompt") != NO_SYSTEM_PROMPT,
-                calls_before=turn.calls_before + len(turn.tool_calls),
-                had_tool_results=turn.calls_before > 0,
-                ahead=True,
-            )
+            prompt = self._continuation(turn, known, has_system=has_system, ahead=True)
         except UnprovenContinuationError:
             if found is None:
                 raise
             return 0, self._opening(ahead=True)
         return counted - (0 if prompt.kept is None else len(turn.output_ids) - prompt.kept), prompt
 
-    def _continuation(
-        self,
-        turn: Turn,
-        known: int,
-        *,
-        has_system: bool,
-        calls_before: int,
-        had_tool_results: bool,
-        ahead: bool = False,
-    ) -> Prompt:
-        """Render the prompt that follows a turn: the messages from position `known`."""
-        new = self._chat(
-            self.chat.messages[known:], known_calls=turn.tool_calls, calls_before=calls_before, first=known
-        )
-        if self.images is not None and self.images.numbered and pictures_of(new):
-            raise UnprovenContinuationError("the chat template numbers the images of a conversation")
-        # If the answer is not among the counted messages, only what they add is known.
-        if self.config.history_policy == "template" and (known or not ahead):
-            reasoning = any(earlier.has_reasoning for earlier in turn.path())
-            for role, tool_result in (("user", False), ("tool", True)):
-                follows = any(message["role"] == role for message in new)
-                if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
-                    raise UnprovenContinuationError(f"the chat template rewrites earlier turns after a {role} message")
-        stop = turn.generation.stop_token_id if turn.generation is not None else None
-        return self.template.continuation(
-            SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),
-            new,
-            to_chat_tools(self.chat.tool_specs),
-            has_system=has_system,
-            had_tool_results=had_tool_results,
-            ahead=ahead,
-        )
+    def _continuation(self, turn: Turn, known: int, *, has_system: bool, ahead: bool = False) -> Prompt:
+        """Render the prompt that follows a turn: the messages from position `known`.
+
+        Args:
+            turn: The turn.
+            known: Position of the first message after it; 0 if only those messages are given.
+            has_system: Whether the conversation begins with a system message.
+            ahead: Whether the prompt is only counted, before the call that sends it.
+        """
+        before, messages = self.chat.messages[:known], self.chat.messages[known:]
+        tools = self._tools(turn) if known else turn.chat_tools
+        had_tool_results = turn.has_calls_before
+        if known:
+            had_tool_results = any("toolResult" in block for message in before for block in message["content"])
+        has_answer = any(message["role"] == "assistant" for message in messages)
+
+        def render() -> Prompt:
+            calls_before = 0
+            if has_answer:  # its calls may be numbered
+                calls_before = sum("toolUse" in block for message in before for block in message["content"])
+            new = self._chat(messages, known_calls=turn.tool_calls, calls_before=calls_before, first=known)
+            if self.images is not None and self.images.numbered and pictures_of(new):
+                raise UnprovenContinuationError("the chat template numbers the images of a conversation")
+            # If the answer is not among the counted messages, only what they add is known.
+            if self.config.history_policy == "template" and (known or not ahead):
+                reasoning = any(earlier.has_reasoning for earlier in turn.path())
+                for role, tool_result in (("user", False), ("tool", True)):
+                    follows = any(message["role"] == role for message in new)
+                    if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
+                        raise UnprovenContinuationError(
+                            f"the chat template rewrites earlier turns after a {role} message"
+                        )
+            stop = turn.generation.stop_token_id if turn.generation is not None else None
+            return self.template.continuation(
+                SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),
+                new,
+                tools,
+                has_system=has_system,
+                had_tool_results=had_tool_results,
+            )
+
+        # Answers, images and the policy "template" are rendered by their place in the conversation, too.
+        values = None
+        if not has_answer and self.images is None and self.config.history_policy == "append":
+            values = exact_bytes([[message["role"], message["content"]] for message in messages])
+        key = (turn, self.template, values, tools, has_system, had_tool_results)
+        return self._counted_or(None if values is None else key, render, ahead)
 
     def _opening(self, *, ahead: bool = False) -> Prompt:
         """Render the prompt of the whole conversation."""
-        chat = self._chat(self.chat.messages)
-        if self.chat.system is not None:
-            chat.insert(0, {"role": "system", "content": self.chat.system})
-        return self.template.opening(chat, to_chat_tools(self.chat.tool_specs), ahead=ahead)
+
+        def render() -> Prompt:
+            chat = self._chat(self.chat.messages)
+            if self.chat.system is not None:
+                chat.insert(0, {"role": "system", "content": self.chat.system})
+            return self.template.opening(chat, self._tools())
+
+        exact = self.chat.conversation.exact if self.images is None else None
+        return self._counted_or(None if exact is None else (self.template, exact), render, ahead)
+
+    def _counted_or(self, key: Any, render: Callable[[], Prompt], ahead: bool) -> Prompt:
+        """Render a prompt, or take the one that was just counted: Strands counts before every call.
+
+        Args:
+            key: Everything that the prompt depends on; None if it is always rendered.
+            render: Renders it.
+            ahead: Whether it is only counted, and kept for the call that sends it.
+        """
+        counted, self.trajectory.counted = self.trajectory.counted, None
+        prompt: Prompt = counted[1] if counted is not None and key is not None and counted[0] == key else render()
+        if ahead and key is not None:
+            self.trajectory.counted = (key, prompt)
+        return prompt
+
+    def _tools(self, before: Turn | None = None) -> ChatTools | None:
+        """Return the tools in the form of chat templates: those of an earlier turn if they are the same."""
+        name = "tools"
+        if before is not None and before.chat_tools is not None:
+            if before.parts.get(name) == self.chat.conversation.parts.get(name):
+                return before.chat_tools
+        return to_chat_tools(self.chat.tool_specs)
 
     def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
         def as_shown(use_id: str, name: str, number: int) -> tuple[str, str]:

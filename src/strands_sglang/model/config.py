@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,14 @@ class ModelConfig:
         """Whether to record the logprobs of sampled tokens; those of prompt tokens imply it."""
         return self.return_logprob or self.return_prompt_logprobs
 
+    def own_sampling_params(self) -> dict[str, Any]:
+        """Return the sampling parameters as objects of their own: a trainer's hook may change nested ones."""
+        return _copied(self.sampling_params)
+
+    def own_request_fields(self) -> dict[str, Any]:
+        """Return the further fields of a request as objects of their own."""
+        return _copied(self.request_fields)
+
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The arguments of the chat template."""
@@ -135,6 +144,11 @@ class ModelConfig:
             raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
         if least is not None and most is not None and least > most:
             raise ValueError(f"sampling_params ask for at least {least} and at most {most} new tokens")
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested = (dict, list)
+    return {name: copy.deepcopy(value) if isinstance(value, nested) else value for name, value in values.items()}
 
 
 def _is_whole(number: Any, *, at_least: int) -> bool:

@@ -43,7 +43,7 @@ from typing_extensions import Unpack, override
 from ..client.cache import get_client
 from ..client.client import SGLangClient
 from ..exceptions import SGLangCancelledError
-from ..messages import fingerprint, is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
+from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.image_tokens import ImageProcessor
 from ..tool_choice import can_force
@@ -59,7 +59,7 @@ from ..trajectory.episodes import (
     written_names,
 )
 from ..trajectory.tokens import TokenManager
-from ..trajectory.trajectory import Trajectory
+from ..trajectory.trajectory import OUTSIDE, Trajectory
 from .call import ChatRequest, ModelCall, OnRequest, stop_reason, stream_events
 from .config import ModelConfig, check_keys
 from .server_check import check_server, known_facts
@@ -322,6 +322,7 @@ class SGLangModel(Model):
         parser = self._find_tool_parser(template, settings.chat_template) if finds_parser else self.tool_parser
         self.images = None if self.processor is None else ImageProcessor(self.processor, template)
         self.chat_template, self.tool_parser, self.config = template, parser, config
+        self._read = (ModelConfig.read(config)[1], settings)
 
     @override
     def get_config(self) -> SGLangConfig:
@@ -330,8 +331,12 @@ class SGLangModel(Model):
 
     @property
     def _settings(self) -> ModelConfig:
-        """The checked configuration. It is read again each time, because callers can change `config` in place."""
-        return ModelConfig.read(self.config)[0]
+        """The checked configuration. It is read again if it changed: callers can change `config` in place."""
+        known, settings = self._read
+        if known != self.config:
+            settings, known = ModelConfig.read(self.config)
+            self._read = (known, settings)
+        return settings
 
     # --- the record ---
 
@@ -602,7 +607,8 @@ class SGLangModel(Model):
         """Create a call with the model's current configuration."""
         template, parser = self.chat_template, self.tool_parser
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
-        chat = ChatRequest(messages, tool_specs, system, fingerprint(parts, messages))
+        caller: Caller = about.get("caller", OUTSIDE)
+        chat = ChatRequest(messages, tool_specs, system, lambda: trajectory.fingerprint(parts, messages, caller.agent))
         return ModelCall(
             chat, trajectory, self.client, template, parser, self.images, self._settings, self.on_request, **about
         )

@@ -51,7 +51,10 @@ _lock = threading.Lock()
 
 def _facts_of(client: SGLangClient, template: ChatTemplate) -> dict[str, ServerFacts]:
     with _lock:
-        return _facts.setdefault(client, weakref.WeakKeyDictionary()).setdefault(template.tokenizer, {})
+        by_tokenizer = _facts.get(client)
+        if by_tokenizer is None:
+            by_tokenizer = _facts[client] = weakref.WeakKeyDictionary()
+        return by_tokenizer.setdefault(template.tokenizer, {})
 
 
 def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
@@ -60,8 +63,11 @@ def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | N
     Of several servers the shortest context counts, and the tokenizer is proven if it is proven for all of them.
     """
     by_url = _facts_of(client, template)
-    facts = [by_url[base_url] for base_url in client.available_urls if base_url in by_url]
-    if len(facts) < len(client.available_urls):
+    available = client.available_urls
+    if len(available) == 1 and client not in _reserving:
+        return by_url.get(available[0])
+    facts = [by_url[base_url] for base_url in available if base_url in by_url]
+    if len(facts) < len(available):
         return None
     lengths = [one.context_length - (client in _reserving) for one in facts if one.context_length is not None]
     return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in facts))

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..exceptions import SGLangDecodingError
@@ -361,6 +362,9 @@ def _decoded_length(text: str) -> int:
     return len(text) // 4 * 3 - text[-2:].count("=")
 
 
+_first, _second = itemgetter(0), itemgetter(1)
+
+
 def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
     """Return the logprobs of `[[logprob, token_id, text], ...]`, whose ids must be the returned ones in order."""
     if not isinstance(entries, list) or len(entries) != len(output_ids):
@@ -369,9 +373,9 @@ def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
             f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were requested; "
             "a proxy that drops `return_logprob` causes this"
         )
-    if any(entry[1] != token_id for entry, token_id in zip(entries, output_ids, strict=True)):
+    if list(map(_second, entries)) != output_ids.tolist():
         raise SGLangDecodingError("the server's output_token_logprobs have other token ids than its output_ids")
-    return _numbers((entry[0] for entry in entries), "a logprob of a sampled token")
+    return _numbers(map(_first, entries), "a logprob of a sampled token")
 
 
 def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:

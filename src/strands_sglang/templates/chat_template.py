@@ -15,12 +15,12 @@ drops a part in a form that it does not know, so messages are put into the templ
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..families import Family, find_family, get_family, numbered_function
 from ..messages import ChatMessage, pictures_of
-from ..messages.content import ImagePart, Picture
+from ..messages.content import ChatTools, ImagePart, Picture, is_plain
 from .encoder import EncodedText, Encoder, get_encoder
+from .shapes import NOW, Hole, HoleReadError, Part, can_fill, filled, with_holes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +76,6 @@ class UnprovenContinuationError(Exception):
 
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
-_MIN_CACHED = 1000  # characters; caching shorter texts is not worth it
-_MAX_CACHED = 16_000_000  # characters together; texts that no call takes are evicted
 _TAIL_TOKENS = 64
 
 
@@ -190,10 +189,8 @@ class ChatTemplate:
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, bool], bool] = {}
-        # Long texts that were encoded for counting, kept for the call that sends them, so that each is encoded once.
-        self._counted: dict[str, tuple[EncodedText, ...]] = {}
-        self._lock = threading.Lock()
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
+        self._shapes = Shapes(self)
         self.self_check()
 
     # --- what is proven ---
@@ -310,6 +307,72 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
+    def render_step(self, messages: Sequence[ChatMessage], new: Sequence[ChatMessage], tools: Tools) -> str:
+        """Render a conversation that opens the model's turn, as `render` does.
+
+        Args:
+            messages: Messages of the library: plain values, without reasoning.
+            new: The messages after them.
+            tools: Tools in OpenAI form.
+
+        Raises:
+            ChatTemplateError: The template rejected the conversation.
+        """
+        # `apply_chat_template` copies and checks what is known to be plain.
+        if (
+            self.jinja is None
+            or not (tools is None or (isinstance(tools, ChatTools) and tools.digest))
+            or not all(type(message) is dict and set(map(type, message.values())) == {str} for message in new)
+        ):
+            return self.render([*messages, *new], tools, add_generation_prompt=True)
+        try:
+            formed = [*self.forms.put(messages), *new]
+            text: str = self.jinja.render(self.variables, messages=formed, tools=tools)
+            return text
+        except Exception as error:  # templates raise whatever their expressions raise
+            roles = [message["role"] for message in (*messages, *new)]
+            raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    @cached_property
+    def variables(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools, to open the model's turn."""
+        given = {**self.tokenizer.special_tokens_map, **self.arguments}
+        return {**given, "documents": None, "add_generation_prompt": True}
+
+    @cached_property
+    def jinja(self) -> Any:
+        """The compiled template, as `apply_chat_template` renders it.
+
+        None if the installed transformers does more than that with plain messages, or compiles it elsewhere.
+        """
+        if not isinstance(self._template, str) or not is_plain(self.arguments):
+            return None
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            template = _compile_jinja_template(self._template)
+        except Exception as error:  # not a public name
+            logger.debug("error=<%s> | rendering with apply_chat_template", error)
+            return None
+
+        for count in range(-1, 3):
+            calls = [probe_call(self, number) for number in range(count)]
+            turn = [] if count < 0 else [assistant_turn(calls, self.sentinel())]
+            new = [probe_result(call) for call in calls] or [{"role": "user", "content": "v"}] * (count + 1)
+            for before in ([], [{"role": "system", "content": "s"}]):
+                exchange = [*before, {"role": "user", "content": "u"}, *self.forms.put(turn), *new]
+                for tools in (None, [PROBE_TOOL]):
+                    expected = self.try_render(exchange, tools, add_generation_prompt=True)
+                    if expected is None:
+                        continue
+                    try:
+                        is_same = template.render(self.variables, messages=exchange, tools=tools) == expected
+                    except Exception:
+                        is_same = False
+                    if not is_same:
+                        return None
+        return template
+
     def try_render(self, messages: Sequence[ChatMessage], tools: Tools = None, **options: Any) -> str | None:
         """Render a conversation as `render` does; None if the template rejects it."""
         try:
@@ -339,13 +402,12 @@ class ChatTemplate:
 
     # --- prompts ---
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Tools, *, ahead: bool = False) -> Prompt:
+    def opening(self, messages: Sequence[ChatMessage], tools: Tools) -> Prompt:
         """Return the prompt that opens a sequence: the whole conversation, rendered.
 
         Args:
             messages: Chat messages, with the system message first if there is one.
             tools: Tools in OpenAI form.
-            ahead: Whether the tokens are only counted, before the call that sends them.
 
         Raises:
             ChatTemplateError: The template rejected the conversation, or would drop a part of it.
@@ -353,7 +415,7 @@ class ChatTemplate:
         self._check_is_shown(messages)
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        text = self.render(messages, tools, add_generation_prompt=True)
+        text = self.render_step([], messages, tools)
         if tools and not self._warned_of_tools and not any(tool["function"]["name"] in text for tool in tools):
             self._warned_of_tools = True
             logger.warning(
@@ -361,7 +423,7 @@ class ChatTemplate:
                 "for tools, or describe them in the system prompt",
                 ", ".join(tool["function"]["name"] for tool in tools),
             )
-        encoded = self._encoded(text, ahead)
+        encoded = self._encoded(text)
         return Prompt(_ids_of(encoded), encoded, pictures=pictures)
 
     def continuation(
@@ -372,7 +434,6 @@ class ChatTemplate:
         *,
         has_system: bool = True,
         had_tool_results: bool = False,
-        ahead: bool = False,
     ) -> Prompt:
         """Return the prompt tokens that follow a sampled turn.
 
@@ -386,7 +447,6 @@ class ChatTemplate:
             tools: Tools in OpenAI form.
             has_system: Whether the conversation begins with a system message.
             had_tool_results: Whether the conversation before the turn holds tool results.
-            ahead: As for `opening`.
 
         Raises:
             UnprovenContinuationError: The template's text after the turn cannot be derived.
@@ -413,8 +473,7 @@ class ChatTemplate:
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        after = text_after_turn(
-            self,
+        after = self._shapes.text_after_turn(
             shown if self._control_tokens is None else self._control_tokens.escape(shown),
             messages,
             tools,
@@ -422,7 +481,7 @@ class ChatTemplate:
             after_tool_step=needs_tool_step and had_tool_results,
         )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
-        encoded = self._encoded(after.end + after.following, ahead)
+        encoded = self._encoded(after.end + after.following)
         token_ids = _ids_of(encoded)
         if not token_ids or token_ids[0] != end_id:
             raise UnprovenContinuationError(f"{after.end!r} is not a single token before {after.following[:40]!r}")
@@ -466,18 +525,9 @@ class ChatTemplate:
                 )
         return messages, tools
 
-    def _encoded(self, text: str, ahead: bool) -> tuple[EncodedText, ...]:
-        with self._lock:
-            encoded = self._counted.pop(text, None)
-        if encoded is None:
-            escaped = self._control_tokens
-            encoded = tuple(escaped.pieces(text)) if escaped else (EncodedText(text, self.encode(text)),)
-        if ahead and _MIN_CACHED <= len(text) <= _MAX_CACHED:
-            with self._lock:
-                self._counted[text] = encoded
-                while sum(map(len, self._counted)) > _MAX_CACHED:
-                    del self._counted[next(iter(self._counted))]
-        return encoded
+    def _encoded(self, text: str) -> tuple[EncodedText, ...]:
+        escaped = self._control_tokens
+        return tuple(escaped.pieces(text)) if escaped else (EncodedText(text, self.encode(text)),)
 
     def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
         """Reject messages with parts that the template would silently drop."""
@@ -501,9 +551,12 @@ class ChatTemplate:
 
     def is_special(self, token_id: int | None) -> bool:
         """Whether a token is a control token, which is never part of an answer's text."""
-        token = self.tokenizer.added_tokens_decoder.get(token_id)
-        is_marked = token is not None and token.special
-        return is_marked or token_id in self.tokenizer.all_special_ids or token_id in self.stop_ids
+        return token_id in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        marked = (token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        return frozenset((*marked, *self.tokenizer.all_special_ids, *self.stop_ids))
 
     def call_id(self, tool_use_id: str, name: str, number: int) -> str:
         """Return the id of a tool call in the id format of the family's templates.
@@ -534,6 +587,108 @@ class ChatTemplate:
         special = self.added_tokens(special_only=True)
         found = [(after.index(token), -len(token), token) for token in special if token in after]
         return None, (min(found)[2],) if found else ()
+
+
+class Shapes:
+    """What a template writes after turns, by shape: what remains the same while ids and the texts of messages change.
+
+    A shape is rendered once, with holes for the ids and texts. If the template reads one of them, or a text could
+    change what it writes around it, the conversation itself is rendered.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        """Start without shapes."""
+        self._template = template
+        self._known: dict[Any, tuple[TextAfterTurn, Sequence[Part]] | None] = {}
+        self._lock = threading.Lock()
+
+    def text_after_turn(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
+        tools: Tools,
+        *,
+        has_system: bool,
+        after_tool_step: bool,
+    ) -> TextAfterTurn:
+        """Return the same as the function `text_after_turn`."""
+        texts = [call["id"] for call in calls]
+        fields = []
+        for message in messages:
+            fields.append(tuple((name, None if name in _HOLES else value) for name, value in message.items()))
+            texts += [value for name, value in message.items() if name in _HOLES]
+        around: dict[str, Any] = {"has_system": has_system, "after_tool_step": after_tool_step}
+
+        def whole() -> TextAfterTurn:
+            return text_after_turn(self._template, calls, messages, tools, **around)
+
+        digest = tools.digest if isinstance(tools, ChatTools) else None
+        if not (tools is None or digest) or not all(map(can_fill, texts)) or {type(one) for one in messages} != {dict}:
+            return whole()
+        names = tuple(call["name"] for call in calls)
+        key = (names, tuple(fields), digest, has_system, after_tool_step)
+        try:
+            shape = self._known[key]
+        except TypeError:  # a field of a message is no text
+            return whole()
+        except KeyError:
+            after = whole()
+            shape = self._shape(calls, messages, tools, **around)
+            if shape is not None and replace(shape[0], following=filled(shape[1], texts)) != after:
+                shape = None
+            with self._lock:
+                while len(self._known) >= _MAX_SHAPES:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = shape
+            return after
+        return whole() if shape is None else replace(shape[0], following=filled(shape[1], texts))
+
+    def _shape(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
+        tools: Tools,
+        *,
+        has_system: bool,
+        after_tool_step: bool,
+    ) -> tuple[TextAfterTurn, Sequence[Part]] | None:
+        """Render with holes; None if the template reads one, or writes one before the end of the turn."""
+        template, numbers = self._template, itertools.count()
+        with_holes = self._with_holes
+        if with_holes is None:
+            return None
+        sentinel = template.sentinel()
+        named = [{**call, "id": Hole(next(numbers))} for call in calls]
+        new = [
+            {name: Hole(next(numbers)) if name in _HOLES else value for name, value in message.items()}
+            for message in messages
+        ]
+        before = before_turn(named, new, sentinel, has_system=has_system, after_tool_step=after_tool_step)
+        try:
+            parts = with_holes({**template.variables, "messages": [*template.forms.put(before), *new], "tools": tools})
+        except (HoleReadError, Exception):  # templates raise whatever their expressions raise
+            return None
+        marked = [at for at, part in enumerate(parts) if isinstance(part, str) and sentinel in part]
+        if not marked:
+            return None
+        literal, later = str(parts[marked[-1]]), parts[marked[-1] + 1 :]
+        try:
+            after = _split(literal, sentinel, template.stops)
+        except UnprovenContinuationError:
+            return None
+        # A longer stop could begin before this one, and end in a text.
+        is_first = len(after.end + after.following) >= max(map(len, template.stops))
+        return (after, [after.following, *later]) if is_first and NOW not in later else None
+
+    @cached_property
+    def _with_holes(self) -> Callable[[Mapping[str, Any]], Sequence[Part]] | None:
+        jinja = self._template.jinja
+        return None if jinja is None else with_holes(jinja, self._template.template_text)
+
+
+_HOLES = frozenset({"content", "tool_call_id"})
+"""The fields of messages whose texts differ from call to call."""
+_MAX_SHAPES = 256
 
 
 @dataclass(frozen=True)
@@ -574,15 +729,9 @@ def text_after_turn(
         UnprovenContinuationError: The text cannot be derived.
     """
     sentinel = template.sentinel()
-    # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
-    # of several calls.
-    stand_in = assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), sentinel)
-    before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
-    before.append({"role": "user", "content": "u"})
-    if after_tool_step:
-        before += _tool_step({"id": "call00000", "name": "f"})
+    before = before_turn(calls, messages, sentinel, has_system=has_system, after_tool_step=after_tool_step)
     try:
-        text = template.render([*before, stand_in, *messages], tools, add_generation_prompt=True)
+        text = template.render_step(before, messages, tools)
     except ChatTemplateError as error:
         # The full render shows whether the template rejects the messages or only the stand-in.
         raise UnprovenContinuationError(str(error)) from error
@@ -592,6 +741,24 @@ def text_after_turn(
     if template.family is None and any(token in found.rest for token in template.added_tokens(special_only=True)):
         raise UnprovenContinuationError(f"there is a control token between the turn and {found.end!r}")
     return found
+
+
+def before_turn(
+    calls: Sequence[Mapping[str, Any]],
+    messages: Sequence[ChatMessage],
+    sentinel: str,
+    *,
+    has_system: bool,
+    after_tool_step: bool,
+) -> list[ChatMessage]:
+    """Create the stand-in conversation up to a turn, which holds the sentinel; the arguments are as above."""
+    before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
+    before.append({"role": "user", "content": "u"})
+    if after_tool_step:
+        before += _tool_step({"id": "call00000", "name": "f"})
+    # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
+    # of several calls.
+    return [*before, assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), sentinel)]
 
 
 def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage:
@@ -1021,10 +1188,9 @@ def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
     return [token_id for part in encoded for token_id in part.token_ids]
 
 
-# By encoder, then by the other arguments of a template; weak, because a template holds its encoder.
-_templates: weakref.WeakKeyDictionary[Encoder, weakref.WeakValueDictionary[tuple[Any, ...], ChatTemplate]] = (
-    weakref.WeakKeyDictionary()
-)
+_MAX_TEMPLATES = 64
+"""Templates that are kept for one tokenizer; a model holds its own in any case."""
+
 _templates_lock = threading.Lock()
 
 
@@ -1046,17 +1212,24 @@ def get_chat_template(
             f"tokenizer= must be a Hugging Face tokenizer, not {tokenizer!r:.60}; get_tokenizer(path) loads one"
         )
     text = chat_template or tokenizer.chat_template
-    key = (repr(text), json.dumps(arguments, sort_keys=True, default=repr), family, escape_control_tokens)
+    key = (
+        text if isinstance(text, str) else repr(text),
+        json.dumps(arguments, sort_keys=True, default=repr) if arguments else "",
+        family,
+        escape_control_tokens,
+    )
     encoder = get_encoder(tokenizer)
     with _templates_lock:
-        known = _templates.setdefault(encoder, weakref.WeakValueDictionary())
-        template = known.get(key)
+        template: ChatTemplate | None = encoder.templates.pop(key, None)
         if template is None:
-            template = known[key] = ChatTemplate(
+            template = ChatTemplate(
                 tokenizer,
                 chat_template=chat_template,
                 arguments=arguments,
                 family=family,
                 escape_control_tokens=escape_control_tokens,
             )
+        encoder.templates[key] = template  # last: the one that was used least recently is dropped first
+        while len(encoder.templates) > _MAX_TEMPLATES:
+            del encoder.templates[next(iter(encoder.templates))]
         return template

@@ -46,6 +46,7 @@ class Encoder:
 
     Attributes:
         tokenizer: The copy. Nothing that changes its state may be called on it.
+        templates: The chat templates that encode with it, by their other arguments, the least recently used first.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -55,20 +56,29 @@ class Encoder:
             tokenizer: A Hugging Face tokenizer.
         """
         self.tokenizer = private_copy(tokenizer)
+        self.templates: dict[tuple[Any, ...], Any] = {}
         # Rust tokenizers are thread-safe; others may not be.
         self._lock: AbstractContextManager[Any] = threading.Lock()
+        self._rust: Tokenizer | None = None
         if _backend(self.tokenizer) is not None:
             self.encode("")  # settings with which a tokenizer was loaded are applied at its first call
             self._lock = nullcontext()
+            if self.tokenizer is not tokenizer and _codes_in_rust(self.tokenizer):
+                self._rust = _backend(self.tokenizer)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Return the ids of a text; no special tokens are added."""
+        if self._rust is not None and not options:
+            ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
         with self._lock:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+            ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
             return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, including special tokens."""
+        if self._rust is not None:
+            return self._rust.decode(list(token_ids), skip_special_tokens=False)
         with self._lock:
             text: str = self.tokenizer.decode(
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -153,6 +163,18 @@ def private_copy(tokenizer: Any) -> Any:
             error,
         )
         return tokenizer
+
+
+_CODING = ("__call__", "encode", "decode", "_call_one", "_encode_plus", "_batch_encode_plus", "_decode")
+"""The methods through which Hugging Face tokenizers encode and decode."""
+
+
+def _codes_in_rust(tokenizer: Any) -> bool:
+    """Whether a tokenizer's methods add nothing to what its Rust tokenizer does, as subclasses may."""
+    methods = (getattr(type(tokenizer), name, None) for name in _CODING)
+    return vars(tokenizer).keys().isdisjoint(_CODING) and all(
+        method is None or method.__module__.startswith("transformers.tokenization") for method in methods
+    )
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:

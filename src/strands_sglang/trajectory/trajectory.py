@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from strands.types.content import Message, Messages
 
 from ..drift import Drift, measure_drift
-from ..messages import Conversation, block_digests, chain_of, message_digest, next_link
+from ..messages import Conversation, block_digests, chain_of, fingerprint, message_digest, next_link
 from ..protocol.generation import Generation
 from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
@@ -115,6 +115,7 @@ class Trajectory:
         tool_calls: The recorded tool calls by toolUseId. Their `id` and `name` are those that the model saw and wrote.
         result_notices: What the model reads as the result of a call that did not parse, by toolUseId.
         tool_parse_errors: Number of tool calls that did not parse, by the tool name that they seemed to mean.
+        counted: The prompt that was counted last, with what it depends on, for the call that sends it.
     """
 
     def __init__(self) -> None:
@@ -125,14 +126,29 @@ class Trajectory:
         self._by_answer: dict[bytes, list[Turn]] = {}  # by the conversation that ends with their answer
         self._by_question: dict[tuple[str, bytes], list[Turn]] = {}  # answered ones, by who asked what
         self._latest: dict[str, Turn] = {}  # answered ones, by agent
+        self._unsettled: dict[str, list[Turn]] = {}  # those that no later call is known to have built on, by agent
         self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: a retry replaces them
         self.tool_calls: dict[str, Mapping[str, Any]] = {}
         self.result_notices: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
+        self.counted: tuple[Any, Any] | None = None
+        self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
         self._warned_of_several = False
         self._warned_of_rewriting = False
+
+    def fingerprint(self, parts: Mapping[str, Any], messages: Messages, agent: str | None = None) -> Conversation:
+        """Fingerprint a conversation; what the agent asked before is not digested again.
+
+        Args:
+            parts: What precedes the messages, by name.
+            messages: Strands messages.
+            agent: Id of the agent that asks.
+        """
+        conversation = fingerprint(parts, messages, self._asked.get(agent) or self._asked.get(None))
+        self._asked[agent] = conversation
+        return conversation
 
     def attach(self, conversation: Conversation, messages: Messages, caller: Caller = OUTSIDE) -> Place:
         """Find the deepest recorded turn whose conversation and answer are an exact prefix of the messages.
@@ -324,6 +340,7 @@ class Trajectory:
         if turn.agent is not None:
             self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
             self._latest[turn.agent] = turn
+            self._unsettled.setdefault(turn.agent, []).append(turn)
 
     def _retried(self, key: bytes, agent: str | None, cycle: str | None = None) -> Turn | None:
         """Find the turn that a call with this conversation replaces: an unanswered call of the same agent.
@@ -359,17 +376,21 @@ class Trajectory:
 
     def _judge_by_call(self, place: Place, conversation: Conversation, agent: str, cycle: str | None) -> None:
         """Settle which answers an agent threw away, from a call that it makes now."""
-        for known, link in enumerate(conversation.chain):
-            attempts = self._by_question.get((agent, link), ())
-            undecided = [
-                turn
-                for turn in attempts
-                # Hooks report on an answer once its call is over.
-                if turn.status is TurnStatus.ANSWERED and turn is not place.turn and turn.was_added is not False
-            ]
-            if undecided:
+        settled = (TurnStatus.COMMITTED, TurnStatus.FINAL)
+        unsettled = [turn for turn in self._unsettled.get(agent, ()) if turn.status not in settled]
+        self._unsettled[agent] = unsettled
+        undecided = [
+            turn
+            for turn in unsettled
+            # Hooks report on an answer once its call is over.
+            if turn.status is TurnStatus.ANSWERED and turn is not place.turn and turn.was_added is not False
+        ]
+        questions = {turn.key for turn in undecided}
+        for known, link in enumerate(conversation.chain if questions else ()):
+            if link in questions:
                 after = After(conversation.digests[known:], place.new_messages, known, TurnStatus.COMMITTED, cycle)
-                self._warn_of_rewriting(judge(attempts, undecided, after))
+                asked = [turn for turn in undecided if turn.key == link]
+                self._warn_of_rewriting(judge(self._by_question[agent, link], asked, after))
         latest = self._latest.get(agent)
         if latest is not None and latest is not place.turn and latest.key not in conversation.chain:
             note_if_gone(latest, conversation.digests)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ..messages import ChatTools
 from ..protocol.generation import Generation
 from ..templates.image_tokens import ImageInputs
 
@@ -80,6 +81,7 @@ class Turn:
         prompt_logprobs: Logprobs of `prompt_ids`, shape `(P,)`; None if they were not requested.
         resumes: What an earlier attempt at this call sampled, if the call continues from it.
         requests_s: Seconds that its requests took so far; not saved.
+        chat_tools: The tools in the form of chat templates, shared by the turns with the same tools; not saved.
         trajectory: The trajectory that records it; None for a turn on its own.
     """
 
@@ -115,6 +117,7 @@ class Turn:
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
     requests_s: float = 0.0
+    chat_tools: ChatTools | None = None
     trajectory: Trajectory | None = None
     _root: Turn | None = field(default=None, init=False)
 
@@ -204,6 +207,14 @@ class Turn:
     def calls_before(self) -> int:
         """Number of tool calls in the earlier turns of the sequence."""
         return sum(len(turn.tool_calls) for turn in self.path()[:-1])
+
+    @property
+    def has_calls_before(self) -> bool:
+        """Whether there are tool calls in the earlier turns of the sequence."""
+        turn = self.parent
+        while turn is not None and not turn.tool_calls:
+            turn = turn.parent
+        return turn is not None
 
     def asked(self) -> tuple[bytes, ...]:
         """Return the digests of all messages that were asked."""

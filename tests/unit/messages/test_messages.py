@@ -322,6 +322,58 @@ def test_the_chain_of_a_prefix_is_a_prefix_of_the_chain(texts, data):
     assert len(set(whole.chain)) == len(whole.chain)
 
 
+VALUES = st.sampled_from(
+    (
+        0,
+        0.0,
+        False,
+        None,
+        1,
+        1.0,
+        True,
+        "1",
+        "",
+        float("nan"),
+        2**70,
+        b"1",
+        "\ud800",
+        [1],
+        (1,),
+        {"a": 1, "b": None},
+        {1: 1},
+    )
+)
+HISTORIES = st.lists(
+    st.tuples(st.sampled_from(("user", "assistant")), st.sampled_from(("text", "x", "cachePoint")), VALUES), max_size=6
+)
+
+
+def as_messages(history):
+    contents = [
+        (
+            role,
+            {"text": str(value)} if key == "text" else {"toolResult": {"toolUseId": "a", "content": [{"json": value}]}},
+        )
+        if key != "cachePoint"
+        else (role, {"cachePoint": {"type": "default"}})
+        for role, key, value in history
+    ]
+    return [{"role": role, "content": [block]} for role, block in contents]
+
+
+@given(HISTORIES, HISTORIES, st.integers(0, 6), VALUES, VALUES)
+def test_a_known_beginning_gives_the_same_fingerprint(asked, added, kept, system, other_system):
+    earlier = fingerprint({"system prompt": system}, as_messages(asked))
+    for parts in ({"system prompt": system}, {"system prompt": other_system}):
+        later = as_messages([*asked[:kept], *added])
+        alone, continued = fingerprint(parts, later), fingerprint(parts, later, earlier)
+        assert (alone.parts, alone.digests, alone.chain, alone.roles) == (
+            *(continued.parts, continued.digests, continued.chain),
+            continued.roles,
+        )
+        assert fingerprint(parts, [*later, user("x")], continued) == fingerprint(parts, [*later, user("x")])
+
+
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
 def test_any_json_has_a_digest(value):
     assert len(message_digest(user(tool_result("a", {"json": value})))) == 16

@@ -255,6 +255,13 @@ def test_later_changes_of_a_tokenizers_template_have_no_effect(chatml_tokenizer)
     assert template.opening(opening_messages(), None) == before
 
 
+def test_a_template_outlives_the_models_that_use_it(chatml_tokenizer):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    examined = weakref.ref(get_chat_template(tokenizer, None, {}))
+    gc.collect()
+    assert get_chat_template(tokenizer, None, {}) is examined()
+
+
 def test_tokenizers_are_freed_with_their_models(chatml_tokenizer):
     tokenizer = copy.deepcopy(chatml_tokenizer)
     template = get_chat_template(tokenizer, None, {})

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -170,9 +171,15 @@ def find_marks(
 
 
 def _find_any(spellings: Iterable[str], text: str) -> Iterable[re.Match[str]]:
+    pattern = _any_of(tuple(spellings))
+    return () if pattern is None else pattern.finditer(text)
+
+
+@lru_cache(maxsize=256)
+def _any_of(spellings: tuple[str, ...]) -> re.Pattern[str] | None:
     # Longest first, so that no mark is taken for a shorter one that it begins with.
     pattern = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True))
-    return re.finditer(pattern, text) if pattern else ()
+    return re.compile(pattern) if pattern else None
 
 
 def _find_look_alikes(
