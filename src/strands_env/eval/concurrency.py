@@ -49,17 +49,17 @@ def room(load: ServerLoad) -> int:
     """Return how many more requests a server has room for; below 0, how many of those in its queue are too many.
 
     A queue of up to an eighth of the running requests is neither: it fills a place the moment one is free. Room is at
-    most half of what runs, since young requests hold less of the cache than they will.
+    most as much as runs, since young requests hold less of the cache than they will, and starting episodes nothing yet.
     """
     queue = max(1, load.running // 8)
     if load.waiting:
         return min(queue - load.waiting, 0)
-    more = max(1, load.running // 2)
+    more: float = max(1, load.running)
     if load.max_running is not None:
         more = min(more, load.max_running + queue - load.running)
     if load.cache_usage > 0:
-        more = min(more, int(load.running * (CACHE_BOUND / load.cache_usage - 1)))
-    return max(more, 0)
+        more = min(more, load.running * (CACHE_BOUND - load.cache_usage) / load.cache_usage)
+    return max(int(more), 0)
 
 
 class Concurrency:

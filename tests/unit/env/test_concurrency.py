@@ -94,10 +94,10 @@ def test_without_enough_episodes_it_does_not_rise():
 
 
 def test_one_servers_room_makes_up_for_anothers_queue():
-    busy, idle = load(running=8, waiting=3, max_running=8), load(running=4, max_running=8)
+    busy, idle = load(running=8, waiting=5, max_running=8), load(running=4, max_running=8)
     assert report(following(), busy, idle, times=3) == DEFAULT
-    assert report(following(), busy, busy, times=3) == DEFAULT - 4
-    assert report(following(), idle, idle, times=3) == DEFAULT + 4
+    assert report(following(), busy, busy, times=3) == DEFAULT - 8
+    assert report(following(), idle, idle, times=3) == DEFAULT + 8
 
 
 def test_a_silent_server_leaves_it_as_it_is():
@@ -168,7 +168,7 @@ def test_it_converges_to_full_servers_with_short_queues(count, places, steps, pa
     seen = [servers.step(max_running, cache) for _ in range(250)][-100:]
     running, waiting = (sum(values) / len(seen) for values in zip(*seen, strict=True))
     assert running >= 0.8 * count * places - count, (running, waiting)
-    assert waiting <= 0.35 * count * places, (running, waiting)
+    assert waiting <= (0.6 if limited_by == "something unreported" else 0.35) * count * places, (running, waiting)
 
 
 # === the workers ===
