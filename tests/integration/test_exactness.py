@@ -396,6 +396,27 @@ async def while_running(trainer, act):
     await act()
 
 
+async def test_samples_share_a_prefill_also_after_an_update(trainer, tiny_server):
+    question = "Which of these numbers is prime? " + " ".join(map(str, range(100)))
+    async with SGLangClient(tiny_server.base_url) as client:
+        for version, alone in (("old", 1), ("new", 0)):  # the first call of a client does not know of its siblings
+            await trainer.load(version)
+            models = [
+                SGLangModel(
+                    tokenizer=get_tokenizer(str(tiny_server.model_path)),
+                    client=client,
+                    sampling_params=ends_soon(tiny_server.model_path, temperature=1.0),
+                )
+                for _ in range(8)
+            ]
+            await asyncio.gather(*(make_agent(model).invoke_async(question) for model in models))
+            turns = [model.trajectory.turns[0] for model in models]
+            assert {turn.generation.weight_version for turn in turns} == {version}
+            assert len(turns[0].prompt_ids) > 256
+            computed = [len(turn.prompt_ids) - turn.generation.cached_tokens for turn in turns]
+            assert sum(count > 2 for count in computed) <= alone, computed
+
+
 async def test_calls_continue_after_an_aborting_weight_update(trainer, tiny_server):
     async with SGLangClient(tiny_server.base_url) as client:
         update = while_running(trainer, lambda: trainer.load("new", abort_all_requests=True))

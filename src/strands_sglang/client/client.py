@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import threading
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -235,7 +236,7 @@ class SGLangClient:
 
     async def share_prefill(
         self,
-        opening: Sequence[int],
+        opening: array[int],
         *,
         routing_key: str | None,
         cancellation: Cancellation,

@@ -39,8 +39,8 @@ MAX_WAIT_S = 60.0
 MAX_MISSES = 8
 """Number of consecutive calls that waited in vain after which no call waits any more."""
 
-IDLE_S = 1.0
-"""Time without a request after which a server may have new weights."""
+IDLE_S = 0.1
+"""Time without a request after which a server may have new weights; loading those of a tiny model takes as long."""
 
 MAX_BLOCKS = 100_000
 """Number of computed blocks to remember."""
@@ -60,13 +60,17 @@ class Prefill:
         openings: State of the server.
         blocks: Keys of the opening's blocks.
         prime: Task of the prime that this call sent; its result is whether the server computed the opening.
+        began: Number of times that `openings` had forgotten everything when the call came.
+        waited: Whether this call waited for a prime.
         has_sibling: Whether another call with the same opening came before it was computed.
-        expected: Number of tokens that another call's prime should have brought into the cache; 0 without a wait.
+        expected: Number of tokens that another call's prime should have brought into the cache; 0 if there was none.
     """
 
     openings: Openings
     blocks: Sequence[int]
+    began: int
     prime: asyncio.Task[bool] | None = None
+    waited: bool = False
     has_sibling: bool = False
     expected: int = 0
 
@@ -99,6 +103,7 @@ class Openings:
         self._used_at = 0.0
         self._computed: set[int] = set()
         self._computing: dict[int, Prefill] = {}
+        self._forgotten = 0
         self._misses = 0
         self._come_in_groups = False
 
@@ -108,6 +113,7 @@ class Openings:
         is_idle = server.in_flight == 0 and now - self._used_at > IDLE_S
         if is_idle or self._epoch != server.cache_epoch or len(self._computed) > MAX_BLOCKS:
             self._epoch, self._misses = server.cache_epoch, 0
+            self._forgotten += 1
             self._computed.clear()
             self._computing.clear()
         self._used_at = now
@@ -129,11 +135,11 @@ class Openings:
             SGLangCancelledError: The call was cancelled while it waited.
             SGLangDeadlineError: The call's deadline passed while it waited.
         """
-        own = Prefill(self, blocks)
-        waited = False
+        own = Prefill(self, blocks, self._forgotten)
+        by_other = False
         while self._misses < MAX_MISSES:
             known = next((i for i, block in enumerate(blocks) if block not in self._computed), len(blocks))
-            own.expected = known * BLOCK_TOKENS if waited else 0
+            own.expected = known * BLOCK_TOKENS if by_other else 0
             missing = blocks[known:]
             if len(missing) < MIN_BLOCKS:
                 break
@@ -142,14 +148,15 @@ class Openings:
             if other is not None and other.blocks[-1] == blocks[-1]:
                 other.has_sibling = own.has_sibling = self._come_in_groups = True
             if other is not None and other.prime is not None:
+                own.waited = True
                 await self._wait(other.prime, cancellation)
                 if not _succeeded(other.prime):
                     break
-                waited = True
+                by_other = True
                 continue
             self._computing.update(dict.fromkeys(missing, own))
             if other is not None or self._come_in_groups:
-                own.prime = prime()
+                own.prime, own.waited = prime(), True
                 own.prime.add_done_callback(lambda _: self._end_prime(own))
                 await self._wait(own.prime, cancellation)
             break
@@ -180,20 +187,19 @@ class Openings:
         for block in prefill.blocks:
             if self._computing.get(block) is prefill:
                 del self._computing[block]
-                if computed:
-                    self._computed.add(block)
+        if computed and prefill.began == self._forgotten:
+            self._computed.update(prefill.blocks)
 
 
-def block_keys(opening: Sequence[int], identity: Hashable) -> list[int]:
+def block_keys(opening: array[int], identity: Hashable) -> list[int]:
     """Return a key for each whole block of an opening, which stands for all tokens up to the end of the block.
 
     Args:
         opening: Token ids, shape `(T,)`.
         identity: What separates prefix caches beside the tokens.
     """
-    packed = array("q", opening)
-    step = BLOCK_TOKENS * packed.itemsize
-    content, key, keys = packed.tobytes(), hash(identity), []
+    step = BLOCK_TOKENS * opening.itemsize
+    content, key, keys = opening.tobytes(), hash(identity), []
     for start in range(0, len(content) - step + 1, step):
         key = hash((key, content[start : start + step]))
         keys.append(key)

@@ -191,10 +191,11 @@ class ModelCall:
                 self.parts.append(self.turn.resumes)
             closings, empty_attempts = client.closings, 0
             while True:
-                await self._share_prefill()  # before the plan: a trainer may stop while the call waits
                 plan = self._plan(server)
                 if plan.has_no_budget_left:
                     return replace(join_parts(self.parts), finish_type="length", abort_message=None)
+                if await self._share_prefill():
+                    plan = self._plan(server)  # a trainer may have stopped meanwhile
                 try:
                     part = await self._request(plan)
                 except ContextWindowOverflowException:
@@ -270,15 +271,18 @@ class ModelCall:
         self._known = len(self._input_ids) - len(self.turn.prompt_ids)
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
-    async def _share_prefill(self) -> None:
+    async def _share_prefill(self) -> bool:
         """Wait while another call computes the opening prompt of this one, if it may not be in the server's cache.
 
         Later turns find it there, unless an abort ended the request: the server may have new weights now.
+
+        Returns:
+            Whether the call waited.
         """
         turn, config = self.turn, self.config
         may_be_cached = turn.parent is not None and not self.parts
         if may_be_cached or config.return_prompt_logprobs or turn.image_inputs():  # logprobs need it computed anyway
-            return
+            return False
         if self._prefill is not None:
             self._prefill.failed()
         began = time.monotonic()
@@ -292,6 +296,7 @@ class ModelCall:
             )
         finally:
             turn.requests_s += time.monotonic() - began
+        return self._prefill is not None and self._prefill.waited
 
     @property
     def _routing_key(self) -> str:

@@ -92,6 +92,11 @@ class ScriptedRequest:
         """Token ids of the prompt, shape `(T,)`; a new list at every access."""
         return array("i", self.packed_ids).tolist()
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it asks for no output, as a model does once for calls that start together with one prompt."""
+        return self.sampling_params.get("max_new_tokens") == 0
+
     @cached_property
     def text(self) -> str:
         """Decoded prompt, including special tokens."""

@@ -188,7 +188,7 @@ async def test_steps_that_share_a_model_have_own_trajectories(chatml_tokenizer):
     assert len({id(result.observation.trajectory) for result in results}) == 20
     assert all(len(result.observation.trajectory) == 2 for result in results)
     assert all(result.reward.reward == 1.0 for result in results)
-    assert sum(request.sampling_params.get("max_new_tokens") != 0 for request in server.requests) == 40
+    assert sum(not request.is_prefill for request in server.requests) == 40
 
 
 @pytest.mark.parametrize("is_async", [False, True])
