@@ -137,13 +137,16 @@ FIELDS = {"sampling_params": {"max_new_tokens": OUTPUT_TOKENS}, "return_logprob"
 @contextlib.asynccontextmanager
 async def ours(case: dict[str, Any]):
     from strands_sglang import SGLangClient
-    from strands_sglang.protocol import wire
+
+    kept: Any = ()
+    with contextlib.suppress(ImportError):  # an older commit encodes every prompt as a whole
+        from strands_sglang.protocol.wire import EncodedIds
+
+        kept = EncodedIds.of, EncodedIds.plus  # what a trajectory keeps of a prompt
 
     async def ask(prompt: Any) -> None:
         await client.generate(prompt, **FIELDS)
 
-    # What a trajectory keeps of a prompt; an older commit encodes every prompt as a whole.
-    kept = (wire.EncodedIds.of, wire.EncodedIds.plus) if hasattr(wire, "EncodedIds") else ()
     async with SGLangClient(case["base_url"]) as client:
         yield await rounds_of(case, ask, *kept)
 

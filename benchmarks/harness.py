@@ -79,10 +79,8 @@ def competitors_python() -> Path:
     """Return the interpreter of the environment with the competitors; make it first if necessary."""
     from strands_sglang.local.install import build_once, environment_python, home, run_quietly
 
-    mine = importlib.metadata.distributions()
-    versions = {one.metadata["Name"].lower(): one.version for one in mine if one.metadata["Name"] != "strands-sglang"}
-    pins = "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
-    directory = home() / "envs" / "bench-competitors-py{}{}".format(*sys.version_info)
+    pins = "".join(f"{name}=={version}\n" for name, version in sorted(versions_here().items()))
+    directory = home() / "envs" / "bench-0.4.3-py{}{}".format(*sys.version_info)
     python, constraints = environment_python(directory), directory / "constraints.txt"
 
     def install(directory: Path) -> None:
@@ -94,6 +92,22 @@ def competitors_python() -> Path:
 
     build_once(directory, install, usable=lambda _: constraints.read_text() == pins, progress=progress)
     return python
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions in this environment of what the competitors need."""
+    from packaging.requirements import Requirement
+
+    versions: dict[str, str] = {}
+    missing = ["strands-agents", "transformers", "httpx", "aiohttp", "orjson"]
+    while missing:
+        name = missing.pop()
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if name not in versions:
+                versions[name] = importlib.metadata.version(name)
+                needed = map(Requirement, importlib.metadata.requires(name) or ())
+                missing += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return versions
 
 
 @contextlib.contextmanager
@@ -124,10 +138,11 @@ class Process:
             tree: Checkout from which `strands_sglang` is imported, unless the interpreter is the competitors'.
         """
         paths = [str(tree / "src"), str(ROOT / "tests")] if str(python) == sys.executable else []
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
             [str(python), str(HERE / script), *arguments],
-            env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=environment
+            | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
