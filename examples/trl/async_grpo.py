@@ -24,7 +24,7 @@ factory = sglang_model_factory(
     tokenizer=AutoTokenizer.from_pretrained(model_path),
     base_url=base_url,
     sampling_params={"max_new_tokens": 256, "temperature": 1.0},
-    on_abort="resume",  # a push of weights interrupts an answer, which goes on with the new ones
+    on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
 )
 
 

@@ -281,6 +281,7 @@ LOSSES: Mapping[str, Callable[[Batch, int], float]] = {
     "skyrl:token_mean": _per_batch,
     "slime": _per_episode,
     "slime:per_token": _per_batch,
+    "tinker": lambda batch, index: 1.0,
     "tinker:skyrl": _per_target,
     "tinker:skyrl:weights": _per_row,
     "trl:async_grpo": _per_micro_batch,

@@ -1,4 +1,4 @@
-"""Weights pushed to a real server are the ones that it serves, whichever way they travel."""
+"""Weights pushed to a real server are the ones that it serves, through a file and through the request."""
 
 import pytest
 import torch

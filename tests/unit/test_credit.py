@@ -265,7 +265,7 @@ def trainer_loss(loss, terms, rows, *, fillers=0, micro_batches=None, max_length
         return sum(term / row.episode_trained for term, row in zip(terms, rows, strict=True)) / len(
             {row.episode for row in rows}
         )
-    if loss == "verl:token-sum":
+    if loss in ("tinker", "verl:token-sum"):
         return sum(terms)
     return sum(terms) / (size if loss == "verl:seq-mean-token-sum" else sum(sizes))
 

@@ -104,7 +104,7 @@ class SGLangWeights:
         for path in self.model_path.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".safetensors.index.json")):
                 shutil.copy(path, self.folder)
-        # Written beside it and renamed: a server that reads meanwhile never sees half a file.
+        # Written under another name and renamed: a server that reads meanwhile never sees half a file.
         save_file(dict(weights), self.folder / "model.tmp", {"format": "pt"})
         (self.folder / "model.tmp").replace(self.folder / "model.safetensors")
         content = {"model_path": str(self.folder.absolute()), "flush_cache": True, "weight_version": str(version)}

@@ -1,0 +1,104 @@
+"""SkyRL: a generator whose episodes are Strands agents, for step-wise training.
+
+SkyRL computes the baselines itself, over episodes, from the reward on an episode's last row. It is imported only when
+used; docs/guides/skyrl.md shows the settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..credit import Episode, training_rows
+
+logger = logging.getLogger(__name__)
+
+RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Episode]]
+"""Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""
+
+
+def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None) -> Any:
+    """Return a SkyRL generator.
+
+    Args:
+        run_episode: Runs one episode. Its `group` and `id` do not matter. An exception of it ends the step.
+        max_tokens: Maximum length of a row in tokens; longer episodes are left out.
+
+    Returns:
+        An instance of SkyRL's `GeneratorInterface`.
+    """
+    from skyrl.train.generators.base import GeneratorInterface
+
+    class StrandsGenerator(GeneratorInterface):
+        async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+            prompts = input_batch["prompts"]
+            extras = input_batch.get("env_extras") or [{}] * len(prompts)
+            sampling = input_batch.get("sampling_params") or {}
+
+            async def timed(prompt: Any, extra: Mapping[str, Any]) -> tuple[Episode, float]:
+                started = time.monotonic()
+                episode = await run_episode(prompt, extra, sampling)
+                return episode, time.monotonic() - started
+
+            tasks = [asyncio.ensure_future(timed(*one)) for one in zip(prompts, extras, strict=True)]
+            try:
+                ended = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            output = generator_output(
+                [episode for episode, _ in ended], input_batch["trajectory_ids"], max_tokens=max_tokens
+            )
+            return {**output, "trajectory_generation_times": [seconds for _, seconds in ended]}
+
+    return StrandsGenerator()
+
+
+def generator_output(
+    episodes: Sequence[Episode], trajectory_ids: Sequence[Any], *, max_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return the rows of a batch of episodes as a step-wise `GeneratorOutput`.
+
+    Set `generator.step_wise_trajectories=true`. An episode that cannot be trained is left out, and the log says why.
+
+    Args:
+        episodes: The episodes.
+        trajectory_ids: SkyRL's `TrajectoryID` of each.
+        max_tokens: Maximum length of a row in tokens.
+
+    Raises:
+        ValueError: An episode has rewards of single turns, which SkyRL ignores, or none can be trained.
+    """
+    if any(episode.turn_rewards for episode in episodes):
+        raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
+    named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
+    rows = training_rows(named, baseline=None, max_tokens=max_tokens)
+    for name, reason in rows.left_out.items():
+        logger.warning("trajectory_id=<%s> | left out of training: %s", trajectory_ids[int(name)], reason)
+    if not len(rows):
+        raise ValueError(f"no episode of the batch can be trained: {dict(rows.counts)}")
+    firsts = [row.loss_mask.index(1) for row in rows]
+    ends = [*(row.episode for row in rows[1:]), None]
+    return {
+        "prompt_token_ids": [row.token_ids[:first] for row, first in zip(rows, firsts, strict=True)],
+        "response_ids": [row.token_ids[first:] for row, first in zip(rows, firsts, strict=True)],
+        "loss_masks": [row.loss_mask[first:] for row, first in zip(rows, firsts, strict=True)],
+        "rollout_logprobs": [row.logprobs[first:] for row, first in zip(rows, firsts, strict=True)],
+        # A reward on the last token of each row; SkyRL reads the one of an episode's last row.
+        "rewards": [
+            [0.0] * (len(row) - first - 1) + [rows.rewards[row.episode]]
+            for row, first in zip(rows, firsts, strict=True)
+        ],
+        "stop_reasons": [row.tokens.segments[-1].finish_reason or "stop" for row in rows],
+        "trajectory_ids": [trajectory_ids[int(row.episode)] for row in rows],
+        "is_last_step": [row.episode != following for row, following in zip(rows, ends, strict=True)],
+        "rollout_metrics": {
+            "episodes_left_out": float(len(rows.left_out)),
+            "rows_per_episode": len(rows) / len(rows.rewards) if rows.rewards else 0.0,
+        },
+        "rollout_expert_indices": None,
+    }
