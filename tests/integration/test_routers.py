@@ -330,6 +330,14 @@ async def test_requests_with_one_key_find_their_prefix_in_the_cache(workers, fro
         assert len(ours[0]) == len(ours[1])
 
 
+@FRONTS
+async def test_every_worker_reports_its_load(workers, fronts, front):
+    async with client_of(fronts, front) as client:
+        loads = await client.loads()
+    assert {load.base_url for load in loads} == {worker.base_url for worker in workers}
+    assert all(load.max_running == local.ServerSettings().max_running_requests for load in loads)
+
+
 # --- which keys survive ---
 
 
