@@ -26,7 +26,7 @@ import orjson
 from ..exceptions import SGLangConnectionError, SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
 from .balancer import Servers
-from .cancellation import Cancellation
+from .cancellation import Cancellation, discard
 from .connections import SessionPool, Transport, TransportSource, connect
 from .loads import ServerLoad, ask_loads
 from .prefill import CACHE_FIELDS, MAX_WAIT_S, MIN_TOKENS, PRIME_FIELDS, Openings, Prefill, block_keys
@@ -270,19 +270,25 @@ class SGLangClient:
         kept = {name: fields[name] for name in PRIME_FIELDS if name in fields}
 
         async def compute() -> bool:
-            answer = await self.generate(
-                opening,
-                {"max_new_tokens": 0},
-                vocab_size=vocab_size,
-                routing_key=routing_key,
-                deadline=MAX_WAIT_S,
-                **kept,
+            answering = asyncio.ensure_future(
+                self.generate(
+                    opening,
+                    {"max_new_tokens": 0},
+                    vocab_size=vocab_size,
+                    routing_key=routing_key,
+                    deadline=MAX_WAIT_S,
+                    **kept,
+                )
             )
-            return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
+            try:
+                await asyncio.wait({answering, session.closing}, return_when=asyncio.FIRST_COMPLETED)
+                return answering.done() and answering.result()["meta_info"]["finish_reason"]["type"] != "abort"
+            finally:
+                discard(answering)
 
         openings = session.openings.get(server)
         if openings is None:
-            openings = session.openings[server] = Openings(server, session.closing)
+            openings = session.openings[server] = Openings(server)
         openings.forget_if_outdated()
         self._servers.count_in_flight(server, 1)  # so that the balancer sees the calls that wait
         try:

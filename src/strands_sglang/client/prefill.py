@@ -20,7 +20,6 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .balancer import Server
 from .cancellation import Cancellation
@@ -90,15 +89,9 @@ class Prefill:
 class Openings:
     """The openings that one server has computed or is computing, as far as one event loop knows."""
 
-    def __init__(self, server: Server, closing: asyncio.Future[None]) -> None:
-        """Start with an empty cache.
-
-        Args:
-            server: The server.
-            closing: Future that is done once the client is closed.
-        """
+    def __init__(self, server: Server) -> None:
+        """Start with an empty cache."""
         self._server = server
-        self._closing = closing
         self._epoch = server.cache_epoch
         self._used_at = 0.0
         self._computed: set[int] = set()
@@ -149,7 +142,7 @@ class Openings:
                 other.has_sibling = own.has_sibling = self._come_in_groups = True
             if other is not None and other.prime is not None:
                 own.waited = True
-                await self._wait(other.prime, cancellation)
+                await cancellation.finish(asyncio.wait({other.prime}))
                 if not _succeeded(other.prime):
                     break
                 by_other = True
@@ -158,7 +151,7 @@ class Openings:
             if other is not None or self._come_in_groups:
                 own.prime, own.waited = prime(), True
                 own.prime.add_done_callback(lambda _: self._end_prime(own))
-                await self._wait(own.prime, cancellation)
+                await cancellation.finish(asyncio.wait({own.prime}))
             break
         return own
 
@@ -173,10 +166,6 @@ class Openings:
         """Note that a call failed; see `Prefill.failed`."""
         if prefill.prime is None:  # otherwise others may wait for the prime, which goes on
             self._end(prefill, computed=False)
-
-    async def _wait(self, prime: asyncio.Task[bool], cancellation: Cancellation) -> None:
-        ends: set[asyncio.Future[Any]] = {prime, self._closing}
-        await cancellation.finish(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
 
     def _end_prime(self, prefill: Prefill) -> None:
         self._used_at = time.monotonic()
@@ -207,4 +196,4 @@ def block_keys(opening: array[int], identity: Hashable) -> list[int]:
 
 
 def _succeeded(prime: asyncio.Task[bool]) -> bool:
-    return prime.done() and not prime.cancelled() and prime.exception() is None and prime.result()
+    return not prime.cancelled() and prime.exception() is None and prime.result()
