@@ -1,10 +1,10 @@
-"""The frames of one model call: this project's code between `SGLangModel.stream` and httpx.
+"""The frames of one model call: this project's code between `SGLangModel.stream` and httpx's transport.
 
     python benchmarks/frames.py [--frames 7] [--files 4] [--slime-frames 8]
 
 One call runs against a scripted server, and one more as slime makes it. When the request reaches the transport, the
 chain is walked back to `stream`: the stack of the running task, then the suspended coroutines of the waiting task that
-created it, and so on. Every frame under `src/` on this chain counts, up to the call of httpx's client. A function that
+created it, and so on. Every frame under `src/` on this chain counts, up to the call of the transport. A function that
 created a task and has returned counts too, because a reader must pass through it. Exits with 1 above a limit.
 """
 
@@ -34,7 +34,6 @@ from support.agents import build_chatml_tokenizer  # noqa: E402
 from support.slime import Sample, slime_args, slime_sampling_params  # noqa: E402
 
 SRC = Path(strands_sglang.__file__).resolve().parent.parent
-HTTPX = Path(httpx.__file__).resolve().parent
 STREAM = SGLangModel.stream.__code__
 
 QUESTION = "What is 6 * 7?"
@@ -67,8 +66,8 @@ class Chain:
             frames = [*waiting, *returned, *frames]
         codes = [frame.f_code for frame in frames]
         codes = codes[codes.index(STREAM) :]
-        ends = [index for index, code in enumerate(codes) if HTTPX in Path(code.co_filename).parents]
-        ours = [code for code in codes[: ends[0]] if SRC in Path(code.co_filename).parents]
+        end = next(index for index, code in enumerate(codes) if code.co_name == "handle_async_request")
+        ours = [code for code in codes[:end] if SRC in Path(code.co_filename).parents]
         self.frames = [
             (str(Path(code.co_filename).relative_to(SRC)), getattr(code, "co_qualname", code.co_name)) for code in ours
         ]

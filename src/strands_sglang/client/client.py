@@ -24,7 +24,7 @@ import httpx
 import orjson
 
 from ..exceptions import SGLangConnectionError, SGLangDecodingError, SGLangHTTPError
-from ..protocol.wire import NO_SUCH_ENDPOINT, encode_generate
+from ..protocol.wire import NO_SUCH_ENDPOINT, EncodedIds, encode_generate
 from .balancer import Servers
 from .cancellation import Cancellation, discard
 from .connections import SessionPool, Transport, TransportSource, connect
@@ -157,7 +157,7 @@ class SGLangClient:
 
     async def generate(
         self,
-        input_ids: Sequence[int],
+        input_ids: Sequence[int] | EncodedIds,
         sampling_params: Mapping[str, Any] | None = None,
         *,
         vocab_size: int | None = None,
@@ -175,7 +175,8 @@ class SGLangClient:
         seconds for them, even if its task is cancelled, and passes them to `on_partial` if it fails.
 
         Args:
-            input_ids: Prompt, shape `(T,)`, at least one token.
+            input_ids: Prompt, shape `(T,)`, at least one token; or its `EncodedIds`, which were checked when they were
+                encoded.
             sampling_params: SGLang sampling parameters. Without `max_new_tokens`, SGLang stops after 128 tokens.
             vocab_size: Number of token ids of the model, instead of the client's.
             routing_key: Key that keeps requests on one server, whose prefix cache holds their conversation. It chooses
@@ -206,12 +207,13 @@ class SGLangClient:
         key = checked_routing_key(routing_key)
         if key is not None:
             fields["routing_key"] = key
-        body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
-        session = await self._sessions.current()
         deadline = self.deadline if deadline is None else checked_number("deadline", deadline, above=0)
         cancellation = (
             cancel_signal if isinstance(cancel_signal, Cancellation) else Cancellation(deadline, cancel_signal)
         )
+        session = await self._sessions.current()
+        await session.turnstile.enter()
+        body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
         request = Request(session, self._servers, cancellation, "POST", "/generate")
         attempt = partial(
             generate_once,

@@ -25,14 +25,12 @@ from ..exceptions import (
 )
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
 from .balancer import Server, Servers
-from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard
+from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
 from .connections import (
-    JSON_HEADERS,
     AttemptTimeoutError,
     Flight,
     LoopSession,
     failure_kind,
-    parsed_url,
     root_cause,
 )
 from .retries import (
@@ -94,6 +92,21 @@ class Request:
             timeout=None if limit == math.inf else max(limit, 0.0),
             return_when=asyncio.FIRST_COMPLETED,
         )
+
+    async def until_set(self, over: asyncio.Future[None], timeout: float | None) -> None:
+        """Wait until `over` is set; it also is once the call ends, or `timeout` seconds are over."""
+        limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
+        timer = None if limit == math.inf else asyncio.get_running_loop().call_later(limit, settle, over)
+        wake = partial(settle, over)
+        for signal in self.signaled:
+            signal.add_done_callback(wake)
+        try:
+            await over
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for signal in self.signaled:
+                signal.remove_done_callback(wake)
 
     def raise_if_over(self) -> None:
         """Raise the error of a call that has already ended."""
@@ -192,13 +205,13 @@ async def generate_once(
             session.background(("probe", due.base_url), partial(_probe, session, servers, due))
         server = servers.choose(key, avoid=None if request.failure is None else request.server)
         request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{uuid.uuid4().hex}"
-        headers = JSON_HEADERS if key is None else {**JSON_HEADERS, "x-smg-routing-key": key}
-        sent = session.http.request("POST", parsed_url(url), content=body.with_rid(rid), headers=headers)
-        flight = session.flights[rid] = Flight(rid, server, asyncio.create_task(sent))
+        over = asyncio.get_running_loop().create_future()
+        sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key, over))
+        flight = session.flights[rid] = Flight(rid, server, sent)
         servers.count_in_flight(server, 1)
         try:
             try:
-                await request.until(flight.answer, timeout=timeout)
+                await request.until_set(over, timeout)
             except asyncio.CancelledError:
                 await _recall(request, flight, grace)
                 raise
@@ -219,6 +232,38 @@ async def generate_once(
             servers.count_in_flight(server, -1)
     finally:
         session.slots.release()
+
+
+async def _exchange(
+    session: LoopSession, url: str, content: bytes, key: str | None, over: asyncio.Future[None]
+) -> httpx.Response:
+    """Send a generation and read the whole response, without the layers of httpx's client.
+
+    Its redirects, cookies and hooks are of no use here, and cost more than the transport.
+
+    Args:
+        session: Connections to send it over.
+        url: Full URL.
+        content: JSON body.
+        key: Routing key; None for none.
+        over: Future to set at the end, which wakes its waiter an iteration earlier than the end of this task would.
+    """
+    try:
+        request = session.post(url, content)
+        await request.aread()
+        if key is not None:
+            request.headers["x-smg-routing-key"] = key
+        # The client is only asked for its transport: this is where respx replaces it.
+        response = await session.http._transport_for_url(request.url).handle_async_request(request)
+        try:
+            await response.aread()
+        except BaseException:
+            await response.aclose()
+            raise
+        await session.turnstile.enter()  # for whoever decodes it
+        return response
+    finally:
+        settle(over)
 
 
 async def _take_slot(request: Request) -> None:

@@ -154,8 +154,7 @@ class ModelCall:
     parts: list[Generation] = field(init=False, default_factory=list)
     _cancellation: Cancellation = field(init=False)
     _grammar: Mapping[str, Any] | None = field(init=False, default=None)
-    _input_ids: list[int] = field(init=False)
-    _known: int = field(init=False)
+    _prompt_tokens: int = field(init=False)
     _response: dict[str, Any] | None = field(init=False, default=None)
     _partial: dict[str, Any] | None = field(init=False, default=None)
     _prefill: Prefill | None = field(init=False, default=None)
@@ -200,7 +199,7 @@ class ModelCall:
                     part = await self._request(plan)
                 except ContextWindowOverflowException:
                     most = plan.sampling_params.get("max_new_tokens")
-                    total = None if most is None else len(self._input_ids) + int(most)
+                    total = None if most is None else self._prompt_tokens + int(most)
                     if total != server.context_length:
                         raise
                     reserve_last_token(client)
@@ -267,8 +266,7 @@ class ModelCall:
             images=images,
         )
         self.turn.chat_tools = self._tools(place.turn)
-        self._input_ids = self.turn.token_ids()
-        self._known = len(self._input_ids) - len(self.turn.prompt_ids)
+        self._prompt_tokens = sum(len(turn.prompt_ids) + sampled for turn, sampled in self.turn.steps())
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
     async def _share_prefill(self) -> bool:
@@ -308,7 +306,7 @@ class ModelCall:
         Raises:
             ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
         """
-        config, turn, prompt_tokens = self.config, self.turn, len(self._input_ids)
+        config, turn, prompt_tokens = self.config, self.turn, self._prompt_tokens
         grammar = self._grammar or {}  # None in it removes a configured parameter
         given = config.own_sampling_params()
         configured = {name: value for name, value in given.items() if name not in grammar}
@@ -333,7 +331,7 @@ class ModelCall:
         fields: dict[str, Any] = {**config.own_request_fields(), "return_logprob": config.wants_logprobs}
         if config.return_prompt_logprobs:
             # The first entry that the server returns is always null, so ask from one token earlier.
-            fields["logprob_start_len"] = max(self._known - 1, 0)
+            fields["logprob_start_len"] = max(prompt_tokens - len(turn.prompt_ids) - 1, 0)
         if config.return_routed_experts:
             fields["return_routed_experts"] = True
         clamped = room is not None and (asked is None or asked > room)
@@ -351,23 +349,18 @@ class ModelCall:
         """Make the next request and read its answer."""
         template = self.template
         so_far = [token_id for part in self.parts for token_id in part.output_ids]
-        ids = [*self._input_ids, *so_far]
         stops = stop_strings(plan.sampling_params)
         self._begun = begun_stop_strings(stops, template.decode(so_far)) if so_far and stops else []
-        vocab_size = max(  # sampled ids may be padding ids
-            len(template.tokenizer), max(ids[: self._known], default=0) + 1, max(so_far, default=0) + 1
-        )
-        sent_ids, fields = ids, plan.fields
+        input_ids = self.turn.encoded_ids(len(template.tokenizer)).plus(so_far)  # sampled ids may be padding ids
+        fields = plan.fields
         images = self.turn.image_inputs()
         if self.images is not None and images:
-            sent_ids = [*self.turn.sent_ids(), *so_far]
-            fields = {**fields, **self.images.request_fields(sent_ids, images)}
+            fields = {**fields, **self.images.request_fields([*self.turn.sent_ids(), *so_far], images)}
         began = time.monotonic()
         try:
             self._response = await self.client.generate(
-                sent_ids,
+                input_ids,
                 sampling_params_of_the_rest(plan.sampling_params, len(so_far), self._begun),
-                vocab_size=vocab_size,
                 routing_key=self._routing_key,
                 cancel_signal=self._cancellation,
                 on_partial=self._keep_partial,
@@ -382,13 +375,14 @@ class ModelCall:
         finally:
             self.turn.requests_s += time.monotonic() - began
         if images:
-            check_prompt(self._response, ids)
+            check_prompt(self._response, [*self.turn.token_ids(), *so_far])
         part = self._read(self._response)
         if part.finish_type != "abort":
             self._response = None  # one list per token, which the garbage collector would walk
         if part.output_ids or part.finish_type != "length" or not self.parts:  # else no budget was left
             before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
-            check_answer(part, self.config, len(ids), len(ids) - self._known, parent=before)
+            sent, added = self._prompt_tokens + len(so_far), len(self.turn.prompt_ids) + len(so_far)
+            check_answer(part, self.config, sent, added, parent=before)
         return part
 
     def _keep_partial(self, response: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ Source of formats and messages: SGLang 0.5.23 (`io_struct.py`, `tokenizer_manage
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
@@ -28,6 +29,8 @@ _CONTEXT_LENGTH = re.compile(
 
 NO_SUCH_ENDPOINT = frozenset({404, 405, 501})
 """Statuses of a server that does not know the path; plain file servers return 501 for POST."""
+
+NO_IDS = "input_ids is empty: a request needs at least one token"
 
 MAX_BODY_CHARS = 4096
 EXCERPT_CHARS = 200
@@ -49,7 +52,7 @@ def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) ->
     """
     ids = input_ids if isinstance(input_ids, list | tuple) else _as_list(input_ids)
     if not ids:
-        raise ValueError("input_ids is empty: a request needs at least one token")
+        raise ValueError(NO_IDS)
     try:
         encoded = orjson.dumps(ids)
     except TypeError:
@@ -60,10 +63,48 @@ def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) ->
     return encoded
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedIds:
+    """Token ids as JSON, checked and encoded once: a prompt that grows from turn to turn pays for what is new.
+
+    Attributes:
+        json: The ids, separated by commas; copying them costs a hundredth of encoding them.
+        count: Number of ids, T.
+    """
+
+    json: bytes = b""
+    count: int = 0
+
+    @classmethod
+    def of(cls, ids: Sequence[int], vocab_size: int | None = None) -> EncodedIds:
+        """Check and encode token ids, perhaps none; see `encode_token_ids`.
+
+        Raises:
+            ValueError: An id is not an int in `[0, vocab_size)`.
+        """
+        return cls(encode_token_ids(ids, vocab_size)[1:-1], len(ids)) if len(ids) else cls()
+
+    @classmethod
+    def joined(cls, pieces: Iterable[EncodedIds]) -> EncodedIds:
+        """Return the ids of all pieces."""
+        pieces = [piece for piece in pieces if piece.count]
+        return cls(b",".join(piece.json for piece in pieces), sum(piece.count for piece in pieces))
+
+    def plus(self, ids: Sequence[int], vocab_size: int | None = None) -> EncodedIds:
+        """Return these ids and more, of which only the new ones are checked and encoded.
+
+        Raises:
+            ValueError: A new id is not an int in `[0, vocab_size)`.
+        """
+        return EncodedIds.joined((self, EncodedIds.of(ids, vocab_size)))
+
+
 class GenerateBody(NamedTuple):
     """A `/generate` body without its `rid`, encoded once for all attempts.
 
-    It has two parts because a 32k prompt is 200 kB, and each copy of it costs more than encoding the rest.
+    Attributes:
+        input_ids: The ids, separated by commas. They are apart because the ids of a 32k prompt are 200 kB.
+        rest: The other keys, as a JSON object.
     """
 
     input_ids: bytes
@@ -71,11 +112,11 @@ class GenerateBody(NamedTuple):
 
     def with_rid(self, rid: str) -> bytes:
         """Return the body of one attempt."""
-        return b"".join((b'{"rid":', orjson.dumps(rid), b',"input_ids":', self.input_ids, b",", self.rest[1:]))
+        return b"".join((b'{"rid":', orjson.dumps(rid), b',"input_ids":[', self.input_ids, b"],", self.rest[1:]))
 
 
 def encode_generate(
-    input_ids: Sequence[int],
+    input_ids: Sequence[int] | EncodedIds,
     sampling_params: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
     *,
@@ -84,7 +125,7 @@ def encode_generate(
     """Encode a `/generate` body.
 
     Args:
-        input_ids: See `encode_token_ids`.
+        input_ids: See `encode_token_ids`; `EncodedIds` are not checked again.
         sampling_params: SGLang sampling parameters; keys of nested objects may be ints (`logit_bias={5: 1.0}`).
         fields: Further top-level keys of `/generate`; a `rid` among them is left out.
         vocab_size: See `encode_token_ids`.
@@ -109,7 +150,11 @@ def encode_generate(
         encoded = orjson.dumps(rest, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise ValueError(f"the request cannot be written as JSON: {error}") from error
-    return GenerateBody(encode_token_ids(input_ids, vocab_size), encoded)
+    if not isinstance(input_ids, EncodedIds):
+        return GenerateBody(encode_token_ids(input_ids, vocab_size)[1:-1], encoded)
+    if not input_ids.count:
+        raise ValueError(NO_IDS)
+    return GenerateBody(input_ids.json, encoded)
 
 
 class UnfitAnswerError(SGLangDecodingError):

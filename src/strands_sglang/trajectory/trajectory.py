@@ -444,6 +444,7 @@ class Trajectory:
         """
         with self._lock:
             self._warn_of_rewriting(judge_end(self._turns, messages))
+            self._forget_encoded_ids()
 
     # --- for calls ---
 
@@ -611,7 +612,13 @@ class Trajectory:
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
             }
+            self._forget_encoded_ids()
             return encode_turns(self._turns, facts)
+
+    def _forget_encoded_ids(self) -> None:
+        """Free memory that only a next request would need; it takes little time to make it again."""
+        for turn in self._turns:
+            turn.forget_encoded_ids()
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trajectory:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..messages import ChatTools
 from ..protocol.generation import Generation
+from ..protocol.wire import EncodedIds
 from ..templates.image_tokens import ImageInputs
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Turn:
     chat_tools: ChatTools | None = None
     trajectory: Trajectory | None = None
     _root: Turn | None = field(default=None, init=False)
+    _added: EncodedIds | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Look up the root once: walking up from every turn would be quadratic."""
@@ -242,6 +244,31 @@ class Turn:
             ids.extend(turn.images.sent_ids if as_sent and turn.images is not None else turn.prompt_ids)
             ids.extend(turn.output_ids[:kept])
         return ids
+
+    def encoded_ids(self, vocab_size: int) -> EncodedIds:
+        """Return the ids of this turn's request as JSON, with a single placeholder per image.
+
+        Each turn keeps what it added to the request of its parent, so only new ids are checked and encoded.
+
+        Args:
+            vocab_size: Number of token ids of the model, which bounds this turn's prompt. What the server sampled may
+                be padding beyond it.
+
+        Raises:
+            ValueError: An id cannot be sent.
+        """
+        parent: Turn | None = None
+        for turn in (path := self.path()):
+            if turn._added is None:
+                answer = EncodedIds() if parent is None else EncodedIds.of(parent.output_ids[: turn.parent_kept])
+                prompt_ids = turn.prompt_ids if turn.images is None else turn.images.sent_ids
+                turn._added = answer.plus(prompt_ids, vocab_size if turn is self else None)
+            parent = turn
+        return EncodedIds.joined(turn._added for turn in path if turn._added is not None)
+
+    def forget_encoded_ids(self) -> None:
+        """Free the memory that `encoded_ids` has taken for this turn; the next request encodes it again."""
+        self._added = None
 
     def image_inputs(self) -> list[ImageInputs]:
         """Return the images of the sequence up to this turn, one entry per turn with images."""

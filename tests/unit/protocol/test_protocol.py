@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from strands_sglang import SGLangDecodingError
 from strands_sglang.protocol.generation import join_parts, read_generation, sampling_params_of_the_rest
-from strands_sglang.protocol.wire import decode_generation, encode_generate, encode_token_ids, error_message
+from strands_sglang.protocol.wire import EncodedIds, decode_generation, encode_generate, encode_token_ids, error_message
 
 # === generation ===
 
@@ -388,6 +388,26 @@ def test_ids_outside_the_vocabulary_are_rejected(ids, vocab_size):
         return
     with pytest.raises(ValueError, match=rf"input_ids\[{outside[0]}\] is {ids[outside[0]]} .*below {vocab_size}"):
         encode_token_ids(ids, vocab_size)
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1))))
+def test_ids_that_grow_are_encoded_like_the_whole_list(pieces):
+    whole = [token_id for piece in pieces for token_id in piece]
+    grown = EncodedIds()
+    for piece in pieces:
+        grown = grown.plus(array("i", piece))
+    assert grown == EncodedIds.of(whole)
+    if not whole:
+        with pytest.raises(ValueError, match="empty"):
+            encode_generate(grown, {}, {})
+    else:
+        assert encode_generate(grown, {}, {}) == encode_generate(whole, {}, {})
+
+
+@given(NOT_AN_ID)
+def test_invalid_id_is_rejected_when_it_is_added(bad):
+    with pytest.raises(ValueError, match=r"^input_ids\[1\] is "):
+        EncodedIds.of([1, 2]).plus([5, bad])
 
 
 @given(st.text(), st.dictionaries(st.text(), st.integers(-(2**53), 2**53)))
