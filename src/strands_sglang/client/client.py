@@ -258,7 +258,7 @@ class SGLangClient:
             **fields: Further top-level fields of the call; those that separate prefix caches count.
 
         Returns:
-            The call's part in computing its opening, to be told the answer; None if the opening is too short.
+            The call's part in computing its opening, which receives the answer; None if the opening is too short.
 
         Raises:
             SGLangCancelledError: The call was cancelled while it waited.
@@ -294,13 +294,14 @@ class SGLangClient:
         openings.forget_if_outdated()
         self._servers.count_in_flight(server, 1)  # so that the balancer sees the calls that wait
         try:
-            return await openings.share(
+            prefill = await openings.share(
                 blocks, lambda: session.background(("prime", server, blocks[-1]), compute), cancellation
             )
         finally:
             self._servers.count_in_flight(server, -1)
-            if session.closed:
-                raise SGLangConnectionError(f"the client of {server.base_url} was closed while a call waited")
+        if session.closed:
+            raise SGLangConnectionError(f"the client of {server.base_url} was closed while a call waited")
+        return prefill
 
     async def health(self) -> bool:
         """Return whether at least one server is up and generating.

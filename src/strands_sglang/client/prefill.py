@@ -1,7 +1,7 @@
 """Shared prefills: of calls that begin with the same tokens at the same time, one computes them for all.
 
 A server finds a prefix in its cache once an earlier request has computed it. Requests that start together find nothing
-there, and each computes the whole prompt again: of eight samples of one prompt, a server computes about half anew.
+there, and each computes the whole prompt again: of eight samples of one prompt, a server computes about four.
 So one of the calls first sends a *prime*, its opening prompt without output, and the others wait for it.
 
 A call primes only if others need it: if another call that begins alike is in flight, or if the openings before it came
@@ -9,8 +9,8 @@ in groups. No call waits for an opening that is known to be in the cache, and a 
 prime that fails delays nothing further and fails no call. Where primes do not help, as behind a router that sends equal
 prompts to many workers, they stop.
 
-What is in the cache is known for as long as the server is busy with the same weights. Nothing that can be counted on
-says that a cache was emptied, so new weights, an abort (which precedes them) and an idle server each forget it all.
+What is in the cache is known while the server is busy with the same weights. A server does not report that its cache
+was emptied, so new weights, an abort (which precedes them) and an idle server each count as that.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Openings:
             missing = blocks[known:]
             if len(missing) < MIN_BLOCKS:
                 break
-            # A key stands for all tokens up to the end of its block.
+            # Equal keys mean that all tokens up to the end of the block are equal.
             other = self._computing.get(missing[MIN_BLOCKS - 1])
             if other is not None and other.blocks[-1] == blocks[-1]:
                 other.has_sibling = own.has_sibling = self._come_in_groups = True
@@ -164,7 +164,7 @@ class Openings:
 
     def note_failure(self, prefill: Prefill) -> None:
         """Note that a call failed; see `Prefill.failed`."""
-        if prefill.prime is None:  # otherwise others may wait for the prime, which goes on
+        if prefill.prime is None:  # otherwise others may wait for the prime, which continues
             self._end(prefill, computed=False)
 
     def _end_prime(self, prefill: Prefill) -> None:
@@ -181,11 +181,11 @@ class Openings:
 
 
 def block_keys(opening: array[int], identity: Hashable) -> list[int]:
-    """Return a key for each whole block of an opening, which stands for all tokens up to the end of the block.
+    """Return a key for each whole block of an opening: of all tokens up to the end of the block.
 
     Args:
         opening: Token ids, shape `(T,)`.
-        identity: What separates prefix caches beside the tokens.
+        identity: What separates prefix caches, apart from the tokens.
     """
     step = BLOCK_TOKENS * opening.itemsize
     content, key, keys = opening.tobytes(), hash(identity), []

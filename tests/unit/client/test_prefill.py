@@ -21,7 +21,7 @@ GROUP = 8
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch):
-    """On a busy machine a server may be idle between two groups; here it is only where a test says so."""
+    """On a busy machine a server may be idle between two groups; in these tests it is only on request."""
     monkeypatch.setattr(prefill, "IDLE_S", 3600.0)
 
 
