@@ -35,7 +35,7 @@ from strands.agent import AgentResult
 from strands.agent.conversation_manager import NullConversationManager
 from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterModelCallEvent, BeforeToolCallEvent
+from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent, BeforeToolCallEvent
 from strands.models.model import Model
 from strands.telemetry.metrics import EventLoopMetrics
 from strands.tools import ToolProvider
@@ -116,6 +116,8 @@ class Budgets:
 class EpisodeHooks(HookProvider):
     """Hooks that enforce one episode's budgets: excess tool calls do not run, and the others are contained.
 
+    Model calls of all episodes take turns on the event loop, so that none waits long for others to compute.
+
     Attributes:
         limiter: Counts tool iterations and calls, and ends the loop at their limits.
         model_error: What the latest model call raised, or None if it returned. It tells a provider's errors from errors
@@ -132,12 +134,19 @@ class EpisodeHooks(HookProvider):
             on_limit="stop",
         )
         self.model_error: BaseException | None = None
+        self._has_asked = False
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register with the episode's agent, the limiter first."""
         self.limiter.register_hooks(registry)
+        registry.add_callback(BeforeModelCallEvent, self._take_turn, order=HookOrder.SDK_FIRST)
         registry.add_callback(AfterModelCallEvent, self._record_error)
         registry.add_callback(BeforeToolCallEvent, self._check_call, order=HookOrder.SDK_LAST)
+
+    async def _take_turn(self, event: BeforeModelCallEvent) -> None:
+        if self._has_asked:  # the first call is made in the turn in which the agent is created
+            await take_turn()
+        self._has_asked = True
 
     def _record_error(self, event: AfterModelCallEvent) -> None:
         self.model_error = event.exception
@@ -518,8 +527,8 @@ class Environment(Identified):
                 logger.warning("cleanup of an environment failed", exc_info=True)
 
     async def _run_agent(self, episode: _Episode) -> Any:
-        await take_turn()
         await invoke(self.reset, grace=RECANCEL_AFTER)  # `cleanup` releases what it has acquired
+        await take_turn()
         model: Any = await maybe_await(self.model_factory())
         if model is None:
             raise TypeError("the model factory returned None; Strands would use its default model")

@@ -8,8 +8,8 @@ Each call of a blocking function runs in its own thread. The default threads of 
 functions that hang would block other users of the pool, and the process would wait for them when it exits. Only the
 caller waits for a thread of its own.
 
-Episodes that start at once take turns: each starts in an iteration of the event loop of its own, and what else is ready
-runs in between.
+Episodes take turns: each begins its model calls in iterations of the event loop of its own. What else is ready runs in
+between.
 """
 
 from __future__ import annotations
@@ -206,21 +206,22 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()  # mark the exception as retrieved
 
 
-# --- starts ---
+# --- turns on the event loop ---
 
 
-_starting: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = WeakKeyDictionary()
-"""The episodes that wait for their turn, by event loop."""
+_waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = WeakKeyDictionary()
+"""What waits for its turn, by event loop."""
 
 
 async def take_turn() -> None:
     """Wait until the event loop has run what else is ready, and no other caller resumes in the same iteration.
 
-    An episode computes for milliseconds before it first waits for its server. A thousand that start at once would stop
-    the loop for seconds, with the requests and timers of all other episodes. Timeouts of the current task are paused.
+    An episode computes for milliseconds before its first request and before each later one. When a thousand start at
+    once, or their answers arrive together, the loop would stop for seconds, with all requests and timers. Timeouts of
+    the current task are paused.
     """
     loop = asyncio.get_running_loop()
-    waiting, turn = _starting.setdefault(loop, deque()), loop.create_future()
+    waiting, turn = _waiting.setdefault(loop, deque()), loop.create_future()
     waiting.append(turn)
     if len(waiting) == 1:
         loop.call_soon(_give_turn, loop, waiting)

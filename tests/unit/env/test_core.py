@@ -145,24 +145,32 @@ async def test_invocation_state_lasts_a_long_episode(chatml_tokenizer):
     assert seen == list(range(1, 41))
 
 
-async def test_episodes_that_start_at_once_take_turns():
-    """Each starts in an iteration of the event loop of its own; requests and timers of others run in between."""
-    iterations, started = 0, []
+async def test_episodes_at_once_take_turns():
+    """Each starts and asks in iterations of the event loop of its own; requests and timers of others run in between."""
+    iterations, started, asked = 0, [], []
 
     def count():
         nonlocal iterations, counting
         iterations += 1
         counting = asyncio.get_running_loop().call_soon(count)
 
+    class Model(ScriptedModel):
+        async def stream(self, *args, **kwargs):
+            asked.append(iterations)
+            async for event in super().stream(*args, **kwargs):
+                yield event
+
     def start():
         started.append(iterations)
-        return ScriptedModel([ANSWER])
+        return Model([[tool_use("call_1")], ANSWER])
 
     counting = asyncio.get_running_loop().call_soon(count)
     results = await asyncio.gather(*(Environment(start).step(ASK) for _ in range(30)))
     counting.cancel()
     assert {result.termination_reason for result in results} == {TerminationReason.TASK_COMPLETE}
     assert len(set(started)) == 30
+    assert len(set(asked)) == 60
+    assert min(asked) <= min(started) + 1  # the first request does not wait for other starts
 
 
 async def test_default_length_episode_is_one_invocation(chatml_tokenizer):
@@ -1012,7 +1020,7 @@ async def test_step_cancelled_before_its_turn_delays_no_other(iterations):
     assert [end.termination_reason for end in ended[1::2]] == [TerminationReason.TASK_COMPLETE] * 4
     for env in environments[::2] if iterations else []:  # tasks that never ran have no result
         assert env.last_result.termination_reason is TerminationReason.CANCELLED
-        assert env.steps in (["cleanup"], ["reset", "cleanup"])  # the first had its turn
+        assert env.steps in (["cleanup"], ["reset", "cleanup"])
 
 
 async def test_reset_and_cleanup_run_in_one_task(chatml_tokenizer):
