@@ -30,6 +30,7 @@ COMPETITORS = ("strands-sglang==0.4.3", "httpx", "aiohttp", "orjson")
 OURS = "here"
 BEFORE = "before"
 MAX_ROUNDS = 15
+PATIENCE = 20
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,10 @@ class Process:
             tree: Checkout from which `strands_sglang` is imported, unless the interpreter is the competitors'.
         """
         paths = [str(tree / "src"), str(ROOT / "tests")] if str(python) == sys.executable else []
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
+        quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [str(python), str(HERE / script), *arguments],
-            env=environment
-            | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -181,7 +181,7 @@ class Plan:
 
     Attributes:
         seconds: Time for one contender in one case. A round that has begun is finished.
-        rounds: Number of rounds for contenders that need longer, but on average not longer than that for each.
+        rounds: Number of rounds for contenders that need longer for them, up to `PATIENCE` times that time.
         before: Another checkout to compare with; None for none.
     """
 
@@ -253,7 +253,7 @@ def paired(workers: dict[str, Process], names: list[str], plan: Plan) -> dict[st
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     spent = dict.fromkeys(names, 0.0)
     for turn in range(MAX_ROUNDS):
-        limit = plan.seconds * (plan.rounds if turn < plan.rounds else 1)
+        limit = plan.seconds * (PATIENCE if turn < plan.rounds else 1)
         going = [name for name in names if turn == 0 or spent[name] < limit]
         if not going:
             break

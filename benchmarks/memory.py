@@ -61,7 +61,7 @@ def contender(models: Callable[[dict[str, Any]], Any], recorded: Callable[[Any],
         async with models(case) as make_model:
             episodes = Episodes(case["turns"], make_model)
 
-            async def round_(count: int = 8) -> dict[str, float]:
+            async def round_(count: int = 4) -> dict[str, float]:
                 gc.collect()
                 tracemalloc.start()
                 agents = [episodes.agent() for _ in range(count)]
