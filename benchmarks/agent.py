@@ -55,18 +55,13 @@ GOALS = [
 
 
 def cases(size: str) -> list[dict[str, Any]]:
-    """Return the cases: `check` for the tests, `quick` or `full`."""
+    """Return the cases of a size: `check` for the tests, `quick` or `full`."""
     listed = {
         "check": [(8, 1), (2, 4)],
         "quick": [(5, 1), (5, 64), (40, 20), (80, 1)],
         "full": [(5, 1), (5, 64), (5, 512), (20, 1), (20, 64), (20, 512), (40, 20), (80, 1), (80, 64), (80, 512)],
     }[size]
     return [{"turns": turns, "at once": at_once} for turns, at_once in listed]
-
-
-def is_left_out(case: dict[str, Any], contender: str) -> bool:
-    """Every contender takes part in every case."""
-    return False
 
 
 @functools.cache

@@ -52,7 +52,7 @@ GOALS = [
 
 
 def cases(size: str) -> list[dict[str, Any]]:
-    """Return the cases: `check` for the tests, `quick` or `full`."""
+    """Return the cases of a size: `check` for the tests, `quick` or `full`."""
     if size == "quick":
         listed = [
             *[(prompt, 512, turn) for prompt in (1_000, 32_000) for turn in ("one-off", "continuing")],
@@ -75,10 +75,6 @@ def setting(case: dict[str, Any]) -> dict[str, Any]:
 def is_left_out(case: dict[str, Any], contender: str) -> bool:
     """Stock httpx takes 15 ms for what others take 0.5: beyond 512 small prompts it would take the most time of all."""
     return contender == "httpx" and case["in flight"] * case["prompt ids"] > 600_000
-
-
-def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """Nothing follows from other contenders' rounds."""
 
 
 def extended(prompt: list[int], ids: list[int]) -> list[int]:

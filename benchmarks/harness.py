@@ -191,7 +191,15 @@ class Plan:
 
 
 def run(subject: Any, cases: list[dict[str, Any]], plan: Plan) -> list[Row]:
-    """Return the rows of one subject, a module; a line per case tells of the progress."""
+    """Return the rows of one subject, a module of this folder.
+
+    It has `OURS` and `OTHERS`, its contenders and their functions; `COLUMNS` of a case, `METRICS` of a round and their
+    titles, and `COMPARED`, whose ratios are shown. It may have `GOALS`; `setting`, what workers need besides the case,
+    or which server; `is_left_out`, cases that are not for a contender; `derive`, which adds figures to the rounds.
+    """
+    setting = getattr(subject, "setting", lambda case: {})
+    is_left_out = getattr(subject, "is_left_out", lambda case, contender: False)
+    derive = getattr(subject, "derive", lambda case, measured: None)
     starts = {name: (function, sys.executable, ROOT) for name, function in subject.OURS.items()}
     if plan.before is not None:
         starts |= {BEFORE: (subject.OURS[OURS], sys.executable, plan.before)}
@@ -206,8 +214,8 @@ def run(subject: Any, cases: list[dict[str, Any]], plan: Plan) -> list[Row]:
             for name, (function, python, tree) in starts.items()
         }
         for case in cases:
-            taking_part = [name for name in workers if not subject.is_left_out(case, name)]
-            given = case | subject.setting(case)
+            taking_part = [name for name in workers if not is_left_out(case, name)]
+            given = case | setting(case)
             if settings := given.pop("server", None):
                 key = json.dumps(settings)
                 if key not in servers:
@@ -219,7 +227,7 @@ def run(subject: Any, cases: list[dict[str, Any]], plan: Plan) -> list[Row]:
             for name in taking_part:
                 workers[name].ask({"open": given})
             measured = paired(workers, taking_part, plan)
-            subject.derive(case, measured)
+            derive(case, measured)
             rows += [Row(subject.__name__, case, name, measured[name]) for name in taking_part]
             count = len(measured[taking_part[0]])
             progress(f"{subject.__name__}: {describe(case)} ({count} rounds)")
@@ -322,7 +330,7 @@ def tables(subject: Any, rows: list[Row]) -> str:
 def goals(subject: Any, rows: list[Row]) -> str:
     """Return the table of the goals whose cases were measured."""
     lines = []
-    for goal in subject.GOALS:
+    for goal in getattr(subject, "GOALS", ()):
         for row in rows:
             if row.contender != OURS or not goal.case.items() <= row.case.items():
                 continue
@@ -369,16 +377,25 @@ def as_json(taken: dict[str, str], rows: list[Row]) -> str:
     return f'{{"taken": {json.dumps(taken)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def write(taken: dict[str, str], rows: list[Row]) -> None:
-    """Replace earlier results of the same subjects, and write the tables of all."""
-    if RESULTS.exists():
-        known = json.loads(RESULTS.read_text())
-        rows = [Row(**row) for row in known["rows"] if row["subject"] not in taken] + rows
-        taken = known["taken"] | taken
-    RESULTS.write_text(as_json(taken, rows))
+def readme(taken: dict[str, str], rows: list[Row]) -> str:
+    """Return README.md with the tables of results."""
     sections = []
     for name, how in taken.items():
         shown = tables(importlib.import_module(name), [row for row in rows if row.subject == name])
         sections.append(f"### {name}\n\nTaken {how}.\n\n{shown}")
     before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text("\n\n".join([before + BEGIN, *sections, END]) + rest.partition(END)[2])
+    return "\n\n".join([before + BEGIN, *sections, END]) + rest.partition(END)[2]
+
+
+def stored() -> tuple[dict[str, str], list[Row]]:
+    """Return how the results in results.json were taken, and their rows."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"taken": {}, "rows": []}
+    return known["taken"], [Row(**row) for row in known["rows"]]
+
+
+def write(taken: dict[str, str], rows: list[Row]) -> None:
+    """Replace earlier results of the same subjects, and write the tables of all."""
+    known, others = stored()
+    taken, rows = known | taken, [row for row in others if row.subject not in taken] + rows
+    RESULTS.write_text(as_json(taken, rows))
+    README.write_text(readme(taken, rows))

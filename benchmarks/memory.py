@@ -35,14 +35,9 @@ GOALS = [
 
 
 def cases(size: str) -> list[dict[str, Any]]:
-    """Return the cases: `check` for the tests, `quick` or `full`."""
+    """Return the cases of a size: `check` for the tests, `quick` or `full`."""
     listed = {"check": [(3, 150)], "quick": [(30, 600)], "full": [(5, 150), (40, 150), (30, 600)]}[size]
     return [{"turns": turns, "answer tokens": tokens} for turns, tokens in listed]
-
-
-def is_left_out(case: dict[str, Any], contender: str) -> bool:
-    """Every contender takes part in every case."""
-    return False
 
 
 def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> None:

@@ -27,14 +27,13 @@ OURS = {"here": "measured"}
 OTHERS = {"0.4.3": "measured"}
 COMPARED = ("0.4.3",)
 COLUMNS = ("part", "size")
-GOALS: list[Any] = []
 METRICS = {"cpu_ms": "CPU ms", "ms": "Milliseconds on the clock"}
 SHARED = ("parse", "import")
 """What 0.4.3 has, too."""
 
 
 def cases(size: str) -> list[dict[str, Any]]:
-    """Return the cases: `check` for the tests, `quick` or `full`."""
+    """Return the cases of a size: `check` for the tests, `quick` or `full`."""
     listed = [
         *[("attach", f"{messages} messages, {kilobytes} kB") for messages, kilobytes in ((100, 200), (500, 1_000))],
         *[("export", f"{turns} turns of {tokens} tokens") for turns, tokens in ((20, 600), (200, 600))],
@@ -50,15 +49,6 @@ def cases(size: str) -> list[dict[str, Any]]:
 def is_left_out(case: dict[str, Any], contender: str) -> bool:
     """Most parts are only here."""
     return contender == "0.4.3" and case["part"] not in SHARED
-
-
-def setting(case: dict[str, Any]) -> dict[str, Any]:
-    """Return what workers need besides the case."""
-    return {}
-
-
-def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """Nothing follows from other contenders' rounds."""
 
 
 Round = Callable[[], Awaitable[dict[str, float]]]

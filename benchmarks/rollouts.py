@@ -47,24 +47,15 @@ TEMPLATE = """\
 
 
 def cases(size: str) -> list[dict[str, Any]]:
-    """Return the cases: `check` for the tests, `quick` or `full`."""
+    """Return the cases of a size: `check` for the tests, `quick` or `full`."""
     model = "tiny" if size == "check" else "SmolLM2"
     groups, members, ids = {"check": (1, 2, 300), "quick": (1, 8, 1_500), "full": (3, 8, 1_500)}[size]
     return [{"groups": groups, "group of": members, "prompt ids": ids, "model": model}]
 
 
-def is_left_out(case: dict[str, Any], contender: str) -> bool:
-    """Every contender takes part in every case."""
-    return False
-
-
 def setting(case: dict[str, Any]) -> dict[str, Any]:
     """Return what workers need besides the case."""
     return {"sglang": case["model"]}
-
-
-def derive(case: dict[str, Any], rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """Nothing follows from other contenders' rounds."""
 
 
 @contextlib.asynccontextmanager

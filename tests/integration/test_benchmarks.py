@@ -36,3 +36,9 @@ def test_cost_of_strands_is_measured():
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
     assert "| Environment |" in printed.stdout and "4 environments start at once" in printed.stdout
+
+
+def test_the_tables_are_what_the_command_writes():
+    script = "import harness; print(harness.readme(*harness.stored()), end='')"
+    written = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    assert written.stdout == (ROOT / "benchmarks" / "README.md").read_text("utf-8"), written.stderr
