@@ -312,6 +312,8 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
 
 def join_pieces(pieces: Sequence[Piece]) -> Content:
     """Join texts by newlines, with images between them as parts of their own."""
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return pieces[0]
     parts: list[dict[str, str]] = []
     for _, run in groupby(pieces, key=type):
         together = list(run)

@@ -110,7 +110,7 @@ def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMas
     return SamplingMask(token_ids, lengths)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Generation:
     """The sampled tokens of one request and what the server reported about them.
 

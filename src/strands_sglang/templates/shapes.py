@@ -1,8 +1,8 @@
 """Renders of a chat template with holes, so that conversations of one shape are rendered once.
 
-What a template writes after a turn is mostly the same each time: only texts differ, such as the result of a tool. A
-`Shape` is rendered with a `Hole` instead of each of these texts. It keeps what the template wrote as literal text
-and holes, and fills the texts in later.
+What a template writes after a turn is mostly the same each time: only texts differ, such as the result of a tool. So a
+conversation is rendered with a `Hole` instead of each of these texts. What the template wrote, literal text and holes,
+is kept, and later texts are filled in.
 
 This is exact, because a hole can only be written. A template that reads one (compares, measures, searches, cuts or
 encodes it) raises `HoleReadError`, and its shape is not used. A hole is a string to `is string`, but no function takes

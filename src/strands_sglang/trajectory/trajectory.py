@@ -444,7 +444,7 @@ class Trajectory:
         """
         with self._lock:
             self._warn_of_rewriting(judge_end(self._turns, messages))
-            self._forget_encoded_ids()
+            self._forget_for_requests()
 
     # --- for calls ---
 
@@ -612,11 +612,13 @@ class Trajectory:
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
             }
-            self._forget_encoded_ids()
+            self._forget_for_requests()
             return encode_turns(self._turns, facts)
 
-    def _forget_encoded_ids(self) -> None:
+    def _forget_for_requests(self) -> None:
         """Free memory that only a next request would need; it takes little time to make it again."""
+        self._asked.clear()
+        self.counted = None
         for turn in self._turns:
             turn.forget_encoded_ids()
 

@@ -40,7 +40,7 @@ class RecordedError(Exception):
     """The error that failed a turn, as read from a file: its type and its message."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Turn:
     """One model call of an episode.
 
