@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
@@ -282,6 +283,18 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "N",
             "help": "episodes at the same time; auto: as many as the servers have room for (default: %(default)s)",
         },
+        "--ray": {
+            "nargs": "?",
+            "const": "auto",
+            "metavar": "ADDRESS",
+            "help": "run the episodes on the Ray cluster at host:port (default: that of RAY_ADDRESS or this machine)",
+        },
+        "--ray-args": {
+            "type": json_object,
+            "default": {},
+            "metavar": "JSON",
+            "help": "further arguments of RayExecutor",
+        },
         "--keep-tokens": {"action": "store_true", "help": "keep token ids, loss masks and logprobs"},
         "--keep-trajectories": {"action": "store_true", "help": "keep every model call, one file per sample"},
         "--stop-after-failures": {
@@ -361,7 +374,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from strands_sglang import SGLangClientError
 
     from .core import RewardError
-    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator
+    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator, ExecutorError
     from .eval.checkpoint import encode, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
@@ -381,6 +394,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
             env_factory, reward = named_environment(arguments, model_factory)
         with waiting(f"loading and checking the tasks of {arguments.benchmark or arguments.dataset}"):
             actions = load_actions(arguments, reward)
+        with waiting("connecting to the Ray cluster") if arguments.ray else contextlib.nullcontext():
+            executor = named_executor(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
     except RewardError as error:  # the machine starts no worker that could read a ground truth
@@ -399,6 +414,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         success_threshold=arguments.success_threshold,
         stop_after_failures=arguments.stop_after_failures,
         retry_errors=arguments.retry_errors,
+        executor=executor,
     )
     evaluator.benchmark_name = arguments.benchmark or Path(arguments.dataset).stem
 
@@ -414,7 +430,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         with waiting("computing the metrics"):
             metrics = evaluator.compute_metrics(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
-    except (CheckpointError, EvaluationStoppedError, SGLangClientError) as error:
+    except (CheckpointError, EvaluationStoppedError, ExecutorError, SGLangClientError) as error:
         told = re.sub(r"; use another file( for this one)?$", "; use another --output", one_line(error))
         tell(f"strands-env: {in_options(told)}")
         return FAILED
@@ -611,6 +627,28 @@ def named_reward(arguments: argparse.Namespace) -> Any:
         return target(**arguments.reward_args)
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(f"--reward {arguments.reward}: {error}") from error
+
+
+def named_executor(arguments: argparse.Namespace) -> Any:
+    """The executor that `--ray` and `--ray-args` describe; None to run the episodes in this process.
+
+    Raises:
+        ImportError: Ray is not installed.
+        OSError: There is no cluster at the address.
+        ValueError: An argument is wrong.
+    """
+    if arguments.ray is None:
+        if arguments.ray_args:
+            raise ValueError("--ray-args needs --ray")
+        return None
+    try:
+        from .ray import RayExecutor
+
+        return RayExecutor(arguments.ray, **arguments.ray_args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--ray-args: {error}") from error
+    except (ImportError, OSError) as error:
+        raise type(error)(f"--ray: {error}") from error
 
 
 def load_object(option: str, path: str, names: dict[str, str]) -> Any:

@@ -83,12 +83,6 @@ class Identified:
         return {"class": _name(type(self)), "arguments": arguments}
 
 
-def with_identity(function: F, **facts: Any) -> F:
-    """Set the identity of a function, such as a factory."""
-    function.identity = describe(facts)  # type: ignore[attr-defined]
-    return function
-
-
 def describe(value: Any, depth: int = 0) -> Any:
     """Describe a value as plain data that is equal in every process of the same program."""
     if isinstance(value, enum.Enum):

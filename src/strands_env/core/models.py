@@ -13,13 +13,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from strands.models.model import Model
+from typing_extensions import override
 
 from strands_sglang import SGLangClient, SGLangHTTPError, SGLangModel, get_client, get_tokenizer
 
-from .identity import with_identity
+from .identity import Identified, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class _Factory(Identified):
+    """A model factory. It is pickled as the call that created it: what it has loaded or connected stays behind."""
+
+    served: Any = None
+    kept: Any = None
+
+    def __init__(self, make: Callable[[], Any], call: functools.partial[Any], **facts: Any) -> None:
+        self._make = make
+        self._call = call
+        self._facts = describe(facts)
+
+    def __call__(self) -> Any:
+        return self._make()
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self._facts)
+
+    def __reduce__(self) -> Any:
+        return self._call, ()
 
 
 def sglang_model_factory(
@@ -55,6 +78,17 @@ def sglang_model_factory(
             unknown or invalid.
         OSError: The tokenizer does not exist.
     """
+    call = functools.partial(
+        sglang_model_factory,
+        model_id=model_id,
+        tokenizer=tokenizer,
+        client=client,
+        base_url=base_url,
+        sampling_params=sampling_params,
+        tool_parser=tool_parser,
+        processor=processor,
+        **config,
+    )
     tokenizer = tokenizer if tokenizer is not None else model_id
     if tokenizer is None:
         raise ValueError("pass tokenizer= (an object, a folder or a name) or model_id=")
@@ -78,22 +112,11 @@ def sglang_model_factory(
         )
 
     first = make()  # validates the arguments
-
-    def factory(*, kept: SGLangModel = first) -> SGLangModel:
-        # Models share the analysis of a chat template while one of them is alive; `kept` is.
-        return make()
-
+    facts = {"model_id": model_id, "tokenizer": tokenizer, "sampling_params": sampling_params}
     # The server's address is not part of the identity; its weights are, and `served` asks for them.
-    with_identity(
-        factory,
-        backend="sglang",
-        model_id=model_id,
-        tokenizer=tokenizer,
-        sampling_params=sampling_params,
-        tool_parser=tool_parser,
-        config=config,
-    )
-    factory.served = functools.partial(served_weights, first.client)  # type: ignore[attr-defined]
+    factory = _Factory(make, call, backend="sglang", **facts, tool_parser=tool_parser, config=config)
+    factory.served = functools.partial(served_weights, first.client)
+    factory.kept = first  # models share the analysis of a chat template while one of them is alive
     return factory
 
 
@@ -145,6 +168,15 @@ def openai_model_factory(
         ImportError: The `openai` extra is not installed.
         ValueError: `sampling_params` contains both a name and its alias.
     """
+    call = functools.partial(
+        openai_model_factory,
+        model_id=model_id,
+        sampling_params=sampling_params,
+        base_url=base_url,
+        api_key=api_key,
+        client_args=client_args,
+        **config,
+    )
     try:
         from strands.models.openai import OpenAIModel
     except ImportError as error:
@@ -157,9 +189,8 @@ def openai_model_factory(
         return OpenAIModel(client_args=dict(arguments), model_id=model_id, params=dict(params), **config)
 
     factory()
-    return with_identity(
-        factory, backend="openai", model_id=model_id, base_url=base_url, sampling_params=params, config=config
-    )
+    facts = {"model_id": model_id, "base_url": base_url, "sampling_params": params}
+    return _Factory(factory, call, backend="openai", **facts, config=config)
 
 
 def bedrock_model_factory(
@@ -191,6 +222,15 @@ def bedrock_model_factory(
         ValueError: Bedrock does not support a sampling parameter, or `sampling_params` contains both a name and its
             alias.
     """
+    call = functools.partial(
+        bedrock_model_factory,
+        model_id=model_id,
+        sampling_params=sampling_params,
+        boto_session=boto_session,
+        boto_client_config=boto_client_config,
+        region_name=region_name,
+        **config,
+    )
     try:
         from strands.models.bedrock import BedrockModel
     except ImportError as error:
@@ -205,7 +245,8 @@ def bedrock_model_factory(
         region_name=region_name,
         **cast(Any, {"model_id": model_id, **params, **config}),
     )
-    return with_identity(lambda: model, backend="bedrock", model_id=model_id, sampling_params=params, config=config)
+    facts = {"model_id": model_id, "sampling_params": params}
+    return _Factory(lambda: model, call, backend="bedrock", **facts, config=config)
 
 
 def _renamed(params: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import anyio
+
 from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, Trajectory, termination_reason
 
 from ..core import Action, Environment, Observation, StepResult
@@ -40,6 +42,10 @@ class Episode:
     identity: dict[str, Any] | None = None
     seconds: float = 0.0
     trajectory: Trajectory | None = None
+
+
+class ExecutorError(Exception):
+    """Samples cannot run where an executor runs them; says where, and why."""
 
 
 class Runner(Protocol):
@@ -95,12 +101,7 @@ class Episodes:
         """Run one episode of a prompt; see `Runner`."""
         began = time.monotonic()
         running = asyncio.ensure_future(self._run(prompt))
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError:
-            running.cancel()
-            await asyncio.wait({running})
-            raise
+        await until_done(running, running.cancel)
         # If the task is cancelled although this one is not, the environment raised CancelledError.
         cancelled = (failed(asyncio.CancelledError()), True, None)
         result, is_judged, identity = cancelled if running.cancelled() else running.result()
@@ -120,7 +121,11 @@ class Episodes:
 
     async def identity(self, prompt: Prompt) -> dict[str, Any]:
         """Create the environment of a prompt, and return its identity, with the weights that its server reports."""
-        return await self._identity(await self._make(prompt.action.model_copy(deep=True)))
+        return await self._identity(await self.make(prompt))
+
+    async def make(self, prompt: Prompt) -> Environment:
+        """Create the environment of a prompt."""
+        return await self._make(prompt.action.model_copy(deep=True))
 
     async def _run(self, prompt: Prompt) -> tuple[StepResult, bool, dict[str, Any] | None]:
         # A copy: environments may modify the action, which must not affect other samples.
@@ -153,6 +158,26 @@ class Episodes:
                 self._served[ask] = asyncio.ensure_future(_served_weights(ask))  # asked once per run
             identity = {**identity, "served": await asyncio.shield(self._served[ask])}
         return identity
+
+
+async def until_done(future: asyncio.Future[Any], cancel: Callable[[], Any]) -> None:
+    """Wait for a future. A cancelled caller calls `cancel` once, and still waits.
+
+    Raises:
+        CancelledError: The caller was cancelled; the future is done.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            # Once is enough: anyio's cancel scopes cancel again in every iteration of the event loop.
+            with anyio.CancelScope(shield=cancelled is not None):
+                await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            if cancelled is None:
+                cancel()
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _served_weights(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:

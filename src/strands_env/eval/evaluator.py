@@ -269,12 +269,16 @@ class Evaluator:
 
             helpers = [asyncio.ensure_future(progress.tick()), asyncio.ensure_future(concurrency.follow())]
             workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency.most, len(todo)))]
-            try:
-                await asyncio.gather(*workers)
+            ended: set[asyncio.Future[None]] = set()
+            try:  # not with `gather`: as soon as one worker is cancelled, it would leave the others to their cleanup
+                if workers:
+                    ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
             finally:  # if one fails or the caller is cancelled, the others end first
                 for task in (*workers, *helpers):
                     task.cancel()
                 await asyncio.gather(*workers, *helpers, return_exceptions=True)
+            for worker in ended:
+                worker.result()
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])

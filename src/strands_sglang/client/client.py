@@ -142,13 +142,14 @@ class SGLangClient:
         if transport is not None and not isinstance(transport, Transport) and not callable(transport):
             raise ValueError("transport must be an httpx.AsyncBaseTransport or a function that makes one")
         self._transport = transport
+        self._headers = dict(headers or {})
         open_session = partial(
             connect,
             transport,
             https=any(url.startswith("https:") for url in self.base_urls),
             max_connections=max_connections,
             connect_timeout=connect_timeout,
-            headers=dict(headers or {}),
+            headers=self._headers,
         )
         self._sessions = SessionPool(open_session, abort_grace)
         self.retry_policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
@@ -445,6 +446,12 @@ class SGLangClient:
     ) -> None:
         """Close the client."""
         await self.close()
+
+    def __reduce__(self) -> Any:
+        """Pickle the settings: a client connects where it is used."""
+        names = "max_connections timeout connect_timeout max_retries retry_delay vocab_size unreachable_after deadline"
+        settings = {name: getattr(self, name) for name in (*names.split(), "abort_grace")}
+        return partial(type(self), self.base_urls, transport=self._transport, headers=self._headers, **settings), ()
 
     def __repr__(self) -> str:
         """Return the class name and the addresses."""

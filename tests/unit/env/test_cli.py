@@ -240,6 +240,19 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsy
     assert told in error and len(error.splitlines()) == 1 and error.startswith("strands-env: ")
 
 
+def test_an_install_without_ray_says_what_is_missing(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "strands_env.ray", raising=False)
+    assert run([*command, "--ray"]) == 2
+    told = "strands-env: --ray: the ray package is not installed: pip install -e '.[ray]'"
+    assert capsys.readouterr().err.strip() == told
+
+
+def test_arguments_of_an_executor_need_a_cluster(command, capsys):
+    assert run([*command, "--ray-args", '{"tries": 2}']) == 2
+    assert capsys.readouterr().err.strip() == "strands-env: --ray-args needs --ray"
+
+
 @pytest.mark.parametrize(
     ("module", "told"),
     [

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -56,7 +57,7 @@ from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
 from strands_env.sandbox import PythonSandbox
 from strands_env.utils import clear_clients, get_cached_client, get_cached_client_from_slime_args
-from strands_sglang import OUTCOMES, RewardRule, SGLangModel
+from strands_sglang import OUTCOMES, RewardRule, SGLangClient, SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.agents import Gate, ScriptedModel, advance, call, tool_use
 from support.environments import (
@@ -1622,6 +1623,22 @@ def _own_clients():
     clear_clients()
     yield
     clear_clients()
+
+
+def test_a_pickled_model_factory_loads_and_connects_anew(chatml_tokenizer, tmp_path):
+    chatml_tokenizer.save_pretrained(tmp_path)
+    client = SGLangClient([URL, "http://localhost:2"], max_connections=7, deadline=60, headers={"X-Key": "1"})
+    factory = sglang_model_factory(
+        tokenizer=tmp_path, client=client, sampling_params={"top_p": 0.5}, max_context_tokens=9
+    )
+    content = pickle.dumps(factory)
+    assert len(content) < 2000  # without the tokenizer
+    copy = pickle.loads(content)
+    assert copy.identity() == factory.identity()
+    model = copy()
+    assert model.client is not client and model.client.base_urls == client.base_urls
+    assert (model.client.max_connections, model.client.deadline) == (7, 60)
+    assert model.get_config() == factory().get_config()
 
 
 async def test_factory_models_share_the_client_but_no_state(chatml_tokenizer):

@@ -756,6 +756,27 @@ async def test_cancelled_run_keeps_finished_samples(tmp_path):
     assert pairs(path) == [(f"t{n}", 0) for n in range(9)]
 
 
+async def test_cancelled_run_waits_for_every_cleanup():
+    running, cleaned = asyncio.Event(), []
+
+    async def play(action):
+        try:
+            running.set()
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20 * int(action.task_context.id[1:])):  # one is done long before the next
+                await asyncio.sleep(0)
+            cleaned.append(action.task_context.id)
+
+    run = asyncio.ensure_future(evaluator(StubEnvironment(play), max_concurrency=3).run(tasks(3)))
+    await running.wait()
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert cleaned == ["t0", "t1", "t2"]
+
+
 async def test_full_disk_ends_the_run_and_a_later_run_resumes(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     pwrite, calls = os.pwrite, []
