@@ -397,7 +397,7 @@ async def while_running(trainer, act):
 
 
 async def test_samples_share_a_prefill_also_after_an_update(trainer, tiny_server):
-    question = "Which of these numbers is prime? " + " ".join(map(str, range(100)))
+    question = "Which of these numbers is prime? " + " ".join(map(str, range(160)))
     async with SGLangClient(tiny_server.base_url) as client:
         for version, alone in (("old", 1), ("new", 0)):  # the first call of a client does not know of its siblings
             await trainer.load(version)
