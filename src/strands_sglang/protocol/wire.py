@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import orjson
 
@@ -68,11 +69,11 @@ class EncodedIds:
     """Token ids as JSON, checked and encoded once: a prompt that grows from turn to turn pays for what is new.
 
     Attributes:
-        json: The ids, separated by commas; copying them costs a hundredth of encoding them.
+        pieces: The ids in order, each piece separated by commas and none empty.
         count: Number of ids, T.
     """
 
-    json: bytes = b""
+    pieces: tuple[bytes, ...] = ()
     count: int = 0
 
     @classmethod
@@ -82,13 +83,13 @@ class EncodedIds:
         Raises:
             ValueError: An id is not an int in `[0, vocab_size)`.
         """
-        return cls(encode_token_ids(ids, vocab_size)[1:-1], len(ids)) if len(ids) else cls()
+        return cls((encode_token_ids(ids, vocab_size)[1:-1],), len(ids)) if len(ids) else cls()
 
     @classmethod
-    def joined(cls, pieces: Iterable[EncodedIds]) -> EncodedIds:
-        """Return the ids of all pieces."""
-        pieces = [piece for piece in pieces if piece.count]
-        return cls(b",".join(piece.json for piece in pieces), sum(piece.count for piece in pieces))
+    def joined(cls, parts: Iterable[EncodedIds]) -> EncodedIds:
+        """Return the ids of all parts, without copying them."""
+        parts = list(parts)
+        return cls(tuple(chain.from_iterable(part.pieces for part in parts)), sum(part.count for part in parts))
 
     def plus(self, ids: Sequence[int], vocab_size: int | None = None) -> EncodedIds:
         """Return these ids and more, of which only the new ones are checked and encoded.
@@ -99,20 +100,22 @@ class EncodedIds:
         return EncodedIds.joined((self, EncodedIds.of(ids, vocab_size)))
 
 
-class GenerateBody(NamedTuple):
+class GenerateBody:
     """A `/generate` body without its `rid`, encoded once for all attempts.
 
-    Attributes:
-        input_ids: The ids, separated by commas. They are apart because the ids of a 32k prompt are 200 kB.
-        rest: The other keys, as a JSON object.
+    The ids of a 32k prompt are 200 kB, and fresh memory costs more than copying. So only the latest body is kept.
     """
 
-    input_ids: bytes
-    rest: bytes
+    def __init__(self, *parts: bytes | memoryview) -> None:
+        """Take the parts of the JSON object after its `rid`."""
+        self._parts = parts
 
     def with_rid(self, rid: str) -> bytes:
         """Return the body of one attempt."""
-        return b"".join((b'{"rid":', orjson.dumps(rid), b',"input_ids":[', self.input_ids, b"],", self.rest[1:]))
+        head = b'{"rid":' + orjson.dumps(rid) + b","
+        body = b"".join((head, *self._parts))
+        self._parts = (memoryview(body)[len(head) :],)
+        return body
 
 
 def encode_generate(
@@ -151,10 +154,12 @@ def encode_generate(
     except TypeError as error:
         raise ValueError(f"the request cannot be written as JSON: {error}") from error
     if not isinstance(input_ids, EncodedIds):
-        return GenerateBody(encode_token_ids(input_ids, vocab_size)[1:-1], encoded)
+        return GenerateBody(b'"input_ids":', encode_token_ids(input_ids, vocab_size), b",", encoded[1:])
     if not input_ids.count:
         raise ValueError(NO_IDS)
-    return GenerateBody(input_ids.json, encoded)
+    first, *others = input_ids.pieces
+    more = chain.from_iterable((b",", piece) for piece in others)
+    return GenerateBody(b'"input_ids":[', first, *more, b"],", encoded[1:])
 
 
 class UnfitAnswerError(SGLangDecodingError):

