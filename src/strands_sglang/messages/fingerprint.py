@@ -67,7 +67,7 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages, earlier: Conversat
     """
     exact = None
     begins_with = 0
-    values = exact_bytes([dict(parts), *messages])
+    values = exact_bytes([dict(parts), *([message["role"], message["content"]] for message in messages)])
     if values is not None:
         hashed = hashlib.sha256()
         length = 0

@@ -602,7 +602,9 @@ class ModelCall:
                 chat.insert(0, {"role": "system", "content": self.chat.system})
             return self.template.opening(chat, self._tools())
 
-        exact = self.chat.conversation.exact if self.images is None else None
+        # Calls of earlier answers have the names that their model wrote, which counting does not know.
+        has_answer = any(message["role"] == "assistant" for message in self.chat.messages)
+        exact = None if has_answer or self.images is not None else self.chat.conversation.exact
         return self._counted_or(None if exact is None else (self.template, exact), render, ahead)
 
     def _counted_or(self, key: Any, render: Callable[[], Prompt], ahead: bool) -> Prompt:

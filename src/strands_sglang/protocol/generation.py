@@ -389,7 +389,7 @@ def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:
 
 def _numbers(values: Iterable[Any], what: str) -> array[float]:
     try:
-        return array("d", values)
+        return array("d", list(values))  # an array that grows is a sixth too large
     except TypeError as error:
         raise SGLangDecodingError(f"{what} is not a number: {error}") from error
 

@@ -481,6 +481,22 @@ async def test_a_server_that_cannot_be_asked_does_not_keep_a_count(chatml_tokeni
     assert model.context_window_limit is None
 
 
+async def test_a_counted_prompt_is_not_sent_for_other_written_names(judged):
+    """Strands keeps in its agent which name a model wrote for a call, and does not pass it when it counts."""
+    judge = judged(["Done."])
+    use = {"toolUseId": "a", "name": "INVALID_TOOL_NAME", "input": {}}
+    messages = [
+        {"role": "user", "content": [{"text": "Question?"}]},
+        {"role": "assistant", "content": [{"toolUse": use}]},
+        {"role": "user", "content": [{"toolResult": {"toolUseId": "a", "content": [{"text": "No."}]}}]},
+    ]
+    await judge.model.count_tokens(messages, [], "Be brief.")
+    state = {"strands_sglang_names": {"a": "read pages!"}}
+    async for _ in judge.model.stream(messages, [], "Be brief.", model_state=state):
+        pass
+    assert "read pages!" in judge.server.requests[0].text
+
+
 # === hooks, middleware, steering and interventions: how they replace messages, answers and results ===
 
 
