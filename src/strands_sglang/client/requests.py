@@ -260,7 +260,7 @@ async def _exchange(
         except BaseException:
             await response.aclose()
             raise
-        await session.turnstile.enter()  # for whoever decodes it
+        await session.turnstile.enter()  # the caller decodes it
         return response
     finally:
         settle(over)

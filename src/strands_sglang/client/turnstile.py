@@ -1,8 +1,8 @@
 """Spreads bursts over the iterations of an event loop.
 
 A thousand agents that ask at once all become ready in one iteration of their loop. If all of them encoded their
-requests in it, nothing else would run until the last had: no timer, no tool, no answer of another agent. So whoever is
-about to encode or decode passes a turnstile first. In a burst it lets through, in order, as many per iteration as the
+requests in it, nothing else would run until the last had: no timer, no tool, no answer of another agent. So a call
+passes a turnstile before it encodes or decodes. In a burst it lets through, in order, as many per iteration as the
 iterations before have shown to take a few milliseconds.
 """
 
@@ -26,7 +26,7 @@ class Turnstile:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._batch = 16  # how many pass per iteration, and per `BUDGET_S` before anyone has to wait
-        self._free: int | None = None  # how many still do; None if nobody has passed of late
+        self._free: int | None = None  # how many still do; None if no call has passed of late
         self._began = 0.0
 
     async def enter(self) -> None:
