@@ -328,7 +328,8 @@ class _Pool:
     """The actors of one evaluation: each sample goes to one of them, and to another if that one is lost."""
 
     def __init__(self, handles: Sequence[Any], max_concurrency: int, settings: RayExecutor) -> None:
-        self._actors = [_Actor(handle) for handle in handles]
+        self._handles = handles
+        self._actors = [_Actor(handle) for handle in handles]  # those that may run episodes
         self._max_concurrency = max_concurrency
         self._settings = settings
         self._latest: dict[str, _Actor] = {}  # by prompt
@@ -352,8 +353,8 @@ class _Pool:
         """End the actors."""
         for watching in self._watching:
             watching.cancel()
-        for actor in self._actors:
-            ray.kill(actor.handle)
+        for handle in self._handles:
+            ray.kill(handle)
 
     async def run(self, prompt: Prompt) -> Episode:
         """Run an episode of a prompt, again if its actor is lost; see `Runner`."""

@@ -288,6 +288,7 @@ async def refused(tmp_path, factory, **settings):
     with pytest.raises(ExecutorError) as told:
         await evaluation.run(tasks(2))
     assert not (tmp_path / "results.jsonl").read_bytes()
+    await until(lambda: ray.available_resources().get("CPU") == 4)  # its actors have ended
     return str(told.value)
 
 
