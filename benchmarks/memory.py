@@ -1,8 +1,8 @@
 """Memory of episodes: what a provider holds for each token, while the episode is live and once it is stored.
 
 Live are agent and model after their last turn, with everything that the next turn would need. Stored is what remains
-of them for training: the recorded turns alone, with their messages. `strands` holds the same messages with a model that
-records nothing; what is allocated beyond that is the provider's. Counted are Python's allocations, by `tracemalloc`.
+of them for training: the recorded turns alone, without the messages. `strands` holds the same messages with a model
+that records nothing; what is allocated beyond that is the provider's. Counted are allocations, by `tracemalloc`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,17 @@ def contender(models: Callable[[dict[str, Any]], Any], recorded: Callable[[Any],
                 await asyncio.gather(*(agent.invoke_async(QUESTION) for agent in agents))
                 gc.collect()
                 measured = {"live kB": tracemalloc.get_traced_memory()[0] / count / 1024}
+                messages = [agent.messages for agent in agents]  # they are the agents', whoever else refers to them
                 stored = [recorded(agent) for agent in agents]
                 if tokens := sum(count for _, count in stored):
                     del agents
                     gc.collect()
-                    measured |= {"tokens": tokens / count, "stored": tracemalloc.get_traced_memory()[0] / tokens}
+                    held = tracemalloc.get_traced_memory()[0]
+                    del stored
+                    gc.collect()
+                    held -= tracemalloc.get_traced_memory()[0]
+                    measured |= {"tokens": tokens / count, "stored": held / tokens}
+                del messages
                 tracemalloc.stop()
                 return measured
 

@@ -143,9 +143,11 @@ def parse(stack: contextlib.AsyncExitStack, characters: int) -> Round:
 
 def checkpoint(stack: contextlib.AsyncExitStack, records: int, at_once: int) -> Round:
     from strands_env.eval.checkpoint import CheckpointFile, encode
+    from strands_sglang.local.install import home
 
     record = encode({"key": "0" * 32, "text": "x" * 20_000})
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd())))  # a disk; /tmp may be memory
+    home().mkdir(parents=True, exist_ok=True)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=home())))  # a disk; /tmp may be memory
     (folder / "records.jsonl").write_bytes(record * records)
     file = CheckpointFile(folder / "records.jsonl")
     stack.push_async_callback(file.close)
