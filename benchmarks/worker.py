@@ -78,7 +78,10 @@ async def main(subject: str, contender: str, report: Callable[[Any], None]) -> N
             try:
                 if "open" in command:
                     await case.aclose()
+                    gc.unfreeze()
                     round_ = await case.enter_async_context(enter(command["open"]))
+                    gc.collect()
+                    gc.freeze()  # a full collection costs as much as the rest of the program has loaded
                     report({})
                 else:
                     report(await round_())
