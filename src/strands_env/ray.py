@@ -383,8 +383,6 @@ class _Pool:
     async def _call(self, method: str, prompt: Prompt, *, alone: bool = False) -> Any:
         actor = await self._take(prompt.id, alone=alone)
         try:
-            if actor.alone is not None:
-                await actor.alone.wait()
             number = next(self._numbers)
             answer = asyncio.wrap_future(getattr(actor.handle, method).remote(number, prompt).future())
             answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # mark it as retrieved
@@ -402,16 +400,22 @@ class _Pool:
     # --- placement ---
 
     async def _take(self, prompt_id: str, *, alone: bool) -> _Actor:
-        """Wait for an actor that has room, and count one more episode of it."""
-        sample = _Waiting(prompt_id, alone, asyncio.get_running_loop().create_future())
-        self._queue.append(sample)
-        self._place()
-        try:
-            return await sample.actor
-        except asyncio.CancelledError:
-            if sample.actor.done() and not sample.actor.cancelled():
-                self._give_back(sample.actor.result(), alone=alone)
-            raise
+        """Wait for an actor that has room, or none but this sample, and count one more episode of it."""
+        while True:
+            sample = _Waiting(prompt_id, alone, asyncio.get_running_loop().create_future())
+            self._queue.append(sample)
+            self._place()
+            try:
+                actor = await sample.actor
+                if actor.alone is not None:
+                    await actor.alone.wait()
+                if actor.node is not None:
+                    return actor
+            except asyncio.CancelledError:
+                if sample.actor.done() and not sample.actor.cancelled():
+                    self._give_back(sample.actor.result(), alone=alone)
+                raise
+            self._give_back(actor, alone=alone)  # lost to what ran there before
 
     def _give_back(self, actor: _Actor, *, alone: bool) -> None:
         actor.load -= 1

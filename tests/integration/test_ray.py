@@ -192,6 +192,24 @@ async def test_a_sample_that_kills_its_actor_is_dropped_alone(cluster, tmp_path)
     assert all(one.is_finished for one in others)
 
 
+async def test_no_sample_fails_for_a_neighbor_that_kills_its_actor(cluster, tmp_path):
+    async def play(action):
+        mark = tmp_path / action.task_context.id
+        is_again = mark.exists()
+        mark.touch()
+        if mark.name in ("t0", "t1") and not is_again:  # one in each actor; what the first loses waits for the other
+            while len(list(tmp_path.glob("t[01]"))) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2 if mark.name == "t0" else 1.0)
+            os._exit(1)
+        await asyncio.sleep(0 if is_again else 3)
+        return step_result()
+
+    executor = RayExecutor(episodes_per_actor=2, tries=2, actor_options=ONE_PER_NODE)
+    ended = samples_of(await evaluator(play, executor=executor, max_concurrency=4).run(tasks(4)))
+    assert [one.step_result.error for one in ended] == [None] * 4
+
+
 class Held(Environment):
     """Runs until it is canceled, and leaves files of its start and its cleanup, which takes a while."""
 
