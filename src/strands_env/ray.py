@@ -235,6 +235,7 @@ class EpisodeActor:
                 os.chdir(folder)
         self._probes = probes
         self._running: dict[int, asyncio.Future[Episode]] = {}
+        self._cancelled: set[int] = set()  # before they ran: a cancellation can overtake a large prompt
         self._problem: str | None = None
         own = versions()
         differing = [
@@ -267,6 +268,8 @@ class EpisodeActor:
 
         The result is bytes: arrays in the object store would be read-only, and fill it while the driver keeps them.
         """
+        if number in self._cancelled:
+            return None
         running = self._running[number] = asyncio.ensure_future(self._episodes.run(prompt))
         await asyncio.wait({running})
         del self._running[number]
@@ -276,6 +279,8 @@ class EpisodeActor:
         """Cancel an episode; `run` returns after its cleanup. Ray's own cancellation may answer before."""
         if number in self._running:
             self._running[number].cancel()
+        else:
+            self._cancelled.add(number)
 
     async def identity(self, number: int, prompt: Prompt) -> dict[str, Any]:
         """Return the identity of a prompt's environment."""

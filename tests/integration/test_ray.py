@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from strands_env.core import Environment, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import Evaluator, ExecutorError
+from strands_env.eval.checkpoint import name_prompts
+from strands_env.eval.episodes import Episodes
 from strands_env.rewards import MathReward
 from strands_sglang import SGLangClient
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
@@ -29,9 +32,10 @@ from support.pages import run_page
 from support.processes import has_ended
 
 ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from strands_env.ray import RayExecutor  # noqa: E402
+from strands_env.ray import EpisodeActor, RayExecutor, versions  # noqa: E402
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 ONE_PER_NODE = {"num_cpus": 2}
@@ -237,6 +241,15 @@ async def test_cancelled_episodes_are_cleaned_up_and_actors_end(cluster, tmp_pat
     marks = list(tmp_path.iterdir())
     assert len(marks) == 8 and {mark.suffix for mark in marks} == {".clean"}
     assert all(has_ended(pid) for pid in {int(mark.name.split("-")[0]) for mark in marks})
+
+
+async def test_a_cancellation_may_come_before_its_sample(cluster):
+    episodes = Episodes(StubEnvironment().factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    actor = EpisodeActor(cloudpickle.dumps(episodes), [], versions(), {"": logging.WARNING}, os.getcwd())
+    (prompt,) = name_prompts(tasks(1))
+    await actor.cancel(0)
+    assert await actor.run(0, prompt) is None
+    assert cloudpickle.loads(await actor.run(1, prompt)).result.reward.reward == 1.0
 
 
 DRIVER = """
