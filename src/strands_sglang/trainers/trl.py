@@ -68,14 +68,17 @@ class SGLangWeights:
         self.model_path = None if model_path is None else Path(model_path)
         self.folder = None if folder is None else Path(folder)
         self._http = httpx.Client(timeout=timeout, trust_env=False)
+        self._is_paused = False
 
     def pause(self) -> None:
         """Stop generation; requests in flight return what they have sampled."""
+        self._is_paused = True
         self._post("/pause_generation", {})
 
     def resume(self) -> None:
         """Continue generation."""
         self._post("/continue_generation", {})
+        self._is_paused = False
 
     def push(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the servers' weights, and empty their prefix caches.
@@ -92,10 +95,12 @@ class SGLangWeights:
             # A plain pickle: SGLang's own serializer passes handles of shared memory, which only the server's child
             # processes can open.
             payload = base64.b64encode(pickle.dumps(weights)).decode()
-            self._post("/begin_weight_update", {}, missing_is_fine=True)
             tensors = {"serialized_named_tensors": [payload], "flush_cache": True, "weight_version": str(version)}
-            self._post("/update_weights_from_tensor", tensors)
-            self._post("/end_weight_update", {}, missing_is_fine=True)
+            try:
+                self._post("/begin_weight_update", {}, missing_is_fine=True)
+                self._post("/update_weights_from_tensor", tensors)
+            finally:
+                self._post("/end_weight_update", {}, missing_is_fine=True)
             return
         from safetensors.torch import save_file
 
@@ -111,17 +116,32 @@ class SGLangWeights:
         self._post("/update_weights_from_disk", content)
 
     def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+        """Close the connections. Servers that are still paused, because training failed, continue."""
+        try:
+            if self._is_paused:
+                self.resume()
+        except (httpx.HTTPError, SGLangHTTPError) as error:
+            logger.warning("error=<%s> | a server may still be paused", error)
+        finally:
+            self._http.close()
 
     def _post(self, path: str, content: dict[str, Any], *, missing_is_fine: bool = False) -> None:
+        """Ask all servers, also after one has failed; its error is raised then."""
+        failures: list[Exception] = []
         for url in self.base_urls:
-            response = self._http.post(url + path, json=content)
+            try:
+                response = self._http.post(url + path, json=content)
+            except httpx.HTTPError as error:
+                failures.append(error)
+                continue
             if response.status_code == 404 and missing_is_fine:  # servers before 0.5.23
                 continue
             answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
             if response.is_error or (isinstance(answer, dict) and answer.get("success") is False):
-                raise SGLangHTTPError(f"{url}{path}: {response.text}", status=response.status_code, body=response.text)
+                text = f"{url}{path}: {response.text}"
+                failures.append(SGLangHTTPError(text, status=response.status_code, body=response.text))
+        if failures:
+            raise failures[0]
 
 
 class AsyncGRPORollouts:
@@ -221,7 +241,7 @@ class AsyncGRPORollouts:
         self._weights.resume()
 
     def destroy(self) -> None:
-        """Close the connections to the servers."""
+        """Close the connections to the servers; those that are paused continue."""
         self._weights.close()
 
     def _produce(self) -> None:
@@ -332,9 +352,11 @@ class GRPORollouts:
         step = trainer.state.global_step
         if self._weights is not None and step != self._pushed:
             model = trainer.accelerator.unwrap_model(trainer.model)
-            self._weights.pause()
-            self._weights.push(model.state_dict().items(), step)
-            self._weights.resume()
+            try:
+                self._weights.pause()
+                self._weights.push(model.state_dict().items(), step)
+            finally:
+                self._weights.resume()
             self._pushed = step
         size = arguments.num_generations
         groups = asyncio.run(self._run_groups(prompts[::size]))

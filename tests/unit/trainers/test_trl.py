@@ -1,11 +1,13 @@
 """What of the TRL adapter needs no trainer; tests/trainers/trl has the rest."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
 import torch
 
 from strands_sglang import SGLangHTTPError
-from strands_sglang.trainers.trl import SGLangWeights
+from strands_sglang.trainers.trl import AsyncGRPORollouts, GRPORollouts, SGLangWeights
 
 TENSORS = [("weight", torch.zeros(3))]
 
@@ -25,12 +27,40 @@ TENSORS = [("weight", torch.zeros(3))]
     ],
 )
 def test_weights_that_a_server_refuses_raise(respx_mock, refusal, message):
-    for path in ("begin_weight_update", "end_weight_update"):
-        respx_mock.post(path=f"/{path}").respond(404)
+    respx_mock.post(path="/begin_weight_update").respond(404)
+    ended = respx_mock.post(path="/end_weight_update").respond(404)
     respx_mock.post("http://one/update_weights_from_tensor").respond(json={"success": True})
     respx_mock.post("http://two/update_weights_from_tensor").mock(return_value=refusal)
     with pytest.raises(SGLangHTTPError, match=message):
         SGLangWeights(["http://one/", "http://two"]).push(TENSORS, 1)
+    assert ended.call_count == 2
+
+
+@pytest.mark.parametrize("dead", ["one", "two"])
+def test_no_server_stays_paused_when_another_dies(respx_mock, dead):
+    respx_mock.route(host=dead).mock(side_effect=httpx.ConnectError("refused"))
+    alive = respx_mock.route(host="one" if dead == "two" else "two").respond(json={"success": True})
+    weights = SGLangWeights(["http://one", "http://two"])
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            scale_rewards="none",
+            num_iterations=1,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            loss_type="dapo",
+        ),
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        model=torch.nn.Linear(2, 2),
+    )
+    with pytest.raises(httpx.ConnectError):
+        GRPORollouts(None, group_size=2, weights=weights)([], trainer)
+    assert alive.calls[-1].request.url.path == "/continue_generation"
+    worker = AsyncGRPORollouts(None, [], weights)  # AsyncGRPOTrainer resumes only after success, but destroys always
+    with pytest.raises(httpx.ConnectError):
+        worker.pause()
+    worker.destroy()
+    assert [call.request.url.path for call in alive.calls[-2:]] == ["/pause_generation", "/continue_generation"]
 
 
 def test_a_folder_needs_the_model_it_is_copied_from(tmp_path):
