@@ -16,6 +16,7 @@ import queue
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -110,7 +111,13 @@ class SGLangWeights:
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".safetensors.index.json")):
                 shutil.copy(path, self.folder)
         # Written under another name and renamed: a server that reads meanwhile never sees half a file.
-        save_file(dict(weights), self.folder / "model.tmp", {"format": "pt"})
+        # Tied weights are copied, because the format has no shared memory.
+        memory = Counter(tensor.untyped_storage().data_ptr() for _, tensor in weights)
+        alone = {
+            name: tensor.clone() if memory[tensor.untyped_storage().data_ptr()] > 1 else tensor
+            for name, tensor in weights
+        }
+        save_file(alone, self.folder / "model.tmp", {"format": "pt"})
         (self.folder / "model.tmp").replace(self.folder / "model.safetensors")
         content = {"model_path": str(self.folder.absolute()), "flush_cache": True, "weight_version": str(version)}
         self._post("/update_weights_from_disk", content)

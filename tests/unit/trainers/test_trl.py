@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from strands_sglang import SGLangHTTPError
 from strands_sglang.trainers.trl import AsyncGRPORollouts, GRPORollouts, SGLangWeights
@@ -66,3 +67,17 @@ def test_no_server_stays_paused_when_another_dies(respx_mock, dead):
 def test_a_folder_needs_the_model_it_is_copied_from(tmp_path):
     with pytest.raises(ValueError, match="model_path and folder belong together"):
         SGLangWeights("http://localhost:1", folder=tmp_path)
+
+
+def test_tied_weights_are_written_under_both_names(respx_mock, tmp_path):
+    respx_mock.post("http://one/update_weights_from_disk").respond(json={"success": True})
+    (tmp_path / "model").mkdir()
+    embedding = torch.arange(6.0)
+    paths = {"model_path": tmp_path / "model", "folder": tmp_path / "pushed"}
+    SGLangWeights("http://one", **paths).push([("embed", embedding), ("head", embedding), ("other", -embedding)], 1)
+    written = load_file(tmp_path / "pushed" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {
+        "embed": embedding.tolist(),
+        "head": embedding.tolist(),
+        "other": (-embedding).tolist(),
+    }
