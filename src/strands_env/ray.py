@@ -150,7 +150,7 @@ def versions() -> dict[str, str]:
 def _connect(address: str | None) -> None:
     if ray.is_initialized():
         connected = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", connected):
+        if address not in (None, "auto") and not _is_same(address, connected):
             raise ValueError(f"this process is connected to the Ray cluster at {connected} already, not to {address}")
         return
     if address in (None, "auto"):
@@ -166,6 +166,19 @@ def _connect(address: str | None) -> None:
             raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
         hint = "start one with ray start --head, set RAY_ADDRESS, or pass an address"
         raise ConnectionError(f"there is no Ray cluster on this machine: {hint}") from error
+
+
+def _is_same(address: str, connected: str) -> bool:
+    """Return whether two addresses name one server; Ray knows this machine by its address in the network."""
+    host, _, port = address.rpartition(":")
+    if port != connected.rpartition(":")[2]:
+        return False
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+    except (OSError, ValueError):
+        return False
+    own = {ray.util.get_node_ip_address()} if found & {"127.0.0.1", "::1"} else set()
+    return connected.rpartition(":")[0] in found | own
 
 
 @contextlib.contextmanager

@@ -359,6 +359,14 @@ def test_an_unreachable_cluster_is_told():
     assert "there is no Ray cluster at 127.0.0.1:9" in ended.stderr.splitlines()[-1], ended.stderr
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_connected_cluster_has_several_names(cluster, host):
+    port = cluster.address.rpartition(":")[2]
+    RayExecutor(f"{host}:{port}")
+    with pytest.raises(ValueError, match=f"connected to the Ray cluster at {cluster.address} already"):
+        RayExecutor(f"{host}:1")
+
+
 def test_the_guide_runs(cluster, chatml_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     page = Path(__file__).parents[2] / "docs/guides/ray.md"
