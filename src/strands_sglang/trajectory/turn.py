@@ -258,13 +258,16 @@ class Turn:
             ValueError: An id cannot be sent.
         """
         parent: Turn | None = None
-        for turn in (path := self.path()):
-            if turn._added is None:
+        parts = []  # another thread may call `forget_encoded_ids` meanwhile
+        for turn in self.path():
+            added = turn._added
+            if added is None:
                 answer = EncodedIds() if parent is None else EncodedIds.of(parent.output_ids[: turn.parent_kept])
                 prompt_ids = turn.prompt_ids if turn.images is None else turn.images.sent_ids
-                turn._added = answer.plus(prompt_ids, vocab_size if turn is self else None)
+                added = turn._added = answer.plus(prompt_ids, vocab_size if turn is self else None)
+            parts.append(added)
             parent = turn
-        return EncodedIds.joined(turn._added for turn in path if turn._added is not None)
+        return EncodedIds.joined(parts)
 
     def forget_encoded_ids(self) -> None:
         """Free the memory that `encoded_ids` has taken for this turn; the next request encodes it again."""

@@ -51,6 +51,7 @@ from strands_sglang import (
 from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
 from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan
+from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.trajectory.storage import TrajectoryFileError
@@ -429,6 +430,21 @@ def test_an_answer_continued_by_another_agent_is_not_judged():
     assert kept.status is TurnStatus.ANSWERED
     recorder.trajectory.settle([*history, assistant("b")])
     assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
+
+
+def test_an_agent_that_ends_takes_no_token_from_another_s_request(monkeypatch):
+    recorder = Recorder()
+    recorder.call([user("a")], agent="one")
+    turn = recorder.ask([user("a"), assistant("ok"), user("b")], agent="one")
+    encode = EncodedIds.of
+
+    def encode_while_another_thread_settles(*args):
+        recorder.trajectory.settle([user("c")])
+        return encode(*args)
+
+    monkeypatch.setattr(EncodedIds, "of", encode_while_another_thread_settles)
+    encoded = turn.encoded_ids(vocab_size=100)
+    assert json.loads(b"[" + b",".join(encoded.pieces) + b"]") == turn.token_ids()
 
 
 def test_shortened_messages_settle_nothing():
