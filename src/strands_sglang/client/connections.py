@@ -301,8 +301,12 @@ class SessionPool:
             session = self._sessions[loop] = self._connect()
         for old in gone:
             old.drop()
-        await session.keep_until_loop_ends(partial(self._sessions.pop, loop, None))
+        await session.keep_until_loop_ends(partial(self._remove, loop, session))
         return session
+
+    def _remove(self, loop: asyncio.AbstractEventLoop, session: LoopSession) -> None:
+        if self._sessions.get(loop) is session:  # while one session closes, a request may open the next
+            del self._sessions[loop]
 
     async def close(self) -> None:
         """Close the sessions of all loops, each in its own thread."""

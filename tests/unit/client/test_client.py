@@ -812,6 +812,21 @@ async def test_a_closed_client_opens_again_when_it_is_used():
     assert await client.generate([1]) == server.responses[1].body
 
 
+async def test_a_request_made_while_a_client_closes_ends_with_the_next_close():
+    server = scripted(until_aborted(PARTIAL))
+    client = client_to(server)
+    first = asyncio.create_task(client.generate([1]))
+    await arrival(server)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    second = asyncio.create_task(client.generate([2]))
+    await closing
+    await arrival(server, 2)
+    await client.close()
+    answers = await asyncio.wait_for(asyncio.gather(first, second), 5.0)
+    assert [answer["output_ids"] for answer in answers] == [PARTIAL.token_ids] * 2
+
+
 async def test_only_the_deadline_of_a_cancellation_counts():
     server = hung()
     cancellation = Cancellation(0.3)
