@@ -15,7 +15,7 @@ import hashlib
 import json
 import marshal
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -81,9 +81,7 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages, earlier: Conversat
     if earlier is not None and begins_with:
         new = messages[begins_with:]
         digests = tuple(map(message_digest, new))
-        chain = earlier.chain
-        for digest in digests:
-            chain = (*chain, next_link(chain[-1], digest))
+        chain = (*earlier.chain, *_links(earlier.key, digests))
         roles = (*earlier.roles, *(message["role"] for message in new))
         return Conversation(earlier.parts, (*earlier.digests, *digests), chain, roles, exact)
     part_digests = {name: _digest(_dump(value)) for name, value in parts.items()}
@@ -115,10 +113,14 @@ def exact_bytes(values: Sequence[Any]) -> bytes | None:
 
 def chain_of(parts: Mapping[str, bytes], digests: Iterable[bytes]) -> tuple[bytes, ...]:
     """Return the `chain` of a conversation with these parts and message digests."""
-    chain = [_digest(b"".join(parts.values()))]
+    start = _digest(b"".join(parts.values()))
+    return (start, *_links(start, digests))
+
+
+def _links(link: bytes, digests: Iterable[bytes]) -> Iterator[bytes]:
     for digest in digests:
-        chain.append(next_link(chain[-1], digest))
-    return tuple(chain)
+        link = next_link(link, digest)
+        yield link
 
 
 def message_digest(message: Message) -> bytes:

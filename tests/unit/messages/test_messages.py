@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from hypothesis import given, strategies as st
@@ -372,6 +373,18 @@ def test_a_known_beginning_gives_the_same_fingerprint(asked, added, kept, system
             continued.roles,
         )
         assert fingerprint(parts, [*later, user("x")], continued) == fingerprint(parts, [*later, user("x")])
+
+
+def test_a_long_addition_to_a_known_beginning_takes_linear_time():
+    messages = [user(f"message {number}") for number in range(20_000)]
+    earlier = fingerprint({}, messages[:1])
+
+    def seconds(*known):
+        started = time.process_time()
+        fingerprint({}, messages, *known)
+        return time.process_time() - started
+
+    assert min(seconds(earlier) for _ in range(3)) < 4 * min(seconds() for _ in range(3))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
