@@ -1777,6 +1777,24 @@ async def test_compressed_responses_of_a_proxy_are_read(is_whole):
                 await client.generate([1])
 
 
+async def test_credentials_in_an_address_are_sent_with_every_request():
+    seen = []
+
+    def respond(request):
+        seen.append(request.headers["authorization"])
+        return httpx.Response(200, json=generation())
+
+    client = SGLangClient("http://me:secret@h", transport=httpx.MockTransport(respond))
+    await client.generate([1])
+    await client.model_info()
+    assert seen == ["Basic bWU6c2VjcmV0"] * 2
+    async with RawServer(answer) as server:
+        address = server.base_url.replace("://", "://me:secret@")
+        async with SGLangClient(address, headers={"authorization": "other"}, max_retries=0) as client:
+            assert await client.generate([1]) == generation()
+            assert await client.model_info() == {}
+
+
 async def test_response_that_is_not_http_is_reported_as_such():
     async def banner(request):
         request.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
