@@ -198,6 +198,8 @@ class Judge:
         for index, (request, response) in enumerate(zip(self.server.requests, self.server.responses, strict=True)):
             meta = response.body["meta_info"] if response is not None and response.status == 200 else {}
             entries = meta.get("output_token_logprobs")
+            if request.is_prefill:
+                continue
             if entries or (meta and meta["finish_reason"]["type"] != "abort"):
                 ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
                 call = self.call_of(request)
@@ -242,6 +244,8 @@ class Judge:
         # The model reads why a call did not parse, instead of its result.
         unread = {use["toolUseId"] for use in uses if use["name"] == ToolParseResult.UNKNOWN_NAME}
         for request in self.server.requests:
+            if request.is_prefill:  # the opening of a prompt, without output
+                continue
             _check_prompt(self.call_of(request), request.text, spoken, unread)
         turns = self._check_record(trajectories, answers)
         for trajectory in trajectories:

@@ -1928,6 +1928,7 @@ def test_client_works_in_several_threads_at_once(threaded_server):
 
 
 def test_connections_of_loops_that_ended_leave_no_warnings(threaded_server, caplog):
+    gc.collect()  # what earlier tests left
     client = SGLangClient(threaded_server, max_retries=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
