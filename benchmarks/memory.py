@@ -63,7 +63,7 @@ def contender(models: Callable[[dict[str, Any]], Any], recorded: Callable[[Any],
                 await asyncio.gather(*(agent.invoke_async(QUESTION) for agent in agents))
                 gc.collect()
                 measured = {"live kB": tracemalloc.get_traced_memory()[0] / count / 1024}
-                messages = [agent.messages for agent in agents]  # they are the agents', whoever else refers to them
+                messages = [agent.messages for agent in agents]  # they are the agents', whatever else refers to them
                 stored = [recorded(agent) for agent in agents]
                 if tokens := sum(count for _, count in stored):
                     del agents

@@ -93,20 +93,22 @@ class Request:
             return_when=asyncio.FIRST_COMPLETED,
         )
 
-    async def until_set(self, over: asyncio.Future[None], timeout: float | None) -> None:
-        """Wait until `over` is set; it also is once the call ends, or `timeout` seconds are over."""
+    def until_set(self, over: asyncio.Future[None], timeout: float | None) -> asyncio.Future[None]:
+        """Return `over`, which is also set once the call ends, or `timeout` seconds are over."""
         limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
         timer = None if limit == math.inf else asyncio.get_running_loop().call_later(limit, settle, over)
         wake = partial(settle, over)
         for signal in self.signaled:
             signal.add_done_callback(wake)
-        try:
-            await over
-        finally:
+
+        def end(_: asyncio.Future[None]) -> None:
             if timer is not None:
                 timer.cancel()
             for signal in self.signaled:
                 signal.remove_done_callback(wake)
+
+        over.add_done_callback(end)
+        return over
 
     def raise_if_over(self) -> None:
         """Raise the error of a call that has already ended."""
