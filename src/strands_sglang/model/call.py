@@ -91,7 +91,10 @@ class RequestPlan:
 
 
 OnRequest = Callable[[Turn, RequestPlan], RequestPlan]
-"""Called before each request with its turn and plan; returns the plan to use, or raises to prevent the request."""
+"""Called before each request with its turn and plan; returns the plan to use, or raises to prevent the request.
+
+It is called again with a new plan if the request then waits for the prefill of another call.
+"""
 
 
 @dataclass(frozen=True)
