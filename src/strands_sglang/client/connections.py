@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import math
 import socket
 import ssl
@@ -42,6 +43,9 @@ KEEPALIVE_EXPIRY_S = 4.0
 """Idle connections are dropped before the server drops them (SGLang: 5 s), since a POST over a closing one is lost."""
 DEAD_PEER_AFTER_S = 120
 """Time after which a peer that vanished without closing is noticed, even without a timeout."""
+
+ONE_WRITE_BYTES = 2**20
+"""Larger bodies are written in pieces; aiohttp warns of others, because one write of them holds the event loop."""
 
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
 """Seconds between the aborts of one unanswered request: the first abort may have overtaken the request."""
@@ -379,11 +383,12 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         url = request.url
         if url.userinfo:  # httpx sends it as a header, and aiohttp would refuse both
             url = url.copy_with(userinfo=b"")
+        body = request.content
         async with self._session.request(
             request.method,
             str(url),
             headers=request.headers.multi_items(),
-            data=request.content or None,
+            data=io.BytesIO(body) if len(body) > ONE_WRITE_BYTES else body or None,
             allow_redirects=False,
         ) as response:
             content = await response.read()

@@ -1777,6 +1777,14 @@ async def test_compressed_responses_of_a_proxy_are_read(is_whole):
                 await client.generate([1])
 
 
+@pytest.mark.filterwarnings("error")
+async def test_large_bodies_are_sent_without_a_warning():
+    ids = list(range(300_000))
+    async with RawServer(answer) as server, client_of(server, max_retries=0) as client:
+        assert await client.generate(ids) == generation()
+    assert server.bodies("/generate")[0]["input_ids"] == ids
+
+
 async def test_credentials_in_an_address_are_sent_with_every_request():
     seen = []
 
