@@ -136,8 +136,16 @@ class TrainingRows(Sequence[TrainingRow]):
 
     @classmethod
     def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
-        """Return the rows of several batches as one; no episode may be in two of them."""
+        """Return the rows of several batches as one.
+
+        Raises:
+            ValueError: Two batches have an episode of one id: their rows would count as one episode.
+        """
         parts = list(batches)
+        names = Counter(name for part in parts for name in part.advantages.keys() | part.left_out.keys())
+        for name, count in names.items():
+            if count > 1:
+                raise ValueError(f"{count} batches have an episode with the id {name!r}; each needs its own")
         return cls(
             [row for part in parts for row in part],
             {name: reason for part in parts for name, reason in part.left_out.items()},

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
-from strands_sglang.credit import LOSSES, Episode, group_advantages, training_rows
+from strands_sglang.credit import LOSSES, Episode, TrainingRows, group_advantages, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from support.agents import assistant, user
 from support.histories import PLANS, Player
@@ -238,6 +238,18 @@ def test_episodes_have_ids_of_their_own():
     with pytest.raises(ValueError, match="2 episodes have the id 'a'"):
         training_rows([Episode(plain(), 1.0, "g", "a"), Episode(plain(), 1.0, "g", "a")])
     assert len({episode.id for episode in (Episode(plain(), 1.0, "g"), Episode(plain(), 1.0, "g"))}) == 2
+
+
+def test_batches_are_joined_episode_by_episode():
+    first, second = (
+        training_rows([Episode(plain(), reward, group, f"{group}{reward}") for reward in (0.0, 1.0, None)])
+        for group in "ab"
+    )
+    joined = TrainingRows.joined([first, second])
+    assert [row.episode for row in joined] == ["a0.0", "a1.0", "b0.0", "b1.0"]
+    assert joined.left_out == {"aNone": "no reward", "bNone": "no reward"}
+    with pytest.raises(ValueError, match="2 batches have an episode with the id 'a[01].0'"):
+        TrainingRows.joined([first, first])
 
 
 def test_an_empty_batch_has_no_rows():
