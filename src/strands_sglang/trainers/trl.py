@@ -355,7 +355,7 @@ class GRPORollouts:
                 what to set.
         """
         arguments = trainer.args
-        self._check(arguments)
+        self._check(arguments, trainer.accelerator.num_processes)
         step = trainer.state.global_step
         if self._weights is not None and step != self._pushed:
             model = trainer.accelerator.unwrap_model(trainer.model)
@@ -405,11 +405,15 @@ class GRPORollouts:
                 columns["row_advantage"].append(-sum(advantages) if number == 0 else 0.0)
         return columns
 
-    def _check(self, arguments: Any) -> None:
+    def _check(self, arguments: Any, processes: int) -> None:
+        if processes > 1:
+            raise ValueError(f"{processes} processes would each weigh their own rows: use one, or AsyncGRPOTrainer")
         wanted = {"scale_rewards": "none", "num_iterations": 1}
         for name, value in wanted.items():
             if getattr(arguments, name) != value:
                 raise ValueError(f"set {name}={value!r} in GRPOConfig: advantages come from strands_sglang.credit")
+        if arguments.num_generations_eval not in (None, arguments.num_generations):
+            raise ValueError("leave num_generations_eval out: a group has num_generations rows, in evaluations too")
         if arguments.steps_per_generation != arguments.gradient_accumulation_steps:
             raise ValueError("set steps_per_generation to gradient_accumulation_steps: a batch is one optimizer step")
         if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:

@@ -209,6 +209,7 @@ def test_planted_faults_change_the_gradient(async_grpo, reference, monkeypatch, 
     [
         ({"scale_rewards": "group"}, "set scale_rewards='none' in GRPOConfig"),
         ({"loss_type": "bnpo", "micro_batches": 2}, "loss_type='bnpo' weighs a token by its micro-batch"),
+        ({"num_generations_eval": 2}, "leave num_generations_eval out"),
         ({"num_generations": 8}, "4 episodes made 8 rows, but num_generations=8 has room for 7"),
     ],
 )
@@ -249,3 +250,8 @@ def test_rollouts_say_when_nothing_is_left_to_train(reference):
     with pytest.raises(RuntimeError, match="there are no prompts left"):
         rollouts.check_health(60)
     assert rollouts.left_out == {"no reward": 4}
+
+
+def test_a_batch_that_cannot_be_trained_changes_nothing(grpo, reference):
+    found = grpo([replace(one, reward=None) for one in paper.episodes(reference)])
+    assert not any(gradient.any() for gradient in found.values())

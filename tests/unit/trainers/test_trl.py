@@ -37,25 +37,34 @@ def test_weights_that_a_server_refuses_raise(respx_mock, refusal, message):
     assert ended.call_count == 2
 
 
+def grpo_trainer(processes=1):
+    settings = {"scale_rewards": "none", "num_iterations": 1, "loss_type": "dapo"}
+    steps = {
+        "num_generations": 2,
+        "num_generations_eval": None,
+        "steps_per_generation": 1,
+        "gradient_accumulation_steps": 1,
+    }
+    return SimpleNamespace(
+        args=SimpleNamespace(**settings, **steps),
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(num_processes=processes, unwrap_model=lambda model: model),
+        model=torch.nn.Linear(2, 2),
+    )
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(ValueError, match="2 processes would each weigh their own rows"):
+        GRPORollouts(None, group_size=2)([], grpo_trainer(processes=2))
+
+
 @pytest.mark.parametrize("dead", ["one", "two"])
 def test_no_server_stays_paused_when_another_dies(respx_mock, dead):
     respx_mock.route(host=dead).mock(side_effect=httpx.ConnectError("refused"))
     alive = respx_mock.route(host="one" if dead == "two" else "two").respond(json={"success": True})
     weights = SGLangWeights(["http://one", "http://two"])
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            scale_rewards="none",
-            num_iterations=1,
-            steps_per_generation=1,
-            gradient_accumulation_steps=1,
-            loss_type="dapo",
-        ),
-        state=SimpleNamespace(global_step=0),
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-        model=torch.nn.Linear(2, 2),
-    )
     with pytest.raises(httpx.ConnectError):
-        GRPORollouts(None, group_size=2, weights=weights)([], trainer)
+        GRPORollouts(None, group_size=2, weights=weights)([], grpo_trainer())
     assert alive.calls[-1].request.url.path == "/continue_generation"
     worker = AsyncGRPORollouts(None, [], weights)  # AsyncGRPOTrainer resumes only after success, but destroys always
     with pytest.raises(httpx.ConnectError):
