@@ -207,19 +207,6 @@ def _pickled(value: Any, what: str) -> bytes:
 # --- in an actor ---
 
 
-@dataclass(frozen=True)
-class _Site:
-    """Where an actor runs.
-
-    Attributes:
-        node: The node's address and id.
-        problem: Why no episode can run there, or None.
-    """
-
-    node: str
-    problem: str | None
-
-
 class EpisodeActor:
     """Runs episodes in a worker process of Ray, all in one event loop."""
 
@@ -249,6 +236,7 @@ class EpisodeActor:
         self._probes = probes
         self._running: dict[int, asyncio.Future[Episode]] = {}
         self._cancelled: set[int] = set()  # before they ran: a cancellation can overtake a large prompt
+        self._payload = payload
         self._problem: str | None = None
         own = versions()
         differing = [
@@ -256,25 +244,28 @@ class EpisodeActor:
         ]
         if differing:
             self._problem = ", ".join(differing)
-            return
-        try:
-            self._episodes = cast(Episodes, cloudpickle.loads(payload))
-        except BaseException as error:
-            self._problem = f"the environments cannot be prepared there: {type(error).__name__}: {error}"
 
     @ray.method(max_task_retries=-1)  # waits while Ray restarts the actor
-    async def ready(self) -> _Site:
-        """Return where the actor is, and whether episodes can run there."""
-        problem = self._problem
-        for probe in self._probes if problem is None else ():
+    async def node(self) -> str:
+        """Return the address and id of the node that the actor is on."""
+        return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
+
+    async def ready(self) -> str | None:
+        """Return why no episode can run there, or None."""
+        if self._problem is not None:
+            return self._problem
+        try:
+            self._episodes = cast(Episodes, cloudpickle.loads(self._payload))
+        except BaseException as error:
+            return f"the environments cannot be prepared there: {type(error).__name__}: {error}"
+        problem = None
+        for probe in self._probes:
             try:
                 await self._episodes.make(probe)
-                problem = None
-                break
+                return None
             except (Exception, SystemExit) as error:
                 problem = problem or f"no environment can be created there: {type(error).__name__}: {error}"
-        context = ray.get_runtime_context()
-        return _Site(f"{ray.util.get_node_ip_address()} ({context.get_node_id()[:8]})", problem)
+        return problem
 
     async def run(self, number: int, prompt: Prompt) -> bytes | None:
         """Run an episode of a prompt; return None if it is canceled.
@@ -492,14 +483,21 @@ class _Pool:
 
     async def _make_ready(self, actor: _Actor) -> str | None:
         """Wait until an actor is ready; return why no episode can run there, or None."""
-        try:
-            site: _Site = await asyncio.wrap_future(actor.handle.ready.remote().future())
-        except RayError as error:
-            return f"an actor cannot be started: {_one_line(error)}"
-        if site.problem is not None:
-            return f"Ray node {site.node}: {site.problem}"
-        actor.node = site.node
-        return None
+        problem: str | None = None
+        for _ in range(self._settings.tries):
+            try:
+                node = await asyncio.wrap_future(actor.handle.node.remote().future())
+            except RayError as error:
+                return f"an actor cannot be started: {_one_line(error)}"
+            try:
+                problem = await asyncio.wrap_future(actor.handle.ready.remote().future())
+            except RayError as error:
+                problem = f"the process ends while an environment is created: {_one_line(error)}"
+                continue
+            if problem is None:
+                actor.node = node
+            break
+        return problem and f"Ray node {node}: {problem}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -247,6 +247,7 @@ async def test_a_cancellation_may_come_before_its_sample(cluster):
     episodes = Episodes(StubEnvironment().factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
     actor = EpisodeActor(cloudpickle.dumps(episodes), [], versions(), {"": logging.WARNING}, os.getcwd())
     (prompt,) = name_prompts(tasks(1))
+    assert await actor.ready() is None
     await actor.cancel(0)
     assert await actor.run(0, prompt) is None
     assert cloudpickle.loads(await actor.run(1, prompt)).result.reward.reward == 1.0
@@ -341,6 +342,11 @@ async def test_a_node_without_the_tokenizer_is_named(cluster, chatml_tokenizer, 
     ):
         told = await refused(tmp_path / "out", environment_of)
         assert "Ray node" in told and f"FileNotFoundError: {path}: no such folder" in told, told
+
+
+async def test_an_environment_that_ends_the_process_is_named(cluster, tmp_path):
+    told = await refused(tmp_path, lambda action: os._exit(3))
+    assert "Ray node" in told and "the process ends while an environment is created" in told, told
 
 
 @pytest.mark.parametrize("package", ["strands-agents", "strands-sglang"])
