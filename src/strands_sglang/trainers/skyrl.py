@@ -50,16 +50,22 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None) ->
             finally:
                 for task in tasks:
                     task.cancel()
-            output = generator_output(
-                [episode for episode, _ in ended], input_batch["trajectory_ids"], max_tokens=max_tokens
+            return generator_output(
+                [episode for episode, _ in ended],
+                input_batch["trajectory_ids"],
+                max_tokens=max_tokens,
+                seconds=[seconds for _, seconds in ended],
             )
-            return {**output, "trajectory_generation_times": [seconds for _, seconds in ended]}
 
     return StrandsGenerator()
 
 
 def generator_output(
-    episodes: Sequence[Episode], trajectory_ids: Sequence[Any], *, max_tokens: int | None = None
+    episodes: Sequence[Episode],
+    trajectory_ids: Sequence[Any],
+    *,
+    max_tokens: int | None = None,
+    seconds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return the rows of a batch of episodes as a step-wise `GeneratorOutput`.
 
@@ -69,6 +75,7 @@ def generator_output(
         episodes: The episodes.
         trajectory_ids: SkyRL's `TrajectoryID` of each.
         max_tokens: Maximum length of a row in tokens.
+        seconds: Duration of each episode, for SkyRL's metrics.
 
     Raises:
         ValueError: An episode has rewards of single turns, which SkyRL ignores, or none can be trained.
@@ -98,7 +105,8 @@ def generator_output(
         "is_last_step": [row.episode != following for row, following in zip(rows, ends, strict=True)],
         "rollout_metrics": {
             "episodes_left_out": float(len(rows.left_out)),
-            "rows_per_episode": len(rows) / len(rows.rewards) if rows.rewards else 0.0,
+            "rows_per_episode": len(rows) / len(rows.advantages),
         },
+        "trajectory_generation_times": None if seconds is None else [seconds[int(row.episode)] for row in rows],
         "rollout_expert_indices": None,
     }
