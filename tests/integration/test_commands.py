@@ -100,7 +100,8 @@ def test_killed_and_resumed_evaluation_has_each_sample_once(own_server, smollm_s
             time.sleep(1)  # the killed one's last requests reach the log
         asked = Counter()
         for entry in logged(smollm_server.log_path, "request.received")[before:]:
-            if ids := entry["obj"].get("input_ids"):
+            ids = entry["obj"].get("input_ids")
+            if ids and entry["obj"]["sampling_params"]["max_new_tokens"]:  # else it is a prompt sent ahead
                 last = re.split(r"<\|im_start\|>user\n", tokenizer.decode(ids))[-1]
                 # Else it is a later call of an episode.
                 asked[prompts.get(last.partition("<|im_end|>")[0].strip())] += 1
