@@ -330,7 +330,7 @@ def group_advantages(
         raise ValueError(f"baseline {baseline!r} is not 'mean', 'leave_one_out' or None")
     if count < 2:
         raise ValueError("a group of one episode has no baseline")
-    if min(rewards) == max(rewards):
+    if math.isclose(min(rewards), max(rewards), rel_tol=1e-9, abs_tol=1e-12):  # sums of equal rewards may differ
         return [0.0] * count
     mean = statistics.fmean(rewards)
     scale = count / (count - 1) if baseline == "leave_one_out" else 1.0

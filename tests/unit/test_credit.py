@@ -120,6 +120,10 @@ def test_group_advantages_are_centered(rewards, baseline, normalize_std, random)
     assert shuffled == pytest.approx([found[i] for i in order])
 
 
+def test_rounding_is_no_variance():
+    assert group_advantages([0.3, 0.1 + 0.2], normalize_std=True) == [0.0, 0.0]
+
+
 def test_leave_one_out_is_the_mean_of_the_others():
     rewards = [1.0, 0.25, 3.0, -1.0]
     expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
