@@ -220,6 +220,6 @@ def test_every_module_of_the_provider_imports_without_extras(python, tmp_path):
 
 
 @pytest.mark.registry
-def test_every_env_module_imports_with_its_extra(python, wheel, tmp_path):
-    _install(python, f"{wheel}[env]")
+def test_every_env_module_imports_with_the_extras(python, wheel, tmp_path):
+    _install(python, f"{wheel}[env,ray]")
     _checked(python, "-c", IMPORTS, "strands_env", cwd=tmp_path)

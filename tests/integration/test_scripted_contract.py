@@ -447,7 +447,10 @@ async def test_a_queue_is_reported_and_left_with_the_same_shape(own_server, pair
         for client in (pair.real, scripted):
             rids = [uuid.uuid4().hex for _ in range(places + 2)]
             bodies = [
-                generate_body(rid=rid, return_logprob=True, sampling_params={"max_new_tokens": 400}) for rid in rids
+                generate_body(
+                    rid=rid, return_logprob=True, sampling_params={"max_new_tokens": 3000, "ignore_eos": True}
+                )
+                for rid in rids
             ]
             tasks = []
             for count in (places, 2):
