@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from strands.models.model import Model
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class _Factory(Identified):
     """A model factory. It is pickled as the call that created it: what it has loaded or connected stays behind."""
 
+    call: functools.partial[Any]
     served: Any = None
     kept: Any = None
 
-    def __init__(self, make: Callable[[], Any], call: functools.partial[Any], **facts: Any) -> None:
+    def __init__(self, make: Callable[[], Any], **facts: Any) -> None:
         self._make = make
-        self._call = call
         self._facts = describe(facts)
 
     def __call__(self) -> Any:
@@ -42,9 +42,26 @@ class _Factory(Identified):
         return cast("dict[str, Any]", self._facts)
 
     def __reduce__(self) -> Any:
-        return self._call, ()
+        return self.call, ()
 
 
+P = ParamSpec("P")
+F = TypeVar("F")
+
+
+def _pickled_as_call(create: Callable[P, F]) -> Callable[P, F]:
+    """Let the factories that a function creates remember its arguments."""
+
+    @functools.wraps(create)
+    def call(*args: P.args, **kwargs: P.kwargs) -> F:
+        factory = create(*args, **kwargs)
+        cast(_Factory, factory).call = functools.partial(call, *args, **kwargs)
+        return factory
+
+    return call
+
+
+@_pickled_as_call
 def sglang_model_factory(
     *,
     model_id: str | None = None,
@@ -78,17 +95,6 @@ def sglang_model_factory(
             unknown or invalid.
         OSError: The tokenizer does not exist.
     """
-    call = functools.partial(
-        sglang_model_factory,
-        model_id=model_id,
-        tokenizer=tokenizer,
-        client=client,
-        base_url=base_url,
-        sampling_params=sampling_params,
-        tool_parser=tool_parser,
-        processor=processor,
-        **config,
-    )
     tokenizer = tokenizer if tokenizer is not None else model_id
     if tokenizer is None:
         raise ValueError("pass tokenizer= (an object, a folder or a name) or model_id=")
@@ -114,7 +120,7 @@ def sglang_model_factory(
     first = make()  # validates the arguments
     facts = {"model_id": model_id, "tokenizer": tokenizer, "sampling_params": sampling_params}
     # The server's address is not part of the identity; its weights are, and `served` asks for them.
-    factory = _Factory(make, call, backend="sglang", **facts, tool_parser=tool_parser, config=config)
+    factory = _Factory(make, backend="sglang", **facts, tool_parser=tool_parser, config=config)
     factory.served = functools.partial(served_weights, first.client)
     factory.kept = first  # models share the analysis of a chat template while one of them is alive
     return factory
@@ -142,6 +148,7 @@ async def served_weights(client: SGLangClient) -> dict[str, str]:
     return {name: info[name] for name in ("model_path", "weight_version") if info.get(name) is not None}
 
 
+@_pickled_as_call
 def openai_model_factory(
     *,
     model_id: str,
@@ -168,15 +175,6 @@ def openai_model_factory(
         ImportError: The `openai` extra is not installed.
         ValueError: `sampling_params` contains both a name and its alias.
     """
-    call = functools.partial(
-        openai_model_factory,
-        model_id=model_id,
-        sampling_params=sampling_params,
-        base_url=base_url,
-        api_key=api_key,
-        client_args=client_args,
-        **config,
-    )
     try:
         from strands.models.openai import OpenAIModel
     except ImportError as error:
@@ -190,9 +188,10 @@ def openai_model_factory(
 
     factory()
     facts = {"model_id": model_id, "base_url": base_url, "sampling_params": params}
-    return _Factory(factory, call, backend="openai", **facts, config=config)
+    return _Factory(factory, backend="openai", **facts, config=config)
 
 
+@_pickled_as_call
 def bedrock_model_factory(
     *,
     model_id: str,
@@ -222,15 +221,6 @@ def bedrock_model_factory(
         ValueError: Bedrock does not support a sampling parameter, or `sampling_params` contains both a name and its
             alias.
     """
-    call = functools.partial(
-        bedrock_model_factory,
-        model_id=model_id,
-        sampling_params=sampling_params,
-        boto_session=boto_session,
-        boto_client_config=boto_client_config,
-        region_name=region_name,
-        **config,
-    )
     try:
         from strands.models.bedrock import BedrockModel
     except ImportError as error:
@@ -246,7 +236,7 @@ def bedrock_model_factory(
         **cast(Any, {"model_id": model_id, **params, **config}),
     )
     facts = {"model_id": model_id, "sampling_params": params}
-    return _Factory(lambda: model, call, backend="bedrock", **facts, config=config)
+    return _Factory(lambda: model, backend="bedrock", **facts, config=config)
 
 
 def _renamed(params: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any]:
