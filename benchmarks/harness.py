@@ -1,7 +1,7 @@
 """Runs contenders in turns, and writes what they cost as rows and tables.
 
 Only a paired run compares: in each round every contender does the same work once, in an order that changes from round
-to round, each in a process of its own with the Python of its environment. A figure is the median of its rounds. A ratio
+to round, each in its own process with the Python of its environment. A figure is the median of its rounds. A ratio
 is the median of the rounds' ratios, and comes with the smallest and the largest. Competitors share one environment
 under `~/.cache/strands-sglang`, made when first needed, with the versions that this project's environment has.
 """

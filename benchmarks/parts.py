@@ -5,7 +5,7 @@
 - parse: a sampled answer of so many characters with a tool call at its end, in Hermes format
 - checkpoint: put a record of 20 kB on disk, at the end of a results file with so many
 - environment: an episode of four turns in an `Environment`, with its supervision and limits, on a scripted server
-- import: `import strands_sglang` in a process of its own
+- import: `import strands_sglang` in its own process
 """
 
 from __future__ import annotations

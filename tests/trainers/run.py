@@ -1,6 +1,6 @@
 """Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
 
-Each folder here is a trainer. Its tests run in an environment of its own with the trainer's published package, as
+Each folder here is a trainer. Its tests run in their own environment with the trainer's published package, as
 requirements.txt pins it. Environments are made once per machine and list of packages, in the project's cache.
 """
 

@@ -8,7 +8,7 @@ Each call of a blocking function runs in its own thread. The default threads of 
 functions that hang would block other users of the pool, and the process would wait for them when it exits. Only the
 caller waits for a thread of its own.
 
-Episodes take turns: each begins its model calls in iterations of the event loop of its own. What else is ready runs in
+Episodes take turns: each begins its model calls in its own iterations of the event loop. What else is ready runs in
 between.
 """
 
