@@ -142,7 +142,7 @@ class TrainingRows(Sequence[TrainingRow]):
             ValueError: Two batches have an episode of one id: their rows would count as one episode.
         """
         parts = list(batches)
-        names = Counter(name for part in parts for name in part.advantages.keys() | part.left_out.keys())
+        names = Counter(name for part in parts for name in {**part.advantages, **part.left_out})
         for name, count in names.items():
             if count > 1:
                 raise ValueError(f"{count} batches have an episode with the id {name!r}; each needs its own")
