@@ -13,17 +13,21 @@ is trained in exactly one row. docs/understand/credit.md has the mathematics.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import Literal
+from itertools import accumulate, compress, groupby
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
-from .trajectory.tokens import TokenManager
+from .trajectory.storage import write_file
+from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn
 
@@ -32,6 +36,9 @@ Normalizer = Literal["episode_mean", "token_mean", "constant"]
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as in slime and verl."""
+
+FORMAT = "strands-sglang training rows"
+VERSION = "1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +63,26 @@ class Episode:
     outcome: TerminationReason | None = None
 
 
+class RowsFileError(ValueError):
+    """A file holds no training rows, is truncated, or has a version that this library does not know."""
+
+
+class TurnSpan(NamedTuple):
+    """What one turn adds to a row: its prompt tokens, then its sampled tokens.
+
+    Attributes:
+        turn: The `Turn.index` in the episode's trajectory.
+        prompt_tokens: Number of prompt tokens that the turn adds.
+        sampled_tokens: Number of its sampled tokens in this row.
+        finish_reason: Why sampling ended: `"stop"`, `"length"` or `"abort"`; None if the turn sampled nothing here.
+    """
+
+    turn: int
+    prompt_tokens: int
+    sampled_tokens: int
+    finish_reason: str | None
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingRow:
     """One token sequence of an episode, ready for a trainer. All columns have shape `(T,)`.
@@ -63,7 +90,8 @@ class TrainingRow:
     Attributes:
         episode: Id of the episode.
         group: Group of the episode.
-        tokens: The sequence, with segments, sampling masks and images.
+        tokens: The sequence, with segments, sampling masks and images. If the row is read from a file, without sampling
+            masks, images, and the logprobs of tokens that the row does not train; the trajectory's file has them.
         token_ids: Ids in the vocabulary.
         loss_mask: 1 for the sampled tokens that this row trains, else 0.
         logprobs: Logprobs under the weights that sampled, at the sampling temperature; 0.0 where the mask is 0.
@@ -73,6 +101,9 @@ class TrainingRow:
         trained: Number of trained tokens in this row, n_s; at least 1.
         episode_trained: Number of trained tokens in all rows of the episode, T_e.
         episode_version: Lowest version among the trained tokens of the whole episode; None unless all are integers.
+        spans: The turns of the row, in order; their tokens are all tokens of the row.
+        trainer_logprobs: The trainer's own logprobs before its update; 0.0 where the mask is 0. None if unknown.
+        loss_weight: The row's weight w_s in the trainer's loss; None if unknown.
     """
 
     episode: str
@@ -87,6 +118,9 @@ class TrainingRow:
     trained: int
     episode_trained: int
     episode_version: int | None
+    spans: list[TurnSpan] = field(repr=False)
+    trainer_logprobs: list[float] | None = field(default=None, repr=False)
+    loss_weight: float | None = None
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -166,6 +200,100 @@ class TrainingRows(Sequence[TrainingRow]):
         """Iterate over the rows in order."""
         return iter(self._rows)
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the rows to a safetensors file, atomically: a full disk or a kill leaves the previous content.
+
+        Layout (format version 1), per token of all rows end to end: `token_ids` (int32), `loss_mask` (uint8),
+        `logprobs` and `advantages` (float64), `versions` (int32, a position in the description's `versions`; -1 for
+        None) and, if all rows have them, `trainer_logprobs` (float64). Row n holds the tokens from `row_offsets[n]` to
+        `row_offsets[n + 1]` (int64, one more than rows). `loss_weights` (float64) has one value per row, if all rows
+        have one.
+
+        `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
+        `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
+        `flat_groups`, `rewards` and `advantages` as in this class. Tuples are lists. The file's metadata holds `format`
+        and `version`.
+
+        Args:
+            path: Path of the file.
+
+        Raises:
+            TypeError: A group is not made of strings, numbers, booleans, None and tuples of them.
+            OSError: The file cannot be written.
+        """
+        import numpy as np
+        from safetensors.numpy import save
+
+        for group in (*(row.group for row in self._rows), *self.flat_groups):
+            _check_group(group)
+        versions = list(dict.fromkeys(name for row in self._rows for name in row.versions if name is not None))
+        numbers: dict[str | None, int] = {name: number for number, name in enumerate(versions)}
+        numbers[None] = -1
+        columns: dict[str, tuple[str, list[Sequence[Any]]]] = {
+            "token_ids": ("<i4", [row.token_ids for row in self._rows]),
+            "loss_mask": ("|u1", [row.loss_mask for row in self._rows]),
+            "logprobs": ("<f8", [row.logprobs for row in self._rows]),
+            "versions": ("<i4", [[numbers[name] for name in row.versions] for row in self._rows]),
+            "advantages": ("<f8", [row.advantages for row in self._rows]),
+        }
+        known = [row.trainer_logprobs for row in self._rows if row.trainer_logprobs is not None]
+        if known and len(known) == len(self):
+            columns["trainer_logprobs"] = ("<f8", [*known])
+        tensors: dict[str, Any] = {
+            name: np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)])
+            for name, (kind, parts) in columns.items()
+        }
+        tensors["row_offsets"] = np.asarray([0, *accumulate(map(len, self._rows))], "<i8")
+        weights = [row.loss_weight for row in self._rows if row.loss_weight is not None]
+        if weights and len(weights) == len(self):
+            tensors["loss_weights"] = np.asarray(weights, "<f8")
+        description = {
+            "rows": [{name: getattr(row, name) for name in _ROW_FACTS} for row in self._rows],
+            "versions": versions,
+            "left_out": self.left_out,
+            "flat_groups": self.flat_groups,
+            "rewards": self.rewards,
+            "advantages": self.advantages,
+        }
+        tensors["description"] = np.frombuffer(json.dumps(description).encode(), "uint8")
+        write_file(path, bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION})))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> TrainingRows:
+        """Read the rows from a file of `save`. Every number is bit-equal to the one saved.
+
+        Raises:
+            RowsFileError: The file holds no training rows, is truncated, or has an unknown version.
+            OSError: The file cannot be read.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        content = Path(path).read_bytes()
+        try:
+            tensors = load(content)
+        except SafetensorError as error:
+            raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
+        # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+            found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
+            raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {VERSION}")
+        try:
+            description = json.loads(tensors["description"].tobytes())
+            return cls(
+                _read_rows(tensors, description),
+                description["left_out"],
+                [_as_group(group) for group in description["flat_groups"]],
+                {
+                    name: {int(turn): value for turn, value in own.items()}
+                    for name, own in description["advantages"].items()
+                },
+                description["rewards"],
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise RowsFileError(f"{path}: its parts do not fit together: {error!r}") from error
+
     @property
     def counts(self) -> Counter[str]:
         """Number of episodes kept out of the update, by reason."""
@@ -223,6 +351,75 @@ class TrainingRows(Sequence[TrainingRow]):
         if normalizer not in wanted:
             raise ValueError(f"normalizer {normalizer!r} is not one of {', '.join(wanted)}")
         return [wanted[normalizer](row) / reduction(batch, index) for index, row in enumerate(self._rows)]
+
+
+_ROW_FACTS = ("episode", "group", "prompt_length", "episode_trained", "episode_version", "spans")
+
+
+def _check_group(group: Any) -> None:
+    if isinstance(group, tuple):
+        for part in group:
+            _check_group(part)
+    elif not (group is None or isinstance(group, str | int | float)):
+        raise TypeError(f"the group {group!r} cannot be saved: use strings, numbers, or tuples of them")
+
+
+def _as_group(group: Any) -> Hashable:
+    return tuple(map(_as_group, group)) if isinstance(group, list) else group
+
+
+def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> list[TrainingRow]:
+    """Return the rows of a file; any error means that its parts do not fit together."""
+    offsets = tensors["row_offsets"].tolist()
+    total = len(tensors["token_ids"])
+    if offsets[0] != 0 or offsets[-1] != total or offsets != sorted(offsets):
+        raise ValueError("row_offsets do not cut the tokens into rows")
+    for name in ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"):
+        if name in tensors and len(tensors[name]) != total:
+            raise ValueError(f"{total} token ids came with {len(tensors[name])} {name}")
+    names = [*description["versions"], None]  # position -1 is None
+    weights = tensors["loss_weights"].tolist() if "loss_weights" in tensors else [None] * (len(offsets) - 1)
+    rows = []
+    described = zip(description["rows"], weights, offsets[:-1], offsets[1:], strict=True)
+    for facts, weight, start, end in described:
+        column = {name: tensors[name][start:end].tolist() for name in ("token_ids", "loss_mask", "logprobs")}
+        spans = [TurnSpan(*span) for span in facts["spans"]]
+        rows.append(
+            TrainingRow(
+                **{**facts, "group": _as_group(facts["group"]), "spans": spans},
+                **column,
+                tokens=_sequence(spans, **column),
+                versions=[names[number] for number in tensors["versions"][start:end].tolist()],
+                advantages=tensors["advantages"][start:end].tolist(),
+                trained=sum(column["loss_mask"]),
+                trainer_logprobs=tensors["trainer_logprobs"][start:end].tolist()
+                if "trainer_logprobs" in tensors
+                else None,
+                loss_weight=weight,
+            )
+        )
+    return rows
+
+
+def _sequence(
+    spans: Sequence[TurnSpan], token_ids: Sequence[int], loss_mask: Sequence[int], logprobs: Sequence[float]
+) -> TokenManager:
+    tokens = TokenManager()
+    at = 0
+    for span in spans:
+        tokens.add_prompt(token_ids[at : at + span.prompt_tokens])
+        at += span.prompt_tokens
+        # Another row may train the first of a turn's sampled tokens.
+        for mask, same in groupby(loss_mask[at : at + span.sampled_tokens]):
+            start, at = at, at + len(list(same))
+            known = logprobs[start:at] if mask else None
+            answer = Segment(
+                token_ids[start:at], known, is_response=True, loss_mask=mask, finish_reason=span.finish_reason
+            )
+            tokens.add(answer)
+    if at != len(token_ids):
+        raise ValueError(f"the turns of a row have {at} tokens, not {len(token_ids)}")
+    return tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -505,6 +702,15 @@ def _rows(
                 trained=sum(mask),
                 episode_trained=sum(map(sum, masks)),
                 episode_version=oldest,
+                spans=[
+                    TurnSpan(
+                        turn.index,
+                        len(turn.prompt_ids),
+                        kept,
+                        turn.generation.finish_type if turn.generation is not None and kept else None,
+                    )
+                    for turn, kept in leaf.steps()
+                ],
             )
         )
     return rows

@@ -4,6 +4,7 @@ import asyncio
 import math
 from array import array
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
-from strands_sglang.credit import LOSSES, Episode, TrainingRows, group_advantages, training_rows
+from strands_sglang.credit import LOSSES, Episode, RowsFileError, TrainingRows, group_advantages, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from support.agents import assistant, user
 from support.histories import PLANS, Player
@@ -366,3 +367,82 @@ def test_each_sampled_token_of_any_history_is_trained_once(chatml_tokenizer, tmp
         assert row.trained == sum(row.loss_mask) > 0 and row.episode_trained == sum(one.trained for one in own)
         assert {value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if mask} == {0.5}
         assert not any(value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if not mask)
+
+
+def facts(rows):
+    """Everything that a file of rows holds, floats as they are printed: NaN equals itself."""
+    own = [
+        {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "tokens"}
+        | {"segments": [(part.token_ids, part.loss_mask, part.finish_reason) for part in row.tokens.segments]}
+        for row in rows
+    ]
+    return repr((own, rows.left_out, rows.flat_groups, rows.advantages, rows.rewards))
+
+
+@given(PLANS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
+@settings(max_examples=60, database=None)
+def test_saved_rows_are_read_back_bit_equal(chatml_tokenizer, tmp_path_factory, plan, reward, is_trained):
+    folder = tmp_path_factory.mktemp("rows")
+    player = Player(chatml_tokenizer, folder)
+    asyncio.run(player.play(plan))
+    rows = training_rows(
+        [
+            Episode(player.model.trajectory, reward, ("g", 1, None), "ä"),
+            *batch(0.1, group=("g", 1, None), make=forked),
+            *batch(0.1, 1 / 3, group="versions", make=lambda: versioned("3", "default", "4")),
+            *batch(1.0, 1.0, group=7),
+            Episode(plain(), None, 7),
+        ]
+    )
+    if is_trained:
+        trained = [replace(row, trainer_logprobs=[-reward / 3] * len(row), loss_weight=1 / 3) for row in rows]
+        rows = TrainingRows(trained, rows.left_out, rows.flat_groups, rows.advantages, rows.rewards)
+    rows.save(folder / "rows.safetensors")
+    assert facts(TrainingRows.load(folder / "rows.safetensors")) == facts(rows)
+
+
+def test_a_row_knows_the_turns_of_its_tokens():
+    [first, *_, last] = training_rows(batch(1.0, 0.0, make=forked))
+    assert [tuple(span) for span in first.spans] == [(0, 2, 2, "stop"), (1, 2, 2, "stop")]
+    assert [span.turn for span in last.spans] == [3]
+
+
+def test_a_batch_without_rows_is_saved_too(tmp_path):
+    rows = training_rows(batch(None, None))
+    rows.save(tmp_path / "rows.safetensors")
+    loaded = TrainingRows.load(tmp_path / "rows.safetensors")
+    assert len(loaded) == 0 and loaded.left_out == rows.left_out
+
+
+@pytest.mark.parametrize("fault", ["torn", "foreign", "newer", "a trajectory", "mixed up", "no file"])
+def test_a_file_without_rows_is_named(tmp_path, fault):
+    path = tmp_path / "rows.safetensors"
+    rows = training_rows(batch(1.0, 0.0))
+    rows.save(path)
+    content = path.read_bytes()
+    message = {"torn": "not a safetensors file, or truncated", "foreign": "not a safetensors file"}
+    if fault == "torn":
+        path.write_bytes(content[:-7])
+    elif fault == "foreign":
+        path.write_text("{}")
+    elif fault == "newer":
+        path.write_bytes(content.replace(b'"version":"1"', b'"version":"9"'))
+    elif fault == "a trajectory":
+        plain().save(path)
+    elif fault == "mixed up":
+        at = content.index(b'"spans"')
+        path.write_bytes(content[:at] + b'"spams"' + content[at + 7 :])
+    else:
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            TrainingRows.load(path)
+        return
+    message |= {"newer": "version '9', not", "a trajectory": "'strands-sglang trajectory'", "mixed up": "fit together"}
+    with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{message[fault]}"):
+        TrainingRows.load(path)
+
+
+def test_a_group_that_is_no_data_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="the group <object .*> cannot be saved"):
+        training_rows(batch(1.0, 0.0, group=object())).save(tmp_path / "rows.safetensors")
+    assert not list(tmp_path.iterdir())
