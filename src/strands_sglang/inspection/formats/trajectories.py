@@ -1,0 +1,127 @@
+"""From a recorded trajectory to an `Episode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...trajectory.storage import TrajectoryFileError
+from ...trajectory.trajectory import Trajectory
+from ...trajectory.turn import Turn
+from ..records import Branching, Episode, Group, Image, SequenceRecord, Span, Tokens, TurnRecord, Writer
+
+
+def read_trajectory_file(path: Path) -> Group:
+    """Read one trajectory as a group of one episode.
+
+    Raises:
+        OSError: The file cannot be read.
+        TrajectoryFileError: It is no trajectory, or damaged.
+    """
+    trajectory = load_trajectory(path)
+    episode = episode_of(trajectory, path.stem, file=str(path))
+    return Group(path.stem, [episode], kind="trajectory", file=str(path))
+
+
+def load_trajectory(path: Path) -> Trajectory:
+    """Load a trajectory; whatever is wrong with the file is one error with its name.
+
+    Raises:
+        OSError: The file cannot be read.
+        TrajectoryFileError: It is no trajectory, or damaged.
+    """
+    try:
+        return Trajectory.load(path)
+    except (TrajectoryFileError, OSError):
+        raise
+    except Exception as error:  # the description may be damaged in any way
+        raise TrajectoryFileError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+
+
+def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
+    """Return a trajectory as an episode, with its exported sequences.
+
+    Args:
+        trajectory: The trajectory.
+        name: Id of the episode.
+        file: The file that it comes from.
+    """
+    turns = trajectory.turns
+    positions = {id(turn): position for position, turn in enumerate(turns)}
+    episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    for leaf, sequence in trajectory.branches():
+        episode.sequences.append(
+            SequenceRecord(
+                episode.steps(positions[id(leaf)]),
+                np.concatenate(
+                    [np.zeros(0, np.uint8)]
+                    + [np.full(len(segment), segment.loss_mask, np.uint8) for segment in sequence.segments]
+                ),
+            )
+        )
+    return episode
+
+
+def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
+    """Return a turn as a record.
+
+    Args:
+        turn: The turn.
+        positions: Position of each turn of the trajectory by `id`.
+    """
+    answer = turn.generation
+    prompt = Tokens(
+        np.asarray(turn.prompt_ids, np.int32),
+        None if turn.prompt_logprobs is None else np.asarray(turn.prompt_logprobs, np.float64),
+        np.full(len(turn.prompt_ids), Writer.PROMPT, np.uint8),
+    )
+    sampled = Tokens(
+        np.asarray(turn.output_ids, np.int32), writers=np.full(len(turn.output_ids), Writer.MODEL, np.uint8)
+    )
+    if answer is not None:
+        mask = answer.sampling_mask
+        sampled.logprobs = _floats(answer.logprobs)
+        sampled.sampling_logprobs = _floats(answer.sampling_logprobs)
+        sampled.kept_counts = None if mask is None else np.asarray(mask.lengths, np.int32)
+        sampled.versions = tuple(Span(*span) for span in answer.weight_versions)
+    branching = Branching.OPENS
+    if turn.parent is not None:
+        branching = Branching.FORKS if turn.reason.startswith("forks") else Branching.EXTENDS
+    return TurnRecord(
+        number=turn.index,
+        prompt=prompt,
+        sampled=sampled,
+        parent=None if turn.parent is None else positions[id(turn.parent)],
+        kept=turn.parent_kept,
+        branching=branching,
+        reason=turn.reason,
+        status=turn.status.value,
+        note=turn.note,
+        failure=turn.failure,
+        agent=turn.agent,
+        cycle=turn.cycle,
+        is_auxiliary=turn.is_auxiliary,
+        is_constrained=turn.constrained,
+        is_resumed=bool(answer is not None and answer.resumed_ids),
+        waits_to_go_on=turn.waits_to_go_on,
+        clamped=turn.clamped,
+        ends_at_context=turn.ends_at_context_limit,
+        finish=None if answer is None else answer.finish_type,
+        prompt_tokens=None if answer is None else answer.prompt_tokens,
+        cached_tokens=None if answer is None else answer.cached_tokens,
+        seconds=None if answer is None else answer.latency_s,
+        tool_calls=turn.tool_calls,
+        images=[] if turn.images is None else [_image(picture) for picture in turn.images.pictures],
+        facts={"sampling_params": dict(turn.sampling_params), "request_fields": dict(turn.request_fields)},
+    )
+
+
+def _floats(values: Sequence[float] | None) -> Any:
+    return None if values is None else np.asarray(values, np.float64)
+
+
+def _image(picture: Any) -> Image:
+    return Image(picture.data, str(picture.format), str(picture.where))
