@@ -151,6 +151,9 @@ class TrainingRows(Sequence[TrainingRow]):
         flat_groups: Groups in which no advantage differs from 0, so that they train nothing.
         advantages: Advantages by turn of every episode that is trained, by id and `Turn.index`.
         rewards: Rewards of all episodes that have one, those of their turns included, by id.
+        settings: The arguments of `training_rows` besides the episodes; empty if the rows are of several batches.
+        episodes: What is known of every episode of the batch besides its trajectory, by id: `group`, `reward`,
+            `turn_rewards` and `outcome`.
     """
 
     def __init__(
@@ -160,6 +163,9 @@ class TrainingRows(Sequence[TrainingRow]):
         flat_groups: Sequence[Hashable],
         advantages: Mapping[str, Mapping[int, float]],
         rewards: Mapping[str, float],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        episodes: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """See the class; `training_rows` makes it."""
         self._rows = list(rows)
@@ -167,6 +173,8 @@ class TrainingRows(Sequence[TrainingRow]):
         self.flat_groups = list(flat_groups)
         self.advantages = dict(advantages)
         self.rewards = dict(rewards)
+        self.settings = dict(settings or {})
+        self.episodes = dict(episodes or {})
 
     @classmethod
     def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
@@ -186,6 +194,8 @@ class TrainingRows(Sequence[TrainingRow]):
             [group for part in parts for group in part.flat_groups],
             {name: own for part in parts for name, own in part.advantages.items()},
             {name: reward for part in parts for name, reward in part.rewards.items()},
+            settings=parts[0].settings if parts and all(part.settings == parts[0].settings for part in parts) else None,
+            episodes={name: facts for part in parts for name, facts in part.episodes.items()},
         )
 
     def __len__(self) -> int:
@@ -211,8 +221,8 @@ class TrainingRows(Sequence[TrainingRow]):
 
         `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
         `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
-        `flat_groups`, `rewards` and `advantages` as in this class. Tuples are lists. The file's metadata holds `format`
-        and `version`.
+        `flat_groups`, `rewards`, `advantages`, `settings` and `episodes` as in this class. Tuples are lists. The file's
+        metadata holds `format` and `version`.
 
         Args:
             path: Path of the file.
@@ -224,7 +234,8 @@ class TrainingRows(Sequence[TrainingRow]):
         import numpy as np
         from safetensors.numpy import save
 
-        for group in (*(row.group for row in self._rows), *self.flat_groups):
+        groups = [*(row.group for row in self._rows), *(facts["group"] for facts in self.episodes.values())]
+        for group in (*groups, *self.flat_groups):
             _check_group(group)
         versions = list(dict.fromkeys(name for row in self._rows for name in row.versions if name is not None))
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(versions)}
@@ -254,6 +265,8 @@ class TrainingRows(Sequence[TrainingRow]):
             "flat_groups": self.flat_groups,
             "rewards": self.rewards,
             "advantages": self.advantages,
+            "settings": self.settings,
+            "episodes": self.episodes,
         }
         tensors["description"] = np.frombuffer(json.dumps(description).encode(), "uint8")
         write_file(path, bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION})))
@@ -290,6 +303,15 @@ class TrainingRows(Sequence[TrainingRow]):
                     for name, own in description["advantages"].items()
                 },
                 description["rewards"],
+                settings=description.get("settings"),
+                episodes={
+                    name: {
+                        **facts,
+                        "group": _as_group(facts["group"]),
+                        "turn_rewards": {int(turn): reward for turn, reward in facts["turn_rewards"].items()},
+                    }
+                    for name, facts in description.get("episodes", {}).items()  # earlier files lack them
+                },
             )
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise RowsFileError(f"{path}: its parts do not fit together: {error!r}") from error
@@ -632,6 +654,24 @@ def training_rows(
             episode.id: math.fsum([episode.reward or 0.0, *episode.turn_rewards.values()])
             for episode in batch
             if episode.id in returns
+        },
+        settings={
+            "baseline": baseline,
+            "normalize_std": normalize_std,
+            "discount": discount,
+            "max_tokens": max_tokens,
+            "version": version,
+            "max_staleness": max_staleness,
+            "skip_flat_groups": skip_flat_groups,
+        },
+        episodes={
+            episode.id: {
+                "group": episode.group,
+                "reward": None if episode.reward is None else float(episode.reward),
+                "turn_rewards": {turn: float(reward) for turn, reward in episode.turn_rewards.items()},
+                "outcome": None if episode.outcome is None else episode.outcome.value,
+            }
+            for episode in batch
         },
     )
 

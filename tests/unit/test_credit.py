@@ -412,6 +412,7 @@ def test_a_batch_without_rows_is_saved_too(tmp_path):
     rows.save(tmp_path / "rows.safetensors")
     loaded = TrainingRows.load(tmp_path / "rows.safetensors")
     assert len(loaded) == 0 and loaded.left_out == rows.left_out
+    assert loaded.settings == rows.settings and loaded.episodes == rows.episodes
 
 
 @pytest.mark.parametrize("fault", ["torn", "foreign", "newer", "a trajectory", "mixed up", "no file"])

@@ -515,6 +515,13 @@ class Environment(Identified):
             with _new_trajectory(episode.model):  # for a judge that calls the same model
                 await self._add_reward(action, result, supervisor)
             result.observation.metrics["attempts"] = attempts
+            if episode.trajectory is not None:
+                episode.trajectory.note_end(
+                    outcome=result.termination_reason,
+                    reward=None if result.reward is None else result.reward.reward,
+                    error=result.error,
+                    reward_error=result.reward_error,
+                )
             self.last_result = result
             return result
         finally:

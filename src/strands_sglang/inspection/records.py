@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..messages.said import Said
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -52,24 +54,6 @@ class Branching(str, Enum):
     """It extends the turn before it."""
     FORKS = "forks"
     """It extends a turn that another turn extends too, or one inside its answer."""
-
-
-class Said(NamedTuple):
-    """A part of the conversation as people read it.
-
-    Attributes:
-        role: "system", "user", "assistant" or "tool".
-        kind: "text", "reasoning", "call", "result" or "image".
-        text: The text; of a call its input as JSON.
-        name: Name of a tool; empty otherwise.
-        id: Id of a tool call; empty otherwise.
-    """
-
-    role: str
-    kind: str
-    text: str
-    name: str = ""
-    id: str = ""
 
 
 class Span(NamedTuple):

@@ -46,6 +46,7 @@ from ..messages import (
     to_chat_messages,
     to_chat_tools,
 )
+from ..messages.said import said_in
 from ..protocol.generation import (
     Generation,
     begun_stop_strings,
@@ -269,6 +270,8 @@ class ModelCall:
             images=images,
         )
         self.turn.chat_tools = self._tools(place.turn)
+        self.turn.said = said_in(place.new_messages, self.chat.system if place.turn is None else None)
+        self.trajectory.encoder = self.template.encoder
         self._prompt_tokens = sum(len(turn.prompt_ids) + sampled for turn, sampled in self.turn.steps())
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 

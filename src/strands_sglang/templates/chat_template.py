@@ -129,6 +129,7 @@ class ChatTemplate:
     """A tokenizer's chat template, as the source of prompt tokens. Safe to share between threads.
 
     Attributes:
+        encoder: Encodes text and decodes ids, with the library's own copy of the tokenizer.
         tokenizer: The library's own copy of the Hugging Face tokenizer.
         encode: Returns the ids of rendered text; no special tokens are added, since the template wrote them.
         decode: Returns the text of ids, including special tokens.
@@ -171,7 +172,7 @@ class ChatTemplate:
                 f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
                 "use the tokenizer of an instruction-tuned model, or pass chat_template=<jinja text>"
             )
-        encoder = get_encoder(tokenizer)
+        self.encoder = encoder = get_encoder(tokenizer)
         self.tokenizer = encoder.tokenizer
         self.encode, self.decode = encoder.encode, encoder.decode
         self.arguments = dict(arguments or {})

@@ -13,9 +13,10 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,6 +86,38 @@ class Encoder:
             )
             return text
 
+    def pieces(self, token_ids: Iterable[int]) -> dict[int, bytes]:
+        """Return the bytes that each id stands for inside a text.
+
+        Those of a sequence, joined, are the bytes of its text: several tokens may share a character. If a vocabulary is
+        of an unknown kind, a piece is the text of the id on its own.
+        """
+        names = self._names_of(token_ids)
+        if self._spelling is None:
+            return {token_id: self.decode([token_id]).encode("utf-8", "replace") for token_id in names}
+        return {token_id: self._spelling(name) for token_id, name in names.items()}
+
+    def _names_of(self, token_ids: Iterable[int]) -> dict[int, str]:
+        ids = list(token_ids)
+        if self._rust is not None:
+            names = [self._rust.id_to_token(token_id) for token_id in ids]
+        else:
+            with self._lock:
+                names = self.tokenizer.convert_ids_to_tokens(ids)
+        return {token_id: name if isinstance(name, str) else "" for token_id, name in zip(ids, names, strict=True)}
+
+    @cached_property
+    def _spelling(self) -> Callable[[str], bytes] | None:
+        """How the vocabulary writes bytes; None if none of the known ways gives the text of a sequence back."""
+        ids = self.encode(_EVERY_KIND)
+        for spelling in (_as_bytes, _as_words):
+            with suppress(Exception):
+                names = self._names_of(ids)
+                joined = b"".join(spelling(names[token_id]) for token_id in ids)
+                if joined.decode("utf-8", "replace") == self.decode(ids):
+                    return spelling
+        return None
+
     def without(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
         """Return a function that encodes text without these tokens, which were added to the vocabulary."""
         backend = _backend(self.tokenizer)
@@ -104,6 +137,29 @@ class Encoder:
         ]
         own.add_tokens(kept)
         return lambda text: own.encode(text, add_special_tokens=False).ids
+
+
+_EVERY_KIND = " One  two\n\tdrei: 12,345 \u00fc\u4e2d\U0001f600 [1]"
+
+
+def _as_bytes(name: str) -> bytes:
+    """Return the bytes of a token of byte-level BPE, which writes each byte as a printable character."""
+    try:
+        return bytes(map(_byte_of.__getitem__, name))
+    except KeyError:
+        return name.encode("utf-8", "replace")  # an added token is plain text
+
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_byte_of = {chr(byte): byte for byte in _PRINTABLE}
+_byte_of.update({chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))})
+
+
+def _as_words(name: str) -> bytes:
+    """Return the bytes of a token of SentencePiece, which writes spaces as U+2581 and single bytes as `<0x0A>`."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
 
 
 _encoders: weakref.WeakKeyDictionary[Any, tuple[Any, Encoder]] = weakref.WeakKeyDictionary()

@@ -8,11 +8,17 @@ Layout (format version 2). Tensors hold the concatenated tokens of all turns: `p
 prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (the
 processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in the turn's description).
 
+`pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes that each id
+stands for. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since it
+was recorded.
+
 `trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and
-`prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. Other keys hold what else the trajectory
-knows: `agents` and `helpers` that have asked, and `result_notices`, `call_ids` and `tool_parse_errors` of tool calls.
+`prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. `said` and `answered` are the conversation
+as people read it, and `text` of the `answer` is the text of the sampled ids. `prompt_seal` and `seal` tell whether the
+prompt, or the turn's other facts, have changed. Other keys hold what else the trajectory knows: `agents` and `helpers`
+that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and the `end` of the episode.
 Digests are hexadecimal. The file's metadata holds `format` and `version`. Version 1 also has `trajectory` in the
-metadata, which safetensors limits to 100 MB.
+metadata, which safetensors limits to 100 MB. Pieces, seals, texts and `end` came after version 2: files may lack them.
 """
 
 from __future__ import annotations
@@ -23,12 +29,15 @@ import os
 import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..messages.content import Picture
+from ..messages.said import Said
 from ..protocol.generation import Generation, SamplingMask, VersionSpan
+from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
 
@@ -39,7 +48,7 @@ _READABLE = ("1", VERSION)
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
     *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
-    *("roles", "note", "was_added"),
+    *("roles", "note", "was_added", "said", "answered", "prompt_seal", "seal"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -51,12 +60,19 @@ class TrajectoryFileError(ValueError):
     """A file is not a trajectory, or has a version that this library does not know."""
 
 
-def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
+def encode_turns(
+    turns: Sequence[Turn],
+    facts: Mapping[str, Any],
+    encoder: Encoder | None = None,
+    known_pieces: Mapping[int, bytes] | None = None,
+) -> bytes:
     """Return the content of a file with these turns.
 
     Args:
         turns: The turns in the order of their calls, parents first.
         facts: Further JSON-like facts about the trajectory.
+        encoder: Decodes the tokens; None if it is unknown.
+        known_pieces: Text of ids that an earlier file had.
 
     Raises:
         TypeError: An image processor's tensor has a type that numpy lacks.
@@ -76,13 +92,22 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
         "sampling_mask.ids": [mask.token_ids for mask in masks],
         "sampling_mask.lengths": [mask.lengths for mask in masks],
         "sampling_logprobs": [answer.sampling_logprobs for answer in answers],
+        "seals": [turn.seals for turn in turns if turn.is_answered],
     }
     tensors: dict[str, Any] = {}
     for name, column in columns.items():
-        kind = "<f8" if name.endswith("logprobs") else "<i4"
+        kind = "<f8" if name.endswith("logprobs") else "<u4" if name == "seals" else "<i4"
         values = [np.asarray(part, dtype=kind) for part in column if part is not None]
-        if values or not name.startswith("sampling"):
+        if values or not name.startswith(("sampling", "seals")):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
+    pieces = dict(known_pieces or {})
+    if encoder is not None:
+        used = np.unique(np.concatenate([tensors["prompt_ids"], tensors["output_ids"]])).tolist()
+        pieces.update(encoder.pieces(token_id for token_id in used if token_id not in pieces))
+    if pieces:
+        tensors["pieces.ids"] = np.asarray(list(pieces), "<i4")
+        tensors["pieces.lengths"] = np.asarray([len(piece) for piece in pieces.values()], "<i4")
+        tensors["pieces.bytes"] = np.frombuffer(b"".join(pieces.values()), "uint8")
     described = []
     for position, turn in enumerate(turns):
         answer, images = turn.generation, turn.images
@@ -124,6 +149,10 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
                 else {
                     **{name: getattr(answer, name) for name in _GENERATION_FIELDS},
                     "sampled_tokens": len(answer.output_ids),
+                    "text": encoder.decode(answer.output_ids)
+                    if turn.text is None and encoder is not None
+                    else turn.text,
+                    "has_seals": turn.seals is not None,
                     "has_logprobs": answer.logprobs is not None,
                     "has_sampling_mask": answer.sampling_mask is not None,
                     "has_sampling_logprobs": answer.sampling_logprobs is not None,
@@ -136,8 +165,8 @@ def encode_turns(turns: Sequence[Turn], facts: Mapping[str, Any]) -> bytes:
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION}))
 
 
-def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]:
-    """Read the turns of a file, and the further facts about its trajectory.
+def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any], dict[int, bytes]]:
+    """Read the turns of a file, the further facts about its trajectory, and the text of its ids.
 
     Args:
         content: Content of the file.
@@ -163,7 +192,14 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any]]
     turns: list[Turn] = []
     for position, described in enumerate(recorded.pop("turns")):
         turns.append(reader.turn(described, position, turns))
-    return turns, recorded
+    lengths = tensors.get("pieces.lengths", ())
+    ends = list(accumulate(map(int, lengths)))
+    content = tensors["pieces.bytes"].tobytes() if ends else b""
+    pieces = {
+        int(token_id): content[end - int(length) : end]
+        for token_id, length, end in zip(tensors.get("pieces.ids", ()), lengths, ends, strict=True)
+    }
+    return turns, recorded, pieces
 
 
 def _is_bfloat16(values: Any) -> bool:
@@ -182,7 +218,7 @@ class _Reader:
             return None
         start = self._read[name]
         self._read[name] = start + count
-        kind = "d" if name.endswith("logprobs") else "i"
+        kind = "d" if name.endswith("logprobs") else "I" if name == "seals" else "i"
         return array(kind, self._tensors[name][start : start + count].tobytes())
 
     def _images(self, prefix: str, described: Mapping[str, Any]) -> ImageInputs:
@@ -227,8 +263,12 @@ class _Reader:
             **{
                 name: described[name]
                 for name in _TURN_FIELDS
-                if name in described and name not in ("tool_calls", "roles")  # earlier files lack some
+                if name in described
+                and name not in ("tool_calls", "roles", "said", "answered")  # earlier files lack some
             },
+            said=tuple(Said(*part) for part in described.get("said", ())),
+            answered=tuple(Said(*part) for part in described.get("answered", ())),
+            text=None if answer is None else answer.get("text"),
             roles=tuple(described["roles"]),
             tool_calls=tuple(described["tool_calls"]),
             parent=None if described["parent"] is None else turns[described["parent"]],
@@ -246,6 +286,7 @@ class _Reader:
         )
         if answer is not None:
             turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
+            turn.seals = self._next("seals", answer["sampled_tokens"], is_there=answer.get("has_seals", False))
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
         return turn

@@ -20,7 +20,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,14 @@ from strands.types.content import Message, Messages
 
 from ..drift import Drift, measure_drift
 from ..messages import Conversation, block_digests, chain_of, fingerprint, message_digest, next_link
+from ..messages.said import said_in
 from ..protocol.generation import Generation
+from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, sequence_of
+from .seals import seal_end, seal_prompt, seal_tokens, seal_turn
 from .storage import decode_turns, encode_turns, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
@@ -105,6 +108,27 @@ NOTHING_PARSED = ParsedAnswer()
 """The parsed form of an answer that is only text."""
 
 
+@dataclass(frozen=True)
+class EpisodeEnd:
+    """How an episode ended.
+
+    Attributes:
+        outcome: A value of [`TerminationReason`][strands_sglang.TerminationReason]; None if unknown.
+        reward: Reward of the whole episode; None if it has none.
+        turn_rewards: Rewards of single turns by `Turn.index`, in addition.
+        error: The error that ended it; None without one.
+        reward_error: Why it has no reward although its outcome allows one; None otherwise.
+        seal: Digest of the rewards, the outcome and the turns that they were noted for.
+    """
+
+    outcome: str | None = None
+    reward: float | None = None
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    error: str | None = None
+    reward_error: str | None = None
+    seal: str = ""
+
+
 class Trajectory:
     """The record of an episode: all its model calls, as a forest of turns. Thread-safe.
 
@@ -116,6 +140,8 @@ class Trajectory:
         result_notices: What the model reads as the result of a call that did not parse, by toolUseId.
         tool_parse_errors: Number of tool calls that did not parse, by the tool name that they seemed to mean.
         counted: The prompt that was counted last, with what it depends on, for the call that sends it.
+        encoder: Encodes and decodes what is recorded; None before the first call, and once read from a file.
+        end: How the episode ended, if that was noted.
     """
 
     def __init__(self) -> None:
@@ -132,6 +158,9 @@ class Trajectory:
         self.result_notices: dict[str, str] = {}
         self.tool_parse_errors: dict[str, int] = {}
         self.counted: tuple[Any, Any] | None = None
+        self.encoder: Encoder | None = None
+        self.end: EpisodeEnd | None = None
+        self._pieces: dict[int, bytes] = {}  # as read from a file
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
@@ -277,6 +306,7 @@ class Trajectory:
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
             turn.answer_digest = message_digest(message)
             turn.answer_blocks = block_digests(message)
+            turn.answered = said_in([message])
             turn.answer_key = next_link(turn.key, turn.answer_digest)
             self._record(turn, generation, TurnStatus.ANSWERED)
 
@@ -327,6 +357,7 @@ class Trajectory:
             turn.cause = cause
             turn.generation = turn.resumes
             turn.status = TurnStatus.FAILED if turn.resumes is None else TurnStatus.CUT
+            self._seal(turn)
             self._index(turn)
 
     def _index(self, turn: Turn) -> None:
@@ -367,10 +398,18 @@ class Trajectory:
         logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
         if len(logprobs) == len(turn.prompt_ids):
             turn.prompt_logprobs = logprobs
+        self._seal(turn)
         parent = turn.parent
         if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
             settle(parent, TurnStatus.COMMITTED)
         self._index(turn)
+
+    @staticmethod
+    def _seal(turn: Turn) -> None:
+        answer = turn.generation
+        if answer is not None:
+            turn.seals = seal_tokens(answer.output_ids, answer.logprobs)
+        turn.prompt_seal, turn.seal = seal_prompt(turn), seal_turn(turn)
 
     # --- which answers the agents kept ---
 
@@ -445,6 +484,31 @@ class Trajectory:
         with self._lock:
             self._warn_of_rewriting(judge_end(self._turns, messages))
             self._forget_for_requests()
+
+    def note_end(
+        self,
+        *,
+        outcome: str | None = None,
+        reward: float | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        error: str | None = None,
+        reward_error: str | None = None,
+    ) -> None:
+        """Note how the episode ended and which reward it has, so that its file tells.
+
+        `Environment.step` of strands-env calls it. `strands-sglang doctor` compares the note with what is trained.
+
+        Args:
+            outcome: A value of [`TerminationReason`][strands_sglang.TerminationReason].
+            reward: Reward of the whole episode.
+            turn_rewards: Rewards of single turns by `Turn.index`, in addition.
+            error: The error that ended it.
+            reward_error: Why it has no reward although its outcome allows one.
+        """
+        with self._lock:
+            named = None if outcome is None else str(getattr(outcome, "value", outcome))
+            end = EpisodeEnd(named, reward, dict(turn_rewards or {}), error, reward_error)
+            self.end = replace(end, seal=seal_end(end, self._turns))
 
     # --- for calls ---
 
@@ -611,9 +675,10 @@ class Trajectory:
                 "tool_parse_errors": self.tool_parse_errors,
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
+                "end": None if self.end is None else asdict(self.end),
             }
             self._forget_for_requests()
-            return encode_turns(self._turns, facts)
+            return encode_turns(self._turns, facts, self.encoder, self._pieces)
 
     def _forget_for_requests(self) -> None:
         """Free memory that only a next request would need; it takes little time to make it again."""
@@ -647,7 +712,10 @@ class Trajectory:
             TrajectoryFileError: The bytes are not a trajectory, or have an unknown version.
         """
         trajectory = cls()
-        trajectory._turns, facts = decode_turns(content, name)
+        trajectory._turns, facts, trajectory._pieces = decode_turns(content, name)
+        if (end := facts.get("end")) is not None:  # earlier files lack it
+            turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
+            trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})
         trajectory.result_notices, trajectory.tool_parse_errors = facts["result_notices"], facts["tool_parse_errors"]
         trajectory._has_agents = bool(facts["agents"])
         for turn in trajectory._turns:

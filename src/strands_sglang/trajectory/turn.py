@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..messages import ChatTools
+from ..messages.said import Said
 from ..protocol.generation import Generation
 from ..protocol.wire import EncodedIds
 from ..templates.image_tokens import ImageInputs
@@ -81,6 +82,13 @@ class Turn:
             empty.
         prompt_logprobs: Logprobs of `prompt_ids`, shape `(P,)`; None if they were not requested.
         resumes: What an earlier attempt at this call sampled, if the call continues from it.
+        said: What the prompt added to the conversation, as people read it.
+        answered: The answer, as people read it.
+        text: Text of the sampled ids, if the trajectory was read from a file; saving a new one decodes it.
+        seals: A number of 32 bits per sampled token, made when the answer was recorded, shape `(T,)`; see
+            `trajectory/seals.py`. None without an answer, and in files of earlier versions.
+        prompt_seal: Digest of the prompt's tokens, as of `seals`.
+        seal: Digest of the other facts, as of `seals`.
         requests_s: Seconds that its requests took so far; not saved.
         chat_tools: The tools in the form of chat templates, shared by the turns with the same tools; not saved.
         trajectory: The trajectory that records it; None for a turn on its own.
@@ -117,6 +125,12 @@ class Turn:
     note: str = ""
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
+    said: tuple[Said, ...] = ()
+    answered: tuple[Said, ...] = ()
+    text: str | None = None
+    seals: array[int] | None = None
+    prompt_seal: str | None = None
+    seal: str | None = None
     requests_s: float = 0.0
     chat_tools: ChatTools | None = None
     trajectory: Trajectory | None = None

@@ -1078,6 +1078,10 @@ async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
         "output_ids": "int32",
         "logprobs": "float64",
         "prompt_logprobs": "float64",
+        "seals": "uint32",
+        "pieces.ids": "int32",
+        "pieces.lengths": "int32",
+        "pieces.bytes": "uint8",
         "trajectory": "uint8",
     }
     sampled = [turn["answer"]["sampled_tokens"] for turn in turns if turn["answer"]]
@@ -1457,3 +1461,42 @@ def test_an_old_evaluation_by_the_command_is_resumed(release, tmp_path, monkeypa
     assert records[: len(before)] == before and len(records) == 2 * len(questions)
     _, results = read_results(folder / "out" / "results.jsonl")
     assert {prompt: len(samples) for prompt, samples in results.items()} == {row["id"]: 2 for row in questions}
+
+
+# === what a file tells without its makers ===
+
+
+async def test_a_file_has_the_text_of_its_tokens_and_who_said_what(recorded, tmp_path, chatml_tokenizer):
+    recorded.save(tmp_path / "t.safetensors")
+    tensors = load_file(tmp_path / "t.safetensors")
+    turns = json.loads(tensors["trajectory"].tobytes())["turns"]
+
+    ends = np.cumsum(tensors["pieces.lengths"])
+    content = tensors["pieces.bytes"].tobytes()
+    pieces = {
+        token_id: content[end - length : end]
+        for token_id, length, end in zip(tensors["pieces.ids"], tensors["pieces.lengths"], ends, strict=True)
+    }
+    sampled = b"".join(pieces[token_id] for token_id in tensors["output_ids"]).decode()
+    assert sampled == "".join(turn["answer"]["text"] for turn in turns if turn["answer"])
+    assert sampled == chatml_tokenizer.decode(tensors["output_ids"])
+    assert [part[0] for part in turns[0]["said"]][-1] == "user"
+    again = Trajectory.load(tmp_path / "t.safetensors")
+    again.save(tmp_path / "again.safetensors")
+    copied = load_file(tmp_path / "again.safetensors")
+    assert {name: values.tobytes() for name, values in copied.items()} == {
+        name: values.tobytes() for name, values in tensors.items()
+    }
+
+
+def test_the_end_of_an_episode_is_in_its_file(tmp_path):
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    recorder.trajectory.note_end(
+        outcome=strands_sglang.TerminationReason.TASK_COMPLETE, reward=0.5, turn_rewards={0: 1}
+    )
+    recorder.trajectory.save(tmp_path / "t.safetensors")
+
+    end = Trajectory.load(tmp_path / "t.safetensors").end
+    assert (end.outcome, end.reward, end.turn_rewards) == ("task_complete", 0.5, {0: 1})
+    assert end == recorder.trajectory.end

@@ -1,0 +1,68 @@
+"""The conversation as people read it: the parts of Strands messages as text, without what only programs need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+
+class Said(NamedTuple):
+    """A part of a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool".
+        kind: "text", "reasoning", "call", "result", "image" or "other".
+        text: The text; of a call its input as JSON.
+        name: Name of the called tool; empty otherwise.
+        id: Id of the tool call; empty otherwise.
+    """
+
+    role: str
+    kind: str
+    text: str
+    name: str = ""
+    id: str = ""
+
+
+def said_in(messages: Iterable[Mapping[str, Any]], system: str | None = None) -> tuple[Said, ...]:
+    """Return the parts of Strands messages in order.
+
+    Args:
+        messages: The messages.
+        system: The system prompt, which comes first; None for none.
+    """
+    before = () if system is None else (Said("system", "text", system),)
+    return (*before, *(part for message in messages for part in _parts(message)))
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[Said]:
+    role = str(message["role"])
+    for block in message["content"]:
+        kind = next(iter(block), "")
+        value = block.get(kind)
+        if kind == "text":
+            yield Said(role, "text", str(value))
+        elif kind == "reasoningContent":
+            yield Said(role, "reasoning", str((value.get("reasoningText") or {}).get("text", "")))
+        elif kind == "toolUse":
+            yield Said(role, "call", _json(value["input"]), str(value["name"]), str(value["toolUseId"]))
+        elif kind == "toolResult":
+            for part in value["content"]:
+                text = part.get("text")
+                is_image = "image" in part
+                shown = "" if is_image else _json(part) if text is None else str(text)
+                yield Said("tool", "image" if is_image else "result", shown, id=str(value["toolUseId"]))
+        elif kind == "image":
+            yield Said(role, "image", "")
+        elif kind != "cachePoint":
+            yield Said(role, "other", _json(block))
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value, default=lambda other: f"<{type(other).__name__}>").decode()
+    except TypeError:  # integers beyond 64 bits, lone surrogates
+        return json.dumps(value, default=lambda other: f"<{type(other).__name__}>")

@@ -1,0 +1,96 @@
+"""Seals: digests that are made when an answer is recorded, and stay with it through every copy and file.
+
+What a trajectory holds is compared with its seals by `strands-sglang doctor`. They tell where a token, a logprob or a
+fact is no longer the recorded one, by whatever code or disk it was changed.
+
+- `seal_tokens`: one number of 32 bits per sampled token. The upper half depends on its position and its id, the lower
+  half on its position and its logprob. So a column that was shifted by one fits the seals of the neighbors.
+- `seal_turn`: a digest of everything else that is known when a turn is recorded and never changes after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .trajectory import EpisodeEnd
+    from .turn import Turn
+
+_FACTS = (
+    *("finish_type", "stop_token_id", "stop_string", "prompt_tokens", "cached_tokens", "weight_version"),
+    *("weight_versions", "request_id", "resumed_ids"),
+)
+
+
+def seal_ids(ids: Any, start: int = 0) -> NDArray[np.uint32]:
+    """Return the upper half of the seals of token ids at the positions from `start`, shape `(T,)`."""
+    import numpy as np
+
+    return _mixed(np.asarray(ids, np.int64).view(np.uint64), start) & np.uint32(0xFFFF0000)
+
+
+def seal_logprobs(logprobs: Any, start: int = 0) -> NDArray[np.uint32]:
+    """Return the lower half of the seals of logprobs at the positions from `start`, shape `(T,)`."""
+    import numpy as np
+
+    return _mixed(np.ascontiguousarray(logprobs, np.float64).view(np.uint64), start) & np.uint32(0xFFFF)
+
+
+def _mixed(bits: NDArray[np.uint64], start: int) -> NDArray[np.uint32]:
+    """Mix 64-bit values with their positions (the finalizer of MurmurHash3)."""
+    import numpy as np
+
+    mixed = bits + np.arange(start, start + len(bits), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(33))).astype(np.uint32)
+
+
+def seal_tokens(ids: Sequence[int], logprobs: Sequence[float] | None) -> array[int]:
+    """Return the seals of sampled tokens, shape `(T,)`; their lower half is 0 without logprobs."""
+    seals = seal_ids(ids)
+    if logprobs is not None:
+        seals = seals | seal_logprobs(logprobs)
+    return array("I", seals.tobytes())
+
+
+def seal_prompt(turn: Turn) -> str:
+    """Return the digest of a turn's prompt ids, and their logprobs if there are any."""
+    known = b"" if turn.prompt_logprobs is None else turn.prompt_logprobs.tobytes()
+    return f"{zlib.crc32(known, zlib.crc32(turn.prompt_ids.tobytes())):08x}"
+
+
+def seal_turn(turn: Turn) -> str:
+    """Return the digest of what never changes once a turn is recorded, without its tokens and texts."""
+    answer = turn.generation
+    facts = [
+        *(turn.index, None if turn.parent is None else turn.parent.index, turn.parent_kept, turn.key.hex()),
+        *(turn.is_auxiliary, turn.constrained, turn.clamped, turn.agent, turn.cycle, turn.reasoning_open),
+        *(turn.roles, [digest.hex() for digest in turn.digests], turn.sampling_params, turn.request_fields),
+        None if answer is None else [getattr(answer, name) for name in _FACTS],
+    ]
+    data = orjson.dumps(facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def seal_end(end: EpisodeEnd, turns: Sequence[Turn], **changed: Any) -> str:
+    """Return the digest of an episode's end and of the turns that it was noted for.
+
+    Args:
+        end: The end.
+        turns: The turns of the episode.
+        **changed: Values of the end to use instead, such as the reward of a sibling.
+    """
+    values = {"outcome": end.outcome, "reward": end.reward, "turn_rewards": dict(end.turn_rewards), **changed}
+    values["turns"] = [turn.seal for turn in turns]
+    data = orjson.dumps(values, default=float, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
