@@ -12,15 +12,14 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import importlib
 import inspect
 import json
 import logging
 import math
-import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,28 +27,20 @@ from typing import TYPE_CHECKING, Any
 from strands_sglang import terminal
 from strands_sglang.terminal import paint, tell, waiting
 
+from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
+
 if TYPE_CHECKING:
     from .core.types import Action
+    from .eval import Evaluator
 
 FAILED = terminal.FAILED
 WRONG_USAGE = 2
 STOPPED = 130
 
-ENVIRONMENTS = {
-    "calculator": "strands_env.environments.CalculatorEnvironment",
-    "python": "strands_env.environments.PythonEnvironment",
-    "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
-    "mcp": "strands_env.environments.MCPServersEnvironment",
-}
-
-REWARDS = {
-    "math": "strands_env.rewards.MathReward",
-    "exact": "strands_env.rewards.ExactMatchReward",
-    "regex": "strands_env.rewards.RegexReward",
-}
-
 OWN_REWARD = "env"
 """The environment brings its own."""
+
+DEFAULT_URL = "http://localhost:30000"
 
 BACKENDS = {
     "sglang": {"base_url", "model", "tokenizer", "chat_template", "tool_parser", "client_args"},
@@ -57,6 +48,9 @@ BACKENDS = {
     "bedrock": {"model", "region"},
 }
 """Which of the options that not every backend has apply to each."""
+
+PACKAGES = {"openai": ("openai", "openai"), "bedrock": ("boto3", "bedrock")}
+"""The package that a backend needs, and its extra."""
 
 say = functools.partial(terminal.say, "strands-env")
 
@@ -118,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser(
         "eval",
         help="run tasks in an environment and print the metrics",
-        usage="strands-env eval (--dataset FILE | --benchmark NAME)\n"
+        usage="strands-env eval (--dataset PATH | --benchmark NAME)\n"
         "                        --env NAME --output DIR [OPTIONS]",
         description="Run every task several times and print the metrics. Each result is added to\n"
         "DIR/results.jsonl as it finishes. Run the same command again to continue, no\n"
@@ -199,10 +193,15 @@ _THRESHOLD: dict[str, Any] = {
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tasks": {
         "--dataset": {
-            "metavar": "FILE",
-            "help": ".jsonl, .json, .csv, .tsv or .parquet; with --benchmark, a local copy of it",
+            "metavar": "PATH",
+            "help": ".jsonl, .json, .csv, .tsv or .parquet, or a folder with such files as on the Hugging Face Hub; "
+            "with --benchmark, a local copy of it",
         },
-        "--benchmark": {"metavar": "NAME", "help": "a name from `strands-env list`"},
+        "--split": {"metavar": "NAME", "help": "the files of a folder to use, such as test"},
+        "--benchmark": {
+            "metavar": "NAME",
+            "help": "a name from `strands-env list`, or your package.Class",
+        },
         "--question-field": {
             "metavar": "NAME",
             "help": "the field with the question (default: question, problem, prompt, ...)",
@@ -240,9 +239,13 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--base-url": {
             "metavar": "URL",
-            "help": "sglang, openai: the server's address (default for sglang: http://localhost:30000)",
+            "help": f"sglang, openai: the server's address (default for sglang: {DEFAULT_URL})",
         },
-        "--model": {"metavar": "NAME", "help": "the model's name, or for sglang its folder"},
+        "--model": {
+            "metavar": "NAME",
+            "help": "the model's name, or for sglang its folder (default for sglang: what the server has, if that is "
+            "on this machine)",
+        },
         "--tokenizer": {"metavar": "PATH", "help": "sglang: the tokenizer's folder or name (default: --model)"},
         "--chat-template": {"metavar": "FILE", "help": "sglang: Jinja file to use as the chat template"},
         "--tool-parser": {"metavar": "NAME", "help": "sglang: the tool parser (default: the model family's)"},
@@ -362,11 +365,28 @@ def list_names(arguments: argparse.Namespace) -> int:
     from .eval.benchmarks import BENCHMARKS
 
     lines = [paint("benchmarks", "bold")]
-    for one in BENCHMARKS.values():
-        lines.append(f"{one.name:<10}  {one.size:>4} tasks  {one.repository} ({one.split})")
-    for title, names in (("environments", ENVIRONMENTS), ("rewards", REWARDS)):
-        lines += ["", paint(title, "bold"), *(f"{name:<10}  {path}" for name, path in names.items())]
-    return say(*lines, "", paint("backends", "bold"), *BACKENDS)
+    lines += (f"{one.name:<10}  {one.size:>4} tasks  {one.repository} ({one.split})" for one in BENCHMARKS.values())
+    lines += _unusable(needs("datasets", "datasets")(), "without --dataset")
+    registered, failures = registered_benchmarks()
+    lines += (f"{name:<10}  {one.__module__}.{one.__qualname__}" for name, one in registered.items())
+    for module, reason in failures.items():
+        lines += [module, *_unusable(reason)]
+    for title, kind in (("environments", ENVIRONMENTS), ("rewards", REWARDS)):
+        lines += ["", paint(title, "bold")]
+        for name, path in kind.paths().items():
+            lines += [f"{name:<10}  {path}", *_unusable(why_not(kind, name))]
+    lines += ["", paint("backends", "bold")]
+    for name in BACKENDS:
+        lines += [name, *_unusable(needs(*PACKAGES[name])() if name in PACKAGES else None)]
+    return say(*lines)
+
+
+def _unusable(reason: str | None, what: str = "cannot run") -> list[str]:
+    """Why something cannot be used, in lines below its name."""
+    if reason is None:
+        return []
+    lines = textwrap.wrap(f"{what}: {reason}", terminal.WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return [paint(f"    {line}", "yellow") for line in lines]
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -374,7 +394,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from strands_sglang import SGLangClientError
 
     from .core import RewardError
-    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, Evaluator, ExecutorError
+    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, ExecutorError
     from .eval.checkpoint import encode, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
@@ -383,7 +403,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         logging.getLogger("strands").setLevel(logging.CRITICAL)
     missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
-        missing.insert(0, "--dataset FILE or --benchmark NAME")
+        missing.insert(0, "--dataset PATH or --benchmark NAME")
     if missing:
         raise UsageError(f"{' and '.join(missing)} must be given")
     try:
@@ -392,31 +412,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
             model_factory: Any = model_factory_of(arguments, model)
         with waiting(f"preparing {arguments.env}"):
             env_factory, reward = named_environment(arguments, model_factory)
+        evaluator = named_evaluator(arguments, env_factory, run_config(arguments, model))
         with waiting(f"loading and checking the tasks of {arguments.benchmark or arguments.dataset}"):
-            actions = load_actions(arguments, reward)
+            actions = load_actions(arguments, evaluator, reward)
         with waiting("connecting to the Ray cluster") if arguments.ray else contextlib.nullcontext():
-            executor = named_executor(arguments)
+            evaluator.executor = named_executor(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
     except RewardError as error:  # the machine starts no worker that could read a ground truth
         tell(f"strands-env: {one_line(error)}")
         return FAILED
     except Exception as error:  # code that is named on the command line may raise anything
-        raise UsageError(f"--env or --reward: {type(error).__name__}: {error}") from error
-    evaluator = Evaluator(
-        env_factory,
-        n_samples_per_prompt=arguments.n_samples,
-        max_concurrency=arguments.concurrency,
-        keep_tokens=arguments.keep_tokens,
-        keep_trajectories=arguments.keep_trajectories,
-        output_path=arguments.output,
-        config=run_config(arguments, model),
-        success_threshold=arguments.success_threshold,
-        stop_after_failures=arguments.stop_after_failures,
-        retry_errors=arguments.retry_errors,
-        executor=executor,
-    )
-    evaluator.benchmark_name = arguments.benchmark or Path(arguments.dataset).stem
+        raise UsageError(f"--env, --reward or --benchmark: {type(error).__name__}: {error}") from error
 
     async def run() -> Any:
         if model["backend"] == "sglang":  # results depend on the served weights; other backends name theirs
@@ -442,7 +449,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     code = FAILED if metrics["dropped_samples"] else 0
     if arguments.json:
         return say(json.dumps(metrics, indent=2), code=code)
-    return say(*_painted([*metric_lines(metrics), *end_lines(results)]), code=code)
+    return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:
@@ -511,12 +518,15 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in sorted(set.union(*BACKENDS.values()) - BACKENDS[backend]):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')} does not apply to --backend {backend}")
-    if arguments.model is None and not (backend == "sglang" and arguments.tokenizer is not None):
-        raise ValueError(f"--model {'or --tokenizer ' if backend == 'sglang' else ''}must be given")
+    tokenizer = arguments.tokenizer
+    if arguments.model is None and tokenizer is None:
+        if backend != "sglang":
+            raise ValueError("--model must be given")
+        tokenizer = served_tokenizer(arguments)
     given = {
         "base_url": arguments.base_url,
         "model_id": arguments.model,
-        "tokenizer": arguments.tokenizer,
+        "tokenizer": tokenizer,
         "tool_parser": arguments.tool_parser,
         "region_name": arguments.region,
         "client": arguments.client_args or None,
@@ -536,17 +546,54 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def served_tokenizer(arguments: argparse.Namespace) -> str:
+    """The path or name of the tokenizer that the server has, which loads on this machine.
+
+    Raises:
+        ValueError: The server does not answer, or its tokenizer is not on this machine.
+    """
+    from strands_sglang import SGLangClient, SGLangClientError, get_tokenizer
+
+    url = arguments.base_url or DEFAULT_URL
+    hint = "give --model or --tokenizer"
+
+    async def ask() -> dict[str, Any]:
+        async with SGLangClient(url, **{"max_retries": 3, **arguments.client_args}) as client:
+            return await client.model_info()
+
+    try:
+        info = asyncio.run(ask())
+    except SGLangClientError as error:
+        raise ValueError(f"the server at {url} does not say which model it serves: {error}; {hint}") from error
+    except (ValueError, TypeError) as error:
+        option = "--client-args" if arguments.client_args else "--base-url"
+        raise ValueError(f"{option}: {in_options(str(error))}") from error
+    path = str(info.get("tokenizer_path") or info.get("model_path"))
+    try:
+        get_tokenizer(path)
+    except Exception as error:  # whatever transformers, the Hub or the network raises
+        raise ValueError(
+            f"the server's tokenizer {path} cannot be loaded on this machine ({type(error).__name__}): {hint}"
+        ) from error
+    return path
+
+
 _OPTION_OF = {
-    "base_url": "--base-url",
-    "tool_parser": "--tool-parser",
-    "sampling_params": "--sampling-params",
-    "region_name": "--region",
+    r"\bbase_url\b=?": "--base-url",
+    r"\btool_parser\b=?": "--tool-parser",
+    r"\bsampling_params\b=?": "--sampling-params",
+    r"\bregion_name\b=?": "--region",
+    r"\bmodel_id\b=?": "--model",
+    r"\bchat_template=(<jinja text>)?": "--chat-template",
+    r"\btokenizer=": "--tokenizer",  # without the sign it is a word
 }
 
 
 def in_options(text: str) -> str:
     """A message with the options instead of the arguments that they set."""
-    return re.sub(rf"\b({'|'.join(_OPTION_OF)})\b", lambda match: _OPTION_OF[match[0]], text)
+    for argument, option in _OPTION_OF.items():
+        text = re.sub(argument, option, text)
+    return text
 
 
 def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> Any:
@@ -594,7 +641,7 @@ def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tupl
     Raises:
         ValueError: It does not exist, or it or its reward refuses its arguments.
     """
-    target = load_object("--env", arguments.env, ENVIRONMENTS)
+    target = load(ENVIRONMENTS, arguments.env)
     if not callable(target):
         raise ValueError(f"--env {arguments.env} cannot be called to make an environment")
     parameters = inspect.signature(target).parameters
@@ -622,11 +669,46 @@ def named_reward(arguments: argparse.Namespace) -> Any:
         if arguments.reward_args:
             raise ValueError("--reward-args does not apply to --reward env: use --env-args")
         return None
-    target = load_object("--reward", arguments.reward, REWARDS)
+    target = load(REWARDS, arguments.reward)
+    if not callable(target):
+        raise ValueError(f"--reward {arguments.reward} cannot be called to make a reward")
     try:
+        inspect.signature(target).bind(**arguments.reward_args)
         return target(**arguments.reward_args)
     except (TypeError, ValueError, re.error) as error:
-        raise ValueError(f"--reward {arguments.reward}: {error}") from error
+        raise ValueError(f"--reward {arguments.reward} with --reward-args: {error}") from error
+
+
+def named_evaluator(arguments: argparse.Namespace, env_factory: Any, config: dict[str, Any]) -> Evaluator:
+    """The evaluator of the command line: that of a registered benchmark, or one for the tasks of a file.
+
+    Raises:
+        ValueError: There is no such benchmark, or its class does not take an evaluator's arguments.
+    """
+    from .eval import Evaluator
+    from .eval.benchmarks import BENCHMARKS
+
+    name = arguments.benchmark
+    is_class = name is not None and name not in BENCHMARKS
+    target: Any = load_benchmark_class(name, BENCHMARKS) if is_class else Evaluator
+    try:
+        evaluator: Evaluator = target(
+            env_factory,
+            n_samples_per_prompt=arguments.n_samples,
+            max_concurrency=arguments.concurrency,
+            keep_tokens=arguments.keep_tokens,
+            keep_trajectories=arguments.keep_trajectories,
+            output_path=arguments.output,
+            config=config,
+            success_threshold=arguments.success_threshold,
+            stop_after_failures=arguments.stop_after_failures,
+            retry_errors=arguments.retry_errors,
+        )
+    except TypeError as error:
+        raise ValueError(f"--benchmark {name}: {error}") from error
+    if not (is_class and evaluator.benchmark_name):
+        evaluator.benchmark_name = name or Path(arguments.dataset).stem
+    return evaluator
 
 
 def named_executor(arguments: argparse.Namespace) -> Any:
@@ -651,51 +733,40 @@ def named_executor(arguments: argparse.Namespace) -> Any:
         raise type(error)(f"--ray: {error}") from error
 
 
-def load_object(option: str, path: str, names: dict[str, str]) -> Any:
-    """Import the object that an option names by a short name or a dotted path.
-
-    A dotted path is `package.module.Name`, or with `:` before the last part. The current folder is searched too.
-
-    Raises:
-        ValueError: There is no such object.
-    """
-    module_name, _, name = names.get(path, path).replace(":", ".").rpartition(".")
-    if not module_name:
-        raise ValueError(f"{option} {path}: neither one of {', '.join(names)} nor a dotted path")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{option} {path}: {module_name} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        raise ValueError(f"{option} {path}: {module_name} has no {name}")
-    return getattr(module, name)
-
-
-def load_actions(arguments: argparse.Namespace, reward: Any) -> list[Action]:
+def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:
     """The tasks that the command line names, with ground truths that the reward can compare with.
 
     Raises:
         ValueError: There are none, or they cannot be loaded.
     """
-    from .eval.benchmarks import TaskError, load_benchmark, load_tasks
+    from .eval.benchmarks import BENCHMARKS, TaskError, checked, load_benchmark, load_tasks
 
     fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
     further = {"limit": arguments.limit, "check_truth": getattr(reward, "check_truth", None)}
     if arguments.benchmark is None:
         try:
-            return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
+            return load_tasks(
+                arguments.dataset,
+                **fields,
+                split=arguments.split,
+                needs_answer=arguments.reward != OWN_REWARD,
+                **further,
+            )
         except TaskError as error:
             missing = re.search(r"\bno (question|answer): looked for", str(error))
             hint = f"; name the field with --{missing[1]}-field" if missing else ""
-            raise ValueError(f"{error}{hint}") from error
-    if any(fields.values()):
-        raise ValueError("--question-field, --answer-field and --id-field do not apply to --benchmark")
-    try:
-        return load_benchmark(arguments.benchmark, arguments.dataset, **further)
-    except TaskError as error:
-        raise ValueError(str(error).replace("or pass a local file", "or pass a local copy as --dataset")) from error
+            raise ValueError(f"{str(error).replace('pass split=', 'give --split ')}{hint}") from error
+    if any(fields.values()) or arguments.split:
+        raise ValueError("--question-field, --answer-field, --id-field and --split do not apply to --benchmark")
+    if arguments.benchmark in BENCHMARKS:
+        try:
+            return load_benchmark(arguments.benchmark, arguments.dataset, **further)
+        except TaskError as error:
+            told = str(error).replace("or pass a local file", "or pass a local copy as --dataset")
+            raise ValueError(told) from error
+    if arguments.dataset is not None:
+        raise ValueError(f"--dataset does not apply to --benchmark {arguments.benchmark}, which loads its own tasks")
+    return checked(evaluator.load_dataset(), f"--benchmark {arguments.benchmark}", **further)
 
 
 # --- what it prints ---

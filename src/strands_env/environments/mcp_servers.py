@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ class MCPServersEnvironment(MCPEnvironment):
     """An `MCPEnvironment` with servers given as plain data. Each step starts them or connects to them.
 
     Examples:
+        >>> MCPServersEnvironment(model_factory, servers=["python server.py", "http://localhost:8000/mcp"])
         >>> MCPServersEnvironment(model_factory, servers=[{"command": "python", "args": ["server.py"]}])
         >>> MCPServersEnvironment(model_factory, servers=[{"url": "http://localhost:8000/mcp", "prefix": "shop"}])
     """
@@ -31,7 +33,7 @@ class MCPServersEnvironment(MCPEnvironment):
         reward_fn: RewardFunction | None = None,
         system_prompt: str | None = None,
         *args: Any,
-        servers: Sequence[Mapping[str, Any]],
+        servers: Sequence[str | Mapping[str, Any]],
         **kwargs: Any,
     ) -> None:
         """Create the environment. No server is started before the first step.
@@ -41,23 +43,23 @@ class MCPServersEnvironment(MCPEnvironment):
             reward_fn: Reward function, as for `Environment`.
             system_prompt: System prompt, as for `Environment`.
             *args: Other positional arguments of `Environment`.
-            servers: One mapping per server: `command` with optional `args`, `env` and `cwd` (stdio), or `url`
-                (streamable HTTP). An optional `prefix` is added to the names of its tools.
+            servers: One per server, either a command line (stdio) or a URL (streamable HTTP), or a mapping: `command`
+                with optional `args`, `env` and `cwd`, or `url`. An optional `prefix` is added to the names of its
+                tools.
             **kwargs: Other keyword arguments of `MCPEnvironment`, except `clients`.
 
         Raises:
             ValueError: `servers` is empty, or a server has unknown keys, or neither `command` nor `url`.
         """
         if isinstance(servers, Mapping | str) or not servers:
-            raise ValueError('servers must be a list such as [{"command": "python", "args": ["server.py"]}]')
-        for server in servers:
-            _check(server)
+            raise ValueError('servers must be a list such as ["python server.py"]')
+        described = [_described(server) for server in servers]
         super().__init__(
             model_factory,
             reward_fn,
             system_prompt,
             *args,
-            clients=lambda: [_client(server) for server in servers],
+            clients=lambda: [_client(server) for server in described],
             **kwargs,
         )
 
@@ -66,11 +68,25 @@ class MCPServersEnvironment(MCPEnvironment):
         """Describe the environment, with the servers but without their `env`, which may contain secrets."""
         identity = super().identity()
         arguments = {name: value for name, value in identity["arguments"].items() if name != "clients"}
-        shown = [{key: value for key, value in one.items() if key != "env"} for one in arguments["servers"]]
+        described = [_described(server) for server in arguments["servers"]]
+        shown = [{key: value for key, value in one.items() if key != "env"} for one in described]
         return {**identity, "arguments": {**arguments, "servers": shown}}
 
 
-def _check(server: Any) -> None:
+def _described(server: Any) -> Mapping[str, Any]:
+    """A server as a mapping.
+
+    Raises:
+        ValueError: It is no valid server.
+    """
+    if isinstance(server, str):
+        if server.startswith(("http://", "https://")):
+            return {"url": server}
+        try:
+            command, *args = shlex.split(server)
+        except ValueError as error:
+            raise ValueError(f"an MCP server needs a command line or a URL, not {server!r:.200}: {error}") from error
+        return {"command": command, "args": args}
     known = _STDIO if isinstance(server, Mapping) and "command" in server else _HTTP
     if not isinstance(server, Mapping) or not known >= set(server) or not {"command", "url"} & set(server):
         raise ValueError(
@@ -81,6 +97,8 @@ def _check(server: Any) -> None:
         StdioServerParameters.model_validate({name: value for name, value in server.items() if name != "prefix"})
     elif not str(server["url"]).startswith(("http://", "https://")):
         raise ValueError(f"the url of an MCP server must begin with http:// or https://, not {server['url']!r}")
+    described: Mapping[str, Any] = server
+    return described
 
 
 def _client(server: Mapping[str, Any]) -> MCPClient:

@@ -2,7 +2,7 @@
 
 from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results, read_results
 from .episodes import Episode, Episodes, Executor, ExecutorError, Runner
-from .evaluator import EvaluationStoppedError, Evaluator
+from .evaluator import EvaluationStoppedError, Evaluator, register_eval
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "Runner",
     "answer_of",
     "read_results",
+    "register_eval",
     "standard_metrics",
 ]

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,8 @@ def load_benchmark(
 
     Args:
         name: Name of the benchmark: `aime-2024`, `aime-2025`, `gsm8k` or `math-500`.
-        path: Local file with its rows, in the fields of the Hub or in fields with usual names; None to load it with the
-            package `datasets` (extra `datasets`), from its cache or from the Hub.
+        path: Local file with its rows, or a folder of files as on the Hub, in the fields of the Hub or in fields with
+            usual names; None to load it with the package `datasets` (extra `datasets`), from its cache or from the Hub.
         limit: Most tasks to load, from the start; None for all.
         check_truth: Function that checks each ground truth, as for `load_tasks`.
 
@@ -101,7 +102,8 @@ def load_benchmark(
             # A local file may contain only the results.
             return benchmark.read_answer(answer) if "####" in str(answer) else str(answer)
 
-        return load_tasks(path, read_answer=read_answer, limit=limit, check_truth=check_truth)
+        split = benchmark.split if Path(path).is_dir() else None
+        return load_tasks(path, split=split, read_answer=read_answer, limit=limit, check_truth=check_truth)
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -131,26 +133,32 @@ def load_tasks(
     question_field: str | None = None,
     answer_field: str | None = None,
     id_field: str | None = None,
+    split: str | None = None,
     needs_answer: bool = True,
     read_answer: Callable[[Any], Any] | None = None,
     limit: int | None = None,
     check_truth: Callable[[Any], None] | None = None,
 ) -> list[Action]:
-    """Load tasks from a file.
+    """Load tasks from a file, or from a folder of files.
 
-    Supported formats are JSON Lines (`.jsonl`, `.ndjson`), a JSON list (`.json`), tables whose first line names the
-    fields (`.csv`, `.tsv`), and Parquet (`.parquet`; needs pyarrow). A field name `a.b` means the field `b` of the
-    object `a`. Additional fields are kept in the task's context. A row with `message` and `task_context` is an `Action`
-    and is used unchanged.
+    Supported formats are JSON Lines (`.jsonl`, `.ndjson`), a JSON list or JSON Lines (`.json`), tables whose first line
+    names the fields (`.csv`, `.tsv`), and Parquet (`.parquet`; needs pyarrow). A field name `a.b` means the field `b`
+    of the object `a`. Additional fields are kept in the task's context. A row with `message` and `task_context` is an
+    `Action` and is used unchanged.
+
+    A folder has the files of one dataset, as a copy from the Hugging Face Hub does. Files and folders are named after
+    their split (`test.jsonl`, `data/train-00000-of-00002.parquet`, `validation/a.csv`); parts are read in the order of
+    their names.
 
     Args:
-        path: File to read.
+        path: File or folder to read.
         question_field: Field with the question, a string or a chat. None for the first of `question`, `problem`,
             `prompt`, `input` and `message`, in any case.
         answer_field: Field with the ground truth. None for the first of `answer`, `ground_truth`, `label`, `target` and
             `expected_answer`, in any case.
         id_field: Field with the id of the task. None for the first of `id`, `unique_id`, `task_id` and `problem_id`, in
             any case; without one of these, the task gets an id from its content.
+        split: For a folder, the split to load; None if it has only one.
         needs_answer: Whether a row without an answer is an error.
         read_answer: Function that converts a row's answer to the ground truth. It receives None if the row has none.
         limit: Most tasks to load, from the start; None for all.
@@ -162,14 +170,18 @@ def load_tasks(
 
     Raises:
         TaskError: The file cannot be read or has no tasks, or a row is invalid. The message contains its line, or its
-            number from 1 in files without lines.
+            number from 1 in files without lines. Or the folder has no such split, or several splits or datasets to
+            choose from.
 
     Examples:
         >>> tasks = load_tasks("tasks.jsonl", check_truth=reward_fn.check_truth)
     """
     path = Path(path)
+    if split is not None and not path.is_dir():
+        raise TaskError(f"{path}: only a folder has splits, such as {split}")
+    rows = _rows(path) if not path.is_dir() else _rows_of_folder(path, split)
     return _actions(
-        _rows(path),
+        rows,
         str(path),
         (question_field, answer_field, id_field),
         needs_answer=needs_answer,
@@ -177,6 +189,33 @@ def load_tasks(
         limit=limit,
         check_truth=check_truth,
     )
+
+
+def checked(
+    actions: Iterable[Action], source: str, *, limit: int | None, check_truth: Callable[[Any], None] | None
+) -> list[Action]:
+    """Check the ground truths of tasks.
+
+    Args:
+        actions: The tasks.
+        source: Where they are from, for errors.
+        limit: Most tasks to use, from the start; None for all.
+        check_truth: Function that checks each ground truth, as for `load_tasks`.
+
+    Raises:
+        TaskError: There are no tasks, or a ground truth is unusable.
+    """
+    tasks: list[Action] = []
+    for number, action in enumerate(itertools.islice(actions, limit), 1):
+        try:
+            if check_truth is not None:
+                check_truth(action.task_context.ground_truth)
+        except ValueError as error:
+            raise TaskError(f"{source}, task {number}: {_line(error)}") from error
+        tasks.append(action)
+    if not tasks:
+        raise TaskError(f"{source}: it has no tasks")
+    return tasks
 
 
 Fields = tuple["str | None", "str | None", "str | None"]
@@ -271,6 +310,60 @@ def _is_missing(value: Any) -> bool:
     )
 
 
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+_NOT_TASKS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""What the package `datasets` stores next to the data."""
+
+_SPLITS = {"train": "train(?:ing)?", "validation": "(?:validation|valid|val|dev)", "test": "(?:test|testing|eval)"}
+"""Patterns by split, as words in names of files and folders (https://huggingface.co/docs/hub/datasets-file-names-and-splits)."""
+
+
+def _files(folder: Path, split: str | None) -> list[Path]:
+    """Return the data files of one split of a folder.
+
+    Raises:
+        TaskError: There are none, or it is not clear which.
+    """
+    found = sorted(file for suffix in _SUFFIXES for file in folder.rglob(f"*{suffix}") if file.is_file())
+    # Hidden files are caches, as of downloads from the Hub.
+    names = {file: file.relative_to(folder) for file in found if file.name not in _NOT_TASKS}
+    names = {file: name for file, name in names.items() if not any(part.startswith(".") for part in name.parts)}
+    if not names:
+        raise TaskError(f"{folder}: no data files; looked for {', '.join(_SUFFIXES)}")
+
+    def is_of(pattern: str, name: Path) -> bool:
+        return re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", str(name), re.IGNORECASE) is not None
+
+    present = [one for one, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
+    if split is None and len(present) > 1:
+        raise TaskError(f"{folder} has the splits {', '.join(present)}: pass split={present[-1]}")
+    if split is not None:
+        pattern = _SPLITS.get(split, re.escape(split))
+        chosen = {file: name for file, name in names.items() if is_of(pattern, name)}
+        if not chosen:
+            shown = ", ".join(str(name) for name in list(names.values())[:5])
+            raise TaskError(f"{folder}: no file of the split {split}, only {shown}")
+        names = chosen
+    kinds = sorted({file.suffix for file in names})
+    if len(kinds) > 1:
+        raise TaskError(f"{folder} has the same tasks in several formats ({', '.join(kinds)})? Name one file or folder")
+    splits = re.compile(f"(?:{'|'.join([*_SPLITS.values(), *([re.escape(split)] if split else [])])})", re.IGNORECASE)
+    parents = sorted(
+        {"/".join(part for part in name.parts[:-1] if not splits.fullmatch(part)) for name in names.values()}
+    )
+    if len(parents) > 1:
+        shown = ", ".join(one or "." for one in parents[:5])
+        raise TaskError(f"{folder} has several datasets ({shown}): name the folder of one")
+    return list(names)
+
+
+def _rows_of_folder(folder: Path, split: str | None) -> Iterator[tuple[str, Any]]:
+    for file in _files(folder, split):
+        for place, row in _rows(file):
+            yield f"{file.relative_to(folder)}, {place}", row
+
+
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read the rows of a file, each with its position."""
     try:
@@ -287,19 +380,19 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
             yield from _numbered(table)
         elif path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(content, list):
+            content = path.read_text(encoding="utf-8")
+            try:
+                listed = json.loads(content)
+            except json.JSONDecodeError:
+                if not re.match(r"\s*\{.*\}\s*?\n\s*\{", content):
+                    raise
+                yield from _json_lines(path)  # as many datasets on the Hub are named
+                return
+            if not isinstance(listed, list):
                 raise TaskError(f"{path}: a .json file of tasks must contain a list")
-            yield from _numbered(content)
+            yield from _numbered(listed)
         elif path.suffix in (".jsonl", ".ndjson"):
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        yield f"line {number}", json.loads(line)
-                    except ValueError as error:
-                        raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
+            yield from _json_lines(path)
         elif path.suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
                 reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
@@ -323,6 +416,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise TaskError(f"{path}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise TaskError(f"{path}: not JSON: {error}") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", json.loads(line)
+            except ValueError as error:
+                raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

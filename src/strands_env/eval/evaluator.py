@@ -8,13 +8,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm
 
 from ..core import Action
+from .benchmarks import BENCHMARKS
 from .checkpoint import (
     EvalSample,
     Prompt,
@@ -39,6 +40,51 @@ _MAX_CHECKED = 10
 
 TICK = 1.0  # seconds between two updates of the progress bar's clock
 LOG_EVERY = 60.0  # seconds between two log lines where no bar is shown
+
+
+REGISTERED: dict[str, type[Evaluator]] = {}
+"""Benchmarks by name, as `register_eval` adds them."""
+
+E = TypeVar("E", bound="type[Evaluator]")
+
+
+def register_eval(name: str) -> Callable[[E], E]:
+    """Give a benchmark a name, for `strands-env eval --benchmark NAME`.
+
+    The command finds the benchmarks of installed packages by entry points in the group `strands_env.benchmarks`, each
+    of which is a module to import.
+
+    Args:
+        name: Name of the benchmark.
+
+    Returns:
+        Decorator of a subclass of `Evaluator` with `load_dataset`; it sets `benchmark_name`.
+
+    Raises:
+        ValueError: Another class, or a benchmark of this package, has the name.
+
+    Examples:
+        ```python
+        @register_eval("products")
+        class Products(Evaluator):
+            def load_dataset(self):
+                yield Action(message="What is 25 * 17?", task_context=TaskContext(ground_truth="425"))
+        ```
+    """
+
+    def register(cls: E) -> E:
+        known = REGISTERED.get(name)
+        if name in BENCHMARKS or (known is not None and _path(known) != _path(cls)):
+            raise ValueError(f"the name {name!r} is taken by {'this package' if known is None else _path(known)}")
+        cls.benchmark_name = name
+        REGISTERED[name] = cls
+        return cls
+
+    return register
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class EvaluationStoppedError(Exception):

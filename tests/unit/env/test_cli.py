@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from strands_env.cli import main
+from strands_env.eval import Evaluator, register_eval
+from strands_env.eval.evaluator import REGISTERED
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import call
 from support.environments import lines
@@ -219,14 +222,16 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
         ({"--model-args": '{"enable_thinkin": true}'}, "--model-args: "),
         ({"--base-url": "http://localhost:1/v1"}, "--base-url 'http://localhost:1/v1' ends in /v1"),
         ({"--config": "missing.json"}, "missing.json"),
-        ({"--benchmark": "nothing"}, "there is no benchmark 'nothing'"),
+        ({"--benchmark": "nothing"}, "--benchmark nothing: neither one of aime-2024, "),
+        ({"--benchmark": "json.JSONDecoder"}, "--benchmark json.JSONDecoder: not a subclass of "),
+        ({"--split": "test"}, "only a folder has splits"),
         ({"--question-field": "q"}, "line 1: no question: looked for 'q' among id, question, answer; name the field"),
         ({"--region": "us-east-1"}, "--region does not apply to --backend sglang"),
         ({"--backend": "openai", "--model": "m"}, "--tokenizer does not apply to --backend openai"),
         ({"--tool-parser": "hermse"}, "there is no tool parser named"),
-        ({"--reward": "exact", "--reward-args": '{"boxes": 1}'}, "--reward exact: "),
-        ({"--reward": "regex"}, "--reward regex: "),
-        ({"--reward": "regex", "--reward-args": '{"pattern": "("}'}, "--reward regex: "),
+        ({"--reward": "exact", "--reward-args": '{"boxes": 1}'}, "--reward exact with --reward-args: "),
+        ({"--reward": "regex"}, "--reward regex with --reward-args: missing a required argument: 'pattern'"),
+        ({"--reward": "regex", "--reward-args": '{"pattern": "("}'}, "--reward regex with --reward-args: "),
         ({"--reward": "env", "--reward-args": '{"a": 1}'}, "--reward-args does not apply"),
         ({"--env": "mcp"}, "servers"),
         ({"--env": "mcp", "--env-args": '{"servers": []}'}, "servers must be a list such as"),
@@ -295,7 +300,7 @@ def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, caps
 
 def test_missing_package_and_benchmark_are_reported(tmp_path, capsys):
     assert run(["eval", "--env", "calculator", "--output", tmp_path]) == 2
-    assert "--dataset FILE or --benchmark NAME must be given" in capsys.readouterr().err
+    assert "--dataset PATH or --benchmark NAME must be given" in capsys.readouterr().err
     assert run(["eval", "--dataset", "x.jsonl"]) == 2
     assert run(["report", tmp_path]) == 2
     assert "no results of an evaluation" in capsys.readouterr().err
@@ -325,6 +330,10 @@ def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tm
     assert run([*command, "--limit", 1, "--n-samples", 1, "--env-args", json.dumps({"servers": servers})]) == 0
     assert "c_add" in server.requests[0].text
     assert "secret" not in (tmp_path / "out" / "results.jsonl").read_text()
+    command[command.index(tmp_path / "out")] = tmp_path / "line"
+    servers = [f"{sys.executable} {script}"]
+    assert run([*command, "--limit", 1, "--n-samples", 1, "--env-args", json.dumps({"servers": servers})]) == 0
+    assert "add" in server.requests[-1].text
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-Infinity"])
@@ -368,10 +377,109 @@ def test_an_install_without_the_extra_says_what_is_missing():
     assert "scipy" in ended.stderr and "'.[env]'" in ended.stderr
 
 
-def test_names_are_listed(capsys):
+def test_names_are_listed_with_what_keeps_them_from_running(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "bedrock_agentcore", None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     assert run(["list"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("aime-2024", "gsm8k", "calculator", "math", "bedrock"))
+    reasons = dict(re.findall(r"^(\S+).*\n    cannot run: (.*)", out, re.MULTILINE))
+    assert reasons["agentcore"].startswith("bedrock_agentcore is not installed: pip install")
+    assert reasons["math"].startswith("math_verify is not installed") and "calculator" not in reasons
+    assert max(map(len, out.splitlines())) <= 80
+
+
+ADDITIONS = """
+from strands_env.core import Action, RewardFunction, TaskContext
+from strands_env.environments import CalculatorEnvironment
+from strands_env.eval import Evaluator, register_eval
+
+class ShopEnvironment(CalculatorEnvironment):
+    pass
+
+class AtLeast(RewardFunction):
+    def __init__(self, *, least):
+        self.least = least
+
+    async def compute(self, *, action, step_result):
+        return float(len(step_result.observation.final_response) >= self.least)
+
+@register_eval("shop-sums")
+class Sums(Evaluator):
+    def load_dataset(self):
+        for n in range(1, 9):
+            yield Action(message=f"What is {n} + 1?", task_context=TaskContext(id=n, ground_truth=str(n + 1)))
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that declares an environment, a reward and benchmarks, as an installed one."""
+    folder = tmp_path / "site"
+    (folder / "shop-1.0.dist-info").mkdir(parents=True)
+    (folder / "shop-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
+    (folder / "shop-1.0.dist-info" / "entry_points.txt").write_text(
+        "[strands_env.environments]\nshop = shop:ShopEnvironment\ncalculator = shop:Nothing\n"
+        "closed = shop_closed:Environment\n"
+        "[strands_env.rewards]\nat-least = shop:AtLeast\n"
+        "[strands_env.benchmarks]\nshop = shop\nshop-closed = shop_closed\n"
+    )
+    (folder / "shop.py").write_text(ADDITIONS)
+    (folder / "shop_closed.py").write_text("raise RuntimeError('closed today')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    REGISTERED.pop("shop-sums", None)
+    sys.modules.pop("shop", None)
+
+
+def test_names_of_installed_packages_run(package, command, tmp_path, capsys):
+    place = command.index("--dataset")
+    given = [*command[:place], *command[place + 2 :], "--benchmark", "shop-sums", "--limit", 3, "--json"]
+    named = [*given, "--env", "shop", "--reward", "at-least", "--reward-args", '{"least": 8}']
+    assert run(named) == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
+    records = lines(tmp_path / "out" / "results.jsonl")
+    assert Counter(record["prompt_id"] for record in records) == {"1": 3, "2": 3, "3": 3}
+    assert records[0]["environment"]["class"] == "shop.ShopEnvironment"
+    assert json.loads((tmp_path / "out" / "results.run.json").read_bytes())["benchmark"] == "shop-sums"
+    dotted = [tmp_path / "dotted" if part == tmp_path / "out" else part for part in given]
+    assert run([*dotted, "--benchmark", "shop.Sums"]) == 0
+    assert run([*given, "--dataset", "x.jsonl"]) == 2
+    assert "--dataset does not apply to --benchmark shop-sums" in capsys.readouterr().err
+
+
+def test_what_other_packages_declare_is_listed(package, capsys):
+    assert run(["list"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"shop-sums +shop\.Sums\n", out) and re.search(r"at-least +shop:AtLeast\n\n", out)
+    assert re.search(r"^shop_closed\n    cannot run: RuntimeError: closed today", out, re.MULTILINE)
+    assert re.search(r"^closed +shop_closed:Environment\n    cannot run: closed today", out, re.MULTILINE)
+    assert re.search(r"^calculator +strands_env\.", out, re.MULTILINE)  # no other package takes the name
+
+
+def test_two_benchmarks_cannot_have_one_name(package):
+    with pytest.raises(ValueError, match="'gsm8k' is taken by this package"):
+        register_eval("gsm8k")(type("Mine", (Evaluator,), {}))
+    importlib.import_module("shop")
+    with pytest.raises(ValueError, match=r"'shop-sums' is taken by shop\.Sums"):
+        register_eval("shop-sums")(type("Mine", (Evaluator,), {}))
+
+
+def test_model_and_tokenizer_may_be_the_servers(command, server, tokenizer_path, tmp_path, capsys):
+    place = command.index("--tokenizer")
+    given = [*command[:place], *command[place + 2 :], "--limit", 1]
+    server.model_path = str(tokenizer_path)
+    assert run(given) == 0
+    config = json.loads((tmp_path / "out" / "results.run.json").read_bytes())["config"]
+    assert config["tokenizer"] == str(tokenizer_path)
+    server.model_path = "/models/elsewhere"
+    assert run(given) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "tokenizer /models/elsewhere cannot be loaded on this machine" in error
+    assert error.endswith("give --model or --tokenizer")
+    assert run([*given, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 0}']) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "http://127.0.0.1:9 does not say which model it serves" in error
 
 
 FINISHED = Path(__file__).parent.parent.parent / "fixtures" / "0.5.0" / "command" / "out"

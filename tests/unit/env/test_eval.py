@@ -120,9 +120,64 @@ def test_answers_may_be_missing_if_not_needed(tmp_path):
     assert len(load_tasks(write(tmp_path / "t.jsonl", [{"question": "?"}]), needs_answer=False)) == 1
 
 
+def hub_copy(folder, *names):
+    """A copy of a dataset of the Hub: each file has one task, whose question is the file's name."""
+    for name in ("README.md", ".cache/huggingface/x.json", "dataset_infos.json", *names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        table = f"question,answer\n{name},1\n" if name.endswith(".csv") else ""
+        (folder / name).write_text(table or json.dumps({"question": name, "answer": "1"}) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read"),
+    [
+        (["test.jsonl"], None, ["test.jsonl"]),
+        (["a.csv", "b.csv"], None, ["a.csv", "b.csv"]),
+        (["data/train-00001-of-2.jsonl", "data/train-00000-of-2.jsonl", "data/test-0.jsonl"], "train", [1, 0]),
+        (["train/a.csv", "val/b.csv"], "validation", ["val/b.csv"]),
+        (["train.tsv", "test_hard.jsonl"], "test_hard", ["test_hard.jsonl"]),
+        (["dev.jsonl", "contest.jsonl"], "validation", ["dev.jsonl"]),
+    ],
+)
+def test_a_folder_is_read_as_the_hub_lays_it_out(tmp_path, names, split, read):
+    actions = load_tasks(hub_copy(tmp_path, *names), split=split)
+    assert [action.message for action in actions] == [names[one] if isinstance(one, int) else one for one in read]
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "told"),
+    [
+        ([], None, "no data files; looked for .jsonl"),
+        (["train.csv", "test.csv"], None, "has the splits train, test: pass split=test"),
+        (["train.csv"], "test", "no file of the split test, only train.csv"),
+        (["test.csv", "test.jsonl"], "test", "in several formats"),
+        (["main/test.csv", "socratic/test.csv"], "test", r"several datasets \(main, socratic\): name the folder"),
+    ],
+)
+def test_a_folder_that_is_not_clear_is_refused(tmp_path, names, split, told):
+    with pytest.raises(TaskError, match=told):
+        load_tasks(hub_copy(tmp_path, *names), split=split)
+
+
+def test_a_wrong_row_of_a_folder_is_named_with_its_file(tmp_path):
+    write(hub_copy(tmp_path) / "test.jsonl", [{"question": "?", "answer": 0}, {"question": "?"}])
+    with pytest.raises(TaskError, match=r"test\.jsonl, line 2: no answer"):
+        load_tasks(tmp_path)
+    with pytest.raises(TaskError, match="only a folder has splits"):
+        load_tasks(tmp_path / "test.jsonl", split="test")
+
+
+def test_a_copy_of_a_benchmark_may_be_a_folder(tmp_path):
+    folder = hub_copy(tmp_path, "train.jsonl", "test.jsonl")
+    assert [action.message for action in load_benchmark("gsm8k", folder)] == ["test.jsonl"]
+
+
 def test_json_list_is_read(tmp_path):
     (tmp_path / "t.json").write_text('[{"question": "?", "answer": "1"}]')
     assert len(load_tasks(tmp_path / "t.json")) == 1
+    write(tmp_path / "lines.json", [{"question": "?", "answer": "1"}] * 3)
+    assert len(load_tasks(tmp_path / "lines.json")) == 3
 
 
 @pytest.mark.parametrize(
@@ -139,6 +194,7 @@ def test_json_list_is_read(tmp_path):
         ("t.csv", 'question,answer\n"1"x,2\n', "line 2: not CSV"),
         ("t.csv", "question,solution\n1,2\n", "line 2: no answer"),
         ("t.json", "[", "not JSON"),
+        ("t.json", '{"question": "?", "answer": 1}\n{"question"', "line 2: not JSON"),
     ],
 )
 def test_file_without_tasks_is_refused(tmp_path, name, content, told):
