@@ -1,11 +1,11 @@
-"""Seals: digests that are made when an answer is recorded, and stay with it through every copy and file.
+"""Seals: digests that are made when a trajectory is first saved, and stay with it through every copy and file.
 
 What a trajectory holds is compared with its seals by `strands-sglang doctor`. They tell where a token, a logprob or a
-fact is no longer the recorded one, by whatever code or disk it was changed.
+fact is no longer the recorded one, by whatever code or disk it was changed. A live episode pays nothing for them.
 
 - `seal_tokens`: one number of 32 bits per sampled token. The upper half depends on its position and its id, the lower
   half on its position and its logprob. So a column that was shifted by one fits the seals of the neighbors.
-- `seal_turn`: a digest of everything else that is known when a turn is recorded and never changes after.
+- `seal_turn`: a digest of everything else that never changes after a turn is recorded.
 """
 
 from __future__ import annotations

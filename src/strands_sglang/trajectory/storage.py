@@ -9,8 +9,8 @@ prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of imag
 processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in the turn's description).
 
 `pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes that each id
-stands for. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since it
-was recorded.
+stands for. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since
+the first save.
 
 `trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and
 `prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. `said` and `answered` are the conversation

@@ -118,7 +118,7 @@ class EpisodeEnd:
         turn_rewards: Rewards of single turns by `Turn.index`, in addition.
         error: The error that ended it; None without one.
         reward_error: Why it has no reward although its outcome allows one; None otherwise.
-        seal: Digest of the rewards, the outcome and the turns that they were noted for.
+        seal: Digest of the rewards, the outcome and the turns that they were noted for; empty before the first save.
     """
 
     outcome: str | None = None
@@ -357,7 +357,6 @@ class Trajectory:
             turn.cause = cause
             turn.generation = turn.resumes
             turn.status = TurnStatus.FAILED if turn.resumes is None else TurnStatus.CUT
-            self._seal(turn)
             self._index(turn)
 
     def _index(self, turn: Turn) -> None:
@@ -398,18 +397,10 @@ class Trajectory:
         logprobs = generation.prompt_logprobs[-len(turn.prompt_ids) :]
         if len(logprobs) == len(turn.prompt_ids):
             turn.prompt_logprobs = logprobs
-        self._seal(turn)
         parent = turn.parent
         if parent is not None and (parent.is_auxiliary or not turn.is_auxiliary):
             settle(parent, TurnStatus.COMMITTED)
         self._index(turn)
-
-    @staticmethod
-    def _seal(turn: Turn) -> None:
-        answer = turn.generation
-        if answer is not None:
-            turn.seals = seal_tokens(answer.output_ids, answer.logprobs)
-        turn.prompt_seal, turn.seal = seal_prompt(turn), seal_turn(turn)
 
     # --- which answers the agents kept ---
 
@@ -507,8 +498,7 @@ class Trajectory:
         """
         with self._lock:
             named = None if outcome is None else str(getattr(outcome, "value", outcome))
-            end = EpisodeEnd(named, reward, dict(turn_rewards or {}), error, reward_error)
-            self.end = replace(end, seal=seal_end(end, self._turns))
+            self.end = EpisodeEnd(named, reward, dict(turn_rewards or {}), error, reward_error)
 
     # --- for calls ---
 
@@ -668,6 +658,7 @@ class Trajectory:
     def to_bytes(self) -> bytes:
         """Return the bytes that `save` writes."""
         with self._lock:
+            self._seal()
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {
                 "result_notices": self.result_notices,
@@ -679,6 +670,17 @@ class Trajectory:
             }
             self._forget_for_requests()
             return encode_turns(self._turns, facts, self.encoder, self._pieces)
+
+    def _seal(self) -> None:
+        """Seal what is not sealed yet: the first file of an episode decides, whatever is changed and saved after it."""
+        for turn in self._turns:
+            if turn.seal is None and turn.status is not TurnStatus.ASKED:
+                answer = turn.generation
+                if answer is not None:
+                    turn.seals = seal_tokens(answer.output_ids, answer.logprobs)
+                turn.prompt_seal, turn.seal = seal_prompt(turn), seal_turn(turn)
+        if self.end is not None and not self.end.seal:
+            self.end = replace(self.end, seal=seal_end(self.end, self._turns))
 
     def _forget_for_requests(self) -> None:
         """Free memory that only a next request would need; it takes little time to make it again."""

@@ -85,8 +85,8 @@ class Turn:
         said: What the prompt added to the conversation, as people read it.
         answered: The answer, as people read it.
         text: Text of the sampled ids, if the trajectory was read from a file; saving a new one decodes it.
-        seals: A number of 32 bits per sampled token, made when the answer was recorded, shape `(T,)`; see
-            `trajectory/seals.py`. None without an answer, and in files of earlier versions.
+        seals: A number of 32 bits per sampled token, made when the trajectory was first saved, shape `(T,)`; see
+            `trajectory/seals.py`. None before that, and without an answer.
         prompt_seal: Digest of the prompt's tokens, as of `seals`.
         seal: Digest of the other facts, as of `seals`.
         requests_s: Seconds that its requests took so far; not saved.
