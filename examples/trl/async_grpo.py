@@ -31,7 +31,7 @@ factory = sglang_model_factory(
 async def run_episode(task):
     """Run one episode."""
     question, truth = task
-    env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iters=4)
+    env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iterations=4)
     result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=truth)))
     return result.episode(group=question)
 

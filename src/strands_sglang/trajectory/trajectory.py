@@ -713,13 +713,25 @@ class Trajectory:
         Raises:
             TrajectoryFileError: The bytes are not a trajectory, or have an unknown version.
         """
-        trajectory = cls()
-        trajectory._turns, facts, trajectory._pieces = decode_turns(content, name)
+        turns, facts, pieces = decode_turns(content, name)
+        trajectory = cls.of_turns(turns)
+        trajectory._pieces = pieces
         if (end := facts.get("end")) is not None:  # earlier files lack it
             turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
             trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})
         trajectory.result_notices, trajectory.tool_parse_errors = facts["result_notices"], facts["tool_parse_errors"]
-        trajectory._has_agents = bool(facts["agents"])
+        return trajectory
+
+    @classmethod
+    def of_turns(cls, turns: Iterable[Turn]) -> Trajectory:
+        """Return a trajectory of turns that were recorded elsewhere.
+
+        Args:
+            turns: Turns of no other trajectory, in the order of their calls.
+        """
+        trajectory = cls()
+        trajectory._turns = list(turns)
+        trajectory._has_agents = any(turn.agent is not None and not turn.is_auxiliary for turn in trajectory._turns)
         for turn in trajectory._turns:
             trajectory._calls = turn.index + 1
             turn.trajectory = trajectory

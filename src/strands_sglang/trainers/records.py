@@ -1,0 +1,152 @@
+"""What the formats of other libraries share: which tokens of an episode they train, and how their calls become turns.
+
+An imported call is a turn like any other, so its trajectory exports rows, is saved, and is shown. Turns are trained
+whole or not at all; a call whose mask changes inside its answer becomes one turn for each run of equal mask.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ..credit import Episode, training_rows
+from ..protocol.generation import Generation, VersionSpan, clip_spans
+from ..trajectory.trajectory import Trajectory
+from ..trajectory.turn import Turn, TurnStatus
+
+
+def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
+    """Return why an episode cannot be trained; None if it can. Its reward may come later."""
+    scored = episode if episode.reward is not None else replace(episode, reward=0.0)
+    rows = training_rows([scored], baseline=None, max_tokens=max_tokens)
+    return next(iter(rows.left_out.values()), None)
+
+
+def trained_turns(trajectory: Trajectory) -> list[tuple[Turn, int]]:
+    """Return the turns of all rows in the order of calls, each with the number of its leading trained tokens."""
+    trained: dict[int, tuple[Turn, int]] = {}
+    for leaf, tokens in trajectory.branches():
+        mask, at = tokens.loss_mask, 0
+        for turn, kept in leaf.steps():
+            start = at + len(turn.prompt_ids)
+            at = start + kept
+            _, before = trained.get(turn.index, (turn, 0))
+            trained[turn.index] = (turn, before + sum(mask[start:at]))
+    return [trained[index] for index in sorted(trained)]
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A model call in another library's record.
+
+    Attributes:
+        name: What errors and reasons call it.
+        prompt_ids: Ids of the prompt tokens that it adds to its parent's sequence.
+        output_ids: Sampled ids, shape `(T,)`.
+        mask: Whether each sampled token is trained, shape `(T,)`.
+        logprobs: Logprobs of the sampled ids, shape `(T,)`; NaN if unknown.
+        versions: Spans of sampled tokens by version of the weights.
+        finish_type: Why sampling ended.
+        agent: Id of the agent that asked.
+        discarded: Whether the agent threw the answer away.
+    """
+
+    name: str
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    mask: Sequence[bool | int]
+    logprobs: Sequence[float]
+    versions: Sequence[VersionSpan] = ()
+    finish_type: str = "stop"
+    agent: str | None = None
+    discarded: bool = False
+
+    def check(self) -> None:
+        """Check what a trajectory relies on.
+
+        Raises:
+            ValueError: The columns differ in length, or a trained token has no finite logprob.
+        """
+        lengths = (len(self.output_ids), len(self.mask), len(self.logprobs))
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{self.name}: {lengths[0]} sampled ids with {lengths[1]} masks and {lengths[2]} logprobs")
+        for at, (mask, logprob) in enumerate(zip(self.mask, self.logprobs, strict=True)):
+            if mask not in (0, 1):
+                raise ValueError(f"{self.name}: the mask of sampled token {at} is {mask!r}, not 0 or 1")
+            if mask and not math.isfinite(logprob):
+                raise ValueError(f"{self.name}: sampled token {at} is trained, but its logprob is {logprob}")
+
+
+def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, reason: str) -> list[Turn]:
+    """Append the turns of a call.
+
+    Args:
+        turns: All turns so far.
+        call: The call.
+        place: The turn that it extends, with the number of that turn's sampled ids that it keeps, None for all; None if
+            it opens a sequence.
+        reason: Why it extends that turn or opens a sequence.
+
+    Returns:
+        Its own turns, one for each run of equal mask.
+
+    Raises:
+        ValueError: See `RecordedCall.check`.
+    """
+    call.check()
+    parent, kept = place or (None, None)
+    prompt_ids = array("i", call.prompt_ids)
+    own = []
+    for start, stop, is_trained in _runs(call.mask):
+        spans = clip_spans(call.versions, start, stop)
+        turn = Turn(
+            index=len(turns),
+            parent=parent,
+            reason=reason,
+            key=f"{call.name}:{start}".encode(),
+            parts={},
+            digests=(),
+            roles=(),
+            prompt_ids=prompt_ids,
+            constrained=not is_trained and stop > start,
+            agent=call.agent,
+            status=TurnStatus.DISCARDED if call.discarded else TurnStatus.FINAL,
+            generation=Generation(
+                output_ids=array("i", call.output_ids[start:stop]),
+                logprobs=array("d", call.logprobs[start:stop]),
+                finish_type=call.finish_type,
+                weight_version=spans[-1].version if spans else None,
+                weight_versions=spans,
+            ),
+            parent_kept=kept,
+        )
+        if parent is not None and parent.status is TurnStatus.FINAL:
+            parent.status = TurnStatus.COMMITTED
+        turns.append(turn)
+        own.append(turn)
+        parent, kept, prompt_ids, reason = turn, None, array("i"), f"continues {call.name} after its mask changes"
+    return own
+
+
+def place_in(own: Sequence[Turn], kept: int | None) -> tuple[Turn, int | None]:
+    """Return the turn of a call in which its first `kept` sampled ids end, and how many of its ids that keeps."""
+    for turn in own if kept is not None else ():
+        assert kept is not None
+        if kept <= len(turn.output_ids):
+            return turn, (None if kept == len(turn.output_ids) else kept)
+        kept -= len(turn.output_ids)
+    return own[-1], None
+
+
+def _runs(mask: Sequence[bool | int]) -> Iterator[tuple[int, int, bool]]:
+    """Yield start, end and value of each run of equal mask; one empty run for an empty mask."""
+    at = 0
+    for value, run in groupby(mask, key=bool):
+        count = len(list(run))
+        yield at, at + count, value
+        at += count
+    if not len(mask):
+        yield 0, 0, False
