@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from .records import Group
+
+KINDS = {
+    "trajectory": "a trajectory (.safetensors), or a folder of them",
+    "step": "a training step (a folder with rows.safetensors), or a run with its step folders",
+    "evaluation": "the folder of an evaluation, or its results.jsonl",
+    "openenv": "TrainingTraces of OpenEnv (.json, .jsonl)",
+    "verifiers": "episodes or traces of verifiers (.json, .jsonl)",
+    "slime": "a rollout dump of slime (.pt)",
+}
+"""The kinds of files that are read."""
 
 
 class UnreadableError(ValueError):
     """A path cannot be read as recorded episodes; the message names it and says why."""
-
-
-KINDS = {
-    "trajectory": "a trajectory (.safetensors)",
-    "step": "a training step (rows.safetensors and trajectories/)",
-    "evaluation": "the folder of an evaluation",
-    "openenv": "OpenEnv TrainingTraces (.json, .jsonl)",
-    "verifiers": "verifiers episodes (.json, .jsonl)",
-    "slime": "a slime rollout dump (.pt)",
-}
-"""The kinds of files that are read."""
 
 
 def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = None) -> list[Group]:
@@ -35,18 +36,123 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
         Groups in the order of the paths; the episodes of one prompt are one group.
 
     Raises:
-        UnreadableError: A path is none of these, or damaged, or there is nothing in it.
+        UnreadableError: A path is none of these kinds, is damaged, or holds nothing.
     """
-    from ..trajectory.storage import TrajectoryFileError
-    from .formats.trajectories import read_trajectory_file
+    from .texts import mark_writers
 
     groups: list[Group] = []
     for name in paths:
         path = Path(name)
-        try:
-            groups.append(read_trajectory_file(path))
-        except OSError as error:
-            raise UnreadableError(f"{path}: {error.strerror or error}") from error
-        except TrajectoryFileError as error:
-            raise UnreadableError(str(error)) from error
+        found = _read_path(path)
+        if not any(group.episodes for group in found):
+            raise UnreadableError(f"{path}: no episode is recorded in it")
+        groups.extend(found)
+    groups = _siblings(groups)
+    if tokenizer is not None:
+        _use_tokenizer(groups, tokenizer)
+    for group in groups:
+        mark_writers(group)
     return groups
+
+
+def _read_path(path: Path) -> list[Group]:
+    from ..credit import RowsFileError
+    from ..trajectory.storage import TrajectoryFileError
+    from .formats.evaluations import EvaluationFileError
+    from .formats.imported import ImportedFileError
+    from .formats.slime import DumpFileError
+
+    try:
+        return _read_folder(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        where = str(path) if error.filename is None else str(error.filename)
+        raise UnreadableError(f"{where}: {error.strerror or error}") from error
+    except (RowsFileError, TrajectoryFileError, EvaluationFileError, ImportedFileError, DumpFileError) as error:
+        raise UnreadableError(str(error)) from error
+
+
+def _read_folder(folder: Path) -> list[Group]:
+    from .formats.evaluations import read_evaluation
+    from .formats.steps import ROWS, read_step
+    from .formats.trajectories import read_trajectory_file
+
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    if ROWS in names:
+        return read_step(folder)
+    plans = [name.removesuffix(".run.json") for name in names if name.endswith(".run.json")]
+    if plans:
+        return [group for name in plans for group in read_evaluation(folder / f"{name}.jsonl")]
+    steps = [folder / name for name in names if (folder / name / ROWS).is_file()]
+    if steps:
+        return [group for step in steps for group in read_step(step)]
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if files:
+        return [read_trajectory_file(file) for file in files]
+    held = "it is empty" if not names else "it has no rows.safetensors, step folder, *.run.json or *.safetensors"
+    raise UnreadableError(f"{folder}: no recorded episodes: {held}")
+
+
+def _read_file(path: Path) -> list[Group]:
+    from .formats.evaluations import read_evaluation
+    from .formats.imported import read_imported
+    from .formats.slime import read_dump
+    from .formats.steps import ROWS, read_step
+    from .formats.trajectories import read_trajectory_file
+
+    if path.name == ROWS:
+        return read_step(path.parent)
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".safetensors": lambda file: [read_trajectory_file(file)],
+        ".pt": read_dump,
+        ".json": read_imported,
+        ".jsonl": read_imported,
+    }
+    plan = path.with_name(path.name.removesuffix(".jsonl").removesuffix(".run.json") + ".run.json")
+    if path.suffix in (".jsonl", ".json") and plan.is_file():
+        return read_evaluation(plan.with_name(plan.name.removesuffix(".run.json") + ".jsonl"))
+    if not path.exists():
+        raise UnreadableError(f"{path}: no such file or folder")
+    if path.suffix not in readers:
+        raise UnreadableError(f"{path}: not one of: {'; '.join(KINDS.values())}")
+    groups: list[Group] = readers[path.suffix](path)
+    return groups
+
+
+def _siblings(groups: list[Group]) -> list[Group]:
+    """Join trajectories that opened with the same conversation to one group."""
+    joined: dict[Any, Group] = {}
+    for number, group in enumerate(groups):
+        turns = [turn for episode in group.episodes for turn in episode.turns]
+        turn = turns[0].facts.get("turn") if group.kind == "trajectory" and turns else None
+        known = joined.setdefault(number if turn is None else turn.key, group)
+        if known is not group:
+            known.vocabulary = {**known.vocabulary, **group.vocabulary}
+            known.episodes += group.episodes
+    return list(joined.values())
+
+
+def _use_tokenizer(groups: list[Group], name: str) -> None:
+    """Take the text of ids from a tokenizer, where a file does not have it.
+
+    Raises:
+        UnreadableError: There is no such tokenizer.
+    """
+    import numpy as np
+
+    from ..client.cache import get_tokenizer
+    from ..templates.encoder import get_encoder
+
+    if not Path(name).is_dir():
+        raise UnreadableError(f"--tokenizer {name}: no such folder")
+    try:
+        encoder = get_encoder(get_tokenizer(name))
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise UnreadableError(f"--tokenizer {name}: it cannot be loaded: {error}") from error
+    size = len(encoder.tokenizer)
+    for group in groups:
+        turns = [turn for episode in group.episodes for turn in episode.turns]
+        used = {int(i) for turn in turns for part in (turn.prompt, turn.sampled) for i in np.unique(part.ids)}
+        known = encoder.pieces(sorted(token_id for token_id in used if 0 <= token_id < size))
+        group.facts["encoder"] = encoder
+        group.facts["tokenizer_pieces"] = known
+        group.vocabulary = {**known, **group.vocabulary}

@@ -138,7 +138,8 @@ class TurnRecord:
         cached_tokens: Number of them that were in the prefix cache; None if unknown.
         seconds: Seconds of the request; None if unknown.
         text: Text of the sampled tokens, as decoded when they were sampled; None if not recorded.
-        said: What its prompt added to the conversation, and its answer, as people read them.
+        said: What its prompt added to the conversation, as people read it.
+        answered: Its answer, as people read it.
         tool_calls: Its tool calls, each as `{"toolUseId", "name", "id"}`.
         images: Images of its prompt.
         reward: Reward of the turn itself; None if it has none.
@@ -170,6 +171,7 @@ class TurnRecord:
     seconds: float | None = None
     text: str | None = None
     said: Sequence[Said] = ()
+    answered: Sequence[Said] = ()
     tool_calls: Sequence[Mapping[str, Any]] = ()
     images: Sequence[Image] = ()
     reward: float | None = None

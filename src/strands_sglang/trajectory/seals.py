@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from .turn import Turn
 
 _FACTS = (
+    *("index", "parent_kept", "is_auxiliary", "constrained", "clamped", "agent", "cycle", "reasoning_open", "roles"),
+    *("sampling_params", "request_fields"),
+)
+_ANSWER_FACTS = (
     *("finish_type", "stop_token_id", "stop_string", "prompt_tokens", "cached_tokens", "weight_version"),
     *("weight_versions", "request_id", "resumed_ids"),
 )
@@ -69,16 +73,24 @@ def seal_prompt(turn: Turn) -> str:
     return f"{zlib.crc32(known, zlib.crc32(turn.prompt_ids.tobytes())):08x}"
 
 
-def seal_turn(turn: Turn) -> str:
-    """Return the digest of what never changes once a turn is recorded, without its tokens and texts."""
+def seal_turn(turn: Turn, **changed: Any) -> str:
+    """Return the digest of what never changes once a turn is recorded, without its tokens and texts.
+
+    Args:
+        turn: The turn.
+        **changed: Facts to use instead of the turn's own, by name, such as `clamped=False`.
+    """
+    facts: dict[str, Any] = {name: getattr(turn, name) for name in _FACTS}
+    facts |= {
+        "parent": None if turn.parent is None else turn.parent.index,
+        "key": turn.key.hex(),
+        "digests": [digest.hex() for digest in turn.digests],
+    }
     answer = turn.generation
-    facts = [
-        *(turn.index, None if turn.parent is None else turn.parent.index, turn.parent_kept, turn.key.hex()),
-        *(turn.is_auxiliary, turn.constrained, turn.clamped, turn.agent, turn.cycle, turn.reasoning_open),
-        *(turn.roles, [digest.hex() for digest in turn.digests], turn.sampling_params, turn.request_fields),
-        None if answer is None else [getattr(answer, name) for name in _FACTS],
-    ]
-    data = orjson.dumps(facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    if answer is not None:
+        facts |= {name: getattr(answer, name) for name in _ANSWER_FACTS}
+        facts["has_experts"] = answer.routed_experts is not None
+    data = orjson.dumps(facts | changed, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

@@ -142,6 +142,7 @@ class Trajectory:
         counted: The prompt that was counted last, with what it depends on, for the call that sends it.
         encoder: Encodes and decodes what is recorded; None before the first call, and once read from a file.
         end: How the episode ended, if that was noted.
+        pieces: The bytes that ids stand for, as read from a file; empty before.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ class Trajectory:
         self.counted: tuple[Any, Any] | None = None
         self.encoder: Encoder | None = None
         self.end: EpisodeEnd | None = None
-        self._pieces: dict[int, bytes] = {}  # as read from a file
+        self.pieces: dict[int, bytes] = {}
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
@@ -669,7 +670,7 @@ class Trajectory:
                 "end": None if self.end is None else asdict(self.end),
             }
             self._forget_for_requests()
-            return encode_turns(self._turns, facts, self.encoder, self._pieces)
+            return encode_turns(self._turns, facts, self.encoder, self.pieces)
 
     def _seal(self) -> None:
         """Seal what is not sealed yet: the first file of an episode decides, whatever is changed and saved after it."""
@@ -715,7 +716,7 @@ class Trajectory:
         """
         turns, facts, pieces = decode_turns(content, name)
         trajectory = cls.of_turns(turns)
-        trajectory._pieces = pieces
+        trajectory.pieces = pieces
         if (end := facts.get("end")) is not None:  # earlier files lack it
             turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
             trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})

@@ -2,9 +2,17 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from strands_env.core import Action, Environment, TaskContext
+from strands_env.core.models import sglang_model_factory
+from strands_env.eval import Evaluator
+from strands_sglang import credit
 from strands_sglang.inspection.reading import UnreadableError, read
+from strands_sglang.inspection.records import Writer
+from strands_sglang.testing import ScriptedSGLang
 from support.agents import call, make_agent
+from support.environments import Gives
 
 
 def test_a_trajectory_is_read_with_its_turns_and_sequences(rollout, tmp_path):
@@ -29,3 +37,130 @@ def test_a_file_of_another_kind_is_named_in_one_line(tmp_path):
 
     with pytest.raises(UnreadableError, match=r"notes\.safetensors: not a safetensors file"):
         read([tmp_path / "notes.safetensors"])
+
+
+def steps_of(tmp_path, rollout, rewards=(1.0, 0.0)):
+    """Write the folder of a training step with one group of calculator episodes; return it and its rows."""
+    episodes = []
+    for number, reward in enumerate(rewards):
+        _, model = rollout([call(expression="2+2"), f"The answer is {number}."])
+        make_agent(model)("What is 2+2?")
+        model.trajectory.note_end(outcome="task_complete", reward=reward)
+        episodes.append(credit.Episode(model.trajectory, reward, "g", f"e{number}"))
+    rows = credit.training_rows(episodes)
+    (tmp_path / "trajectories").mkdir()
+    for episode in episodes:
+        episode.trajectory.save(tmp_path / "trajectories" / f"{episode.id}.safetensors")
+    rows.save(tmp_path / "rows.safetensors")
+    return rows
+
+
+def test_a_training_step_is_read_with_its_rows(rollout, tmp_path):
+    rows = steps_of(tmp_path, rollout)
+
+    (group,) = read([tmp_path])
+
+    assert [episode.id for episode in group.episodes] == ["e0", "e1"]
+    assert [episode.reward for episode in group.episodes] == [1.0, 0.0]
+    for episode, row in zip(group.episodes, rows, strict=True):
+        (sequence,) = episode.sequences
+        assert episode.column(sequence, "ids").tolist() == row.token_ids
+        assert sequence.mask.tolist() == row.loss_mask
+        assert sequence.advantages.tolist() == row.advantages
+
+
+def test_each_token_of_a_prompt_has_its_writer(rollout, tmp_path):
+    _, model = rollout([call(expression="2+2"), "The answer is 4."])
+    make_agent(model, system_prompt="Be brief.")("What is 2+2?")
+    model.trajectory.save(tmp_path / "one.safetensors")
+
+    (group,) = read([tmp_path / "one.safetensors"])
+
+    (episode,) = group.episodes
+    written = {writer: b"" for writer in Writer}
+    for turn in episode.turns:
+        for token_id, writer in zip(turn.prompt.ids.tolist(), turn.prompt.writers.tolist(), strict=True):
+            written[Writer(writer)] += group.vocabulary[token_id]
+    assert b"Be brief." in written[Writer.SYSTEM] and b"What is 2+2?" in written[Writer.USER]
+    assert written[Writer.TOOL].strip() == b"Unknown tool: calculator" and b"<|im_start|>" in written[Writer.TEMPLATE]
+    assert not written[Writer.PROMPT]
+
+
+async def test_an_evaluation_is_read_by_prompt(tmp_path, chatml_tokenizer):
+    scripted = ScriptedSGLang(chatml_tokenizer, lambda request: "four")
+
+    def environment(action):
+        return Environment(
+            model_factory=sglang_model_factory(client=scripted.client(), tokenizer=chatml_tokenizer),
+            reward_fn=Gives(0.5),
+        )
+
+    evaluator = Evaluator(environment, 2, output_path=tmp_path, keep_trajectories=True)
+    await evaluator.run([Action(message="What is 2+2?", task_context=TaskContext(id="sum"))])
+
+    (group,) = read([tmp_path])
+
+    assert (group.id, group.kind, len(group.episodes)) == ("sum", "evaluation", 2)
+    for episode in group.episodes:
+        assert (episode.reward, episode.outcome) == (0.5, "task_complete")
+        assert [part.text for part in episode.said] == ["What is 2+2?", "four"]
+        assert episode.turns[0].text.startswith("four")
+
+
+def test_a_rollout_dump_of_slime_is_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    sample = {
+        "group_index": 3,
+        "index": 7,
+        "tokens": [1, 2, 3, 4, 5, 6, 7],
+        "response_length": 5,
+        "loss_mask": [1, 1, 0, 1, 1],
+        "rollout_log_probs": [-1.0, -2.0, 0.0, -3.0, -4.0],
+        "reward": 1.0,
+        "status": "completed",
+    }
+    torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "0.pt")
+
+    (group,) = read([tmp_path / "0.pt"])
+
+    (episode,) = group.episodes
+    (sequence,) = episode.sequences
+    assert (group.id, episode.id, episode.reward) == ("3", "7", 1.0)
+    assert [turn.sampled.ids.tolist() for turn in episode.turns] == [[3, 4], [6, 7]]
+    assert sequence.mask.tolist() == [0, 0, 1, 1, 0, 1, 1]
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("code of the file ran",)
+
+
+def test_a_dump_that_would_run_code_is_refused(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    torch.save({"samples": [Hostile()]}, tmp_path / "0.pt")
+
+    with pytest.raises(UnreadableError, match=r"0\.pt: no rollout dump of slime"):
+        read([tmp_path / "0.pt"])
+    assert not capsys.readouterr().out
+
+
+def test_what_holds_no_episode_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "cut.jsonl").write_text('{"schema_version": 1, "tur')
+    newer = {"format": "strands-sglang trajectory", "version": "99"}
+    save_file({"prompt_ids": np.zeros(1, "int32")}, tmp_path / "newer.safetensors", metadata=newer)
+
+    for name, why in {
+        "empty": "it is empty",
+        "notes.txt": "not one of",
+        "other.json": "no TrainingTrace of OpenEnv",
+        "cut.jsonl": "line 1: not JSON, or truncated",
+        "newer.safetensors": "version '99'",
+        "missing.pt": "no such file",
+    }.items():
+        with pytest.raises(UnreadableError) as caught:
+            read([tmp_path / name])
+        assert why in str(caught.value) and name in str(caught.value)
+        assert "\n" not in str(caught.value)

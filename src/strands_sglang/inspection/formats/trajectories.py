@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...trajectory.seals import seal_end, seal_prompt, seal_turn
 from ...trajectory.storage import TrajectoryFileError
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn
@@ -23,7 +24,7 @@ def read_trajectory_file(path: Path) -> Group:
     """
     trajectory = load_trajectory(path)
     episode = episode_of(trajectory, path.stem, file=str(path))
-    return Group(path.stem, [episode], kind="trajectory", file=str(path))
+    return Group(path.stem, [episode], kind="trajectory", file=str(path), vocabulary=trajectory.pieces)
 
 
 def load_trajectory(path: Path) -> Trajectory:
@@ -52,16 +53,19 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
     turns = trajectory.turns
     positions = {id(turn): position for position, turn in enumerate(turns)}
     episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    end = trajectory.end
+    if end is not None:
+        episode.outcome, episode.reward = end.outcome, end.reward
+        episode.error, episode.reward_error = end.error, end.reward_error
+        episode.facts["end"] = end
+        episode.facts["end_seal_of"] = lambda **changed: seal_end(end, turns, **changed)
+        for turn in episode.turns:
+            turn.reward = end.turn_rewards.get(turn.number)
+    episode.seconds = None if not turns else sum(turn.seconds or 0.0 for turn in episode.turns)
     for leaf, sequence in trajectory.branches():
-        episode.sequences.append(
-            SequenceRecord(
-                episode.steps(positions[id(leaf)]),
-                np.concatenate(
-                    [np.zeros(0, np.uint8)]
-                    + [np.full(len(segment), segment.loss_mask, np.uint8) for segment in sequence.segments]
-                ),
-            )
-        )
+        masks = [np.full(len(segment), segment.loss_mask, np.uint8) for segment in sequence.segments]
+        steps = episode.steps(positions[id(leaf)])
+        episode.sequences.append(SequenceRecord(steps, np.concatenate([np.zeros(0, np.uint8), *masks])))
     return episode
 
 
@@ -78,15 +82,28 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         None if turn.prompt_logprobs is None else np.asarray(turn.prompt_logprobs, np.float64),
         np.full(len(turn.prompt_ids), Writer.PROMPT, np.uint8),
     )
-    sampled = Tokens(
-        np.asarray(turn.output_ids, np.int32), writers=np.full(len(turn.output_ids), Writer.MODEL, np.uint8)
-    )
+    output_ids = np.asarray(turn.output_ids, np.int32)
+    sampled = Tokens(output_ids, writers=np.full(len(output_ids), Writer.MODEL, np.uint8))
+    facts: dict[str, Any] = {
+        "sampling_params": dict(turn.sampling_params),
+        "request_fields": dict(turn.request_fields),
+        "turn": turn,
+    }
     if answer is not None:
         mask = answer.sampling_mask
         sampled.logprobs = _floats(answer.logprobs)
         sampled.sampling_logprobs = _floats(answer.sampling_logprobs)
         sampled.kept_counts = None if mask is None else np.asarray(mask.lengths, np.int32)
         sampled.versions = tuple(Span(*span) for span in answer.weight_versions)
+        sampled.seals = None if turn.seals is None else np.asarray(turn.seals, np.uint32)
+        if answer.routed_experts is not None:
+            try:
+                sampled.experts = answer.expert_ids()
+            except ValueError:  # rows are missing, which the doctor finds
+                sampled.experts = None
+    if turn.seal is not None:
+        facts["seal"], facts["seal_now"] = turn.seal, seal_turn(turn)
+        facts["prompt_seal"], facts["prompt_seal_now"] = turn.prompt_seal, seal_prompt(turn)
     branching = Branching.OPENS
     if turn.parent is not None:
         branching = Branching.FORKS if turn.reason.startswith("forks") else Branching.EXTENDS
@@ -113,9 +130,12 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         prompt_tokens=None if answer is None else answer.prompt_tokens,
         cached_tokens=None if answer is None else answer.cached_tokens,
         seconds=None if answer is None else answer.latency_s,
+        text=turn.text,
+        said=turn.said,
+        answered=turn.answered,
         tool_calls=turn.tool_calls,
         images=[] if turn.images is None else [_image(picture) for picture in turn.images.pictures],
-        facts={"sampling_params": dict(turn.sampling_params), "request_fields": dict(turn.request_fields)},
+        facts=facts,
     )
 
 

@@ -1,0 +1,73 @@
+"""From episodes of other libraries, OpenEnv and verifiers, to `Group`s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...credit import Episode as Imported
+from ..records import Group
+from .trajectories import episode_of
+
+
+class ImportedFileError(ValueError):
+    """A file holds no episodes of a supported library."""
+
+
+def read_imported(path: Path) -> list[Group]:
+    """Read a JSON file, or one of JSON lines, of OpenEnv `TrainingTrace`s or verifiers records.
+
+    Raises:
+        OSError: The file cannot be read.
+        ImportedFileError: It holds something else.
+    """
+    groups: dict[str, Group] = {}
+    for where, value in _values(path):
+        try:
+            kind, episodes = _imported(value)
+        except ImportError as error:
+            raise ImportedFileError(f"{path}{where}: {error}") from error
+        except Exception as error:
+            raise ImportedFileError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        for one in episodes:
+            name = str(one.group)
+            group = groups.setdefault(name, Group(name, [], kind=kind, file=str(path)))
+            episode = episode_of(one.trajectory, one.id, file=str(path))
+            episode.reward = one.reward
+            episode.outcome = None if one.outcome is None else one.outcome.value
+            for turn in episode.turns:
+                turn.reward = one.turn_rewards.get(turn.number)
+            group.episodes.append(episode)
+    return list(groups.values())
+
+
+def _values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON values of a file with their place."""
+    text = path.read_bytes()
+    try:
+        value = json.loads(text)
+        yield from ((f", entry {n}", one) for n, one in enumerate(value)) if isinstance(value, list) else [("", value)]
+        return
+    except ValueError as error:
+        if path.suffix != ".jsonl":
+            raise ImportedFileError(f"{path}: not JSON, or truncated: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield f", line {number}", json.loads(line)
+            except ValueError as error:
+                raise ImportedFileError(f"{path}, line {number}: not JSON, or truncated: {error}") from error
+
+
+def _imported(value: Any) -> tuple[str, list[Imported]]:
+    if isinstance(value, dict) and "schema_version" in value and "turns" in value:
+        from ...trainers.openenv import from_trace
+
+        return "openenv", [from_trace(value)]
+    if isinstance(value, dict) and ("traces" in value or "nodes" in value):
+        from ...trainers.verifiers import from_record
+
+        return "verifiers", from_record(value)
+    raise ValueError("no TrainingTrace of OpenEnv, and no episode or trace of verifiers")

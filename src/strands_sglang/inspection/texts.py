@@ -1,0 +1,73 @@
+"""The text of tokens: pieces of a vocabulary, who wrote each token of a prompt, and text that is safe to print."""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from .records import Episode, Group, Said, Writer
+
+_WRITERS = {"system": Writer.SYSTEM, "user": Writer.USER, "tool": Writer.TOOL, "assistant": Writer.HISTORY}
+
+
+def joined(ids: Iterable[int], vocabulary: Mapping[int, bytes]) -> str | None:
+    """Return the text of ids; None if the vocabulary lacks one."""
+    pieces = [vocabulary.get(token_id) for token_id in ids]
+    return None if None in pieces else b"".join(pieces).decode("utf-8", "replace")  # type: ignore[arg-type]
+
+
+def mark_writers(group: Group) -> None:
+    """Note who wrote each token of the prompts: what was said is searched in their text, the rest is the template's.
+
+    Without a vocabulary, or if a file does not tell what was said, the tokens stay `Writer.PROMPT`.
+    """
+    for episode in group.episodes:
+        _mark_episode(episode, group.vocabulary)
+
+
+def _mark_episode(episode: Episode, vocabulary: Mapping[int, bytes]) -> None:
+    for turn in episode.turns:
+        pieces = [vocabulary.get(token_id) for token_id in turn.prompt.ids.tolist()] if turn.said else []
+        if not pieces or None in pieces:
+            continue
+        turn.prompt.writers = _writers(pieces, turn.said)  # type: ignore[arg-type]
+
+
+def _writers(pieces: Sequence[bytes], said: Sequence[Said]) -> Any:
+    text = b"".join(pieces)
+    ends = list(accumulate(map(len, pieces)))
+    writers = np.full(len(pieces), Writer.TEMPLATE, np.uint8)
+    position = 0
+    for part in said:
+        needle = part.text.strip().encode("utf-8", "replace")
+        found = text.find(needle, position) if needle else -1
+        if found < 0:
+            continue
+        position = found + len(needle)
+        # A token belongs to the text if it ends inside, and none that only touches it.
+        writers[bisect_right(ends, found) : bisect_left(ends, position) + 1] = _WRITERS.get(part.role, Writer.PROMPT)
+    return writers
+
+
+def visible(text: str) -> str:
+    """Return a text in which nothing is interpreted by a terminal: control characters are written out.
+
+    Args:
+        text: Any text, also of a hostile model.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character
+        if character == " " or unicodedata.category(character)[0] not in "CZ"
+        else _NAMES.get(character) or f"\\u{{{ord(character):x}}}"
+        for character in text
+    )
+
+
+_NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
