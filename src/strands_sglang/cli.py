@@ -101,6 +101,29 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     command.set_defaults(run=check)
+
+    command = commands.add_parser(
+        "view",
+        help="make an HTML page that explains every token of recorded episodes",
+        usage="strands-sglang view FILE... [OPTIONS]",
+        description="Make one HTML page from trajectories, the folder of an evaluation or of a\n"
+        "training step, or the files of another library. It shows every token with its\n"
+        "origin and its credit, sibling episodes side by side, and what the doctor finds.\n"
+        "The page works offline and requests nothing. Its path goes to standard output.",
+        epilog="example:\n  strands-sglang view runs/step-000003 --open",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file or folder of recorded episodes")
+    command.add_argument(
+        "-o", "--output", metavar="PAGE", type=Path, help="the page to write (default: view.html in this folder)"
+    )
+    command.add_argument("--open", action="store_true", help="open the page in the browser")
+    command.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="the model's Hugging Face folder, or its name on the Hub: measure drift, and show text that files lack",
+    )
+    command.set_defaults(run=view)
     return parser
 
 
@@ -164,6 +187,36 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return say(json.dumps(report.as_dict(), ensure_ascii=False, indent=2), code=code)
     return say(*report_lines(report), code=code)
+
+
+def view(arguments: argparse.Namespace) -> int:
+    """Write the page of recorded episodes; return the exit code."""
+    import webbrowser
+
+    from .inspection.reading import UnreadableError, read
+    from .trajectory.storage import write_file
+
+    names = ", ".join(map(str, arguments.files[:3])) + (", ..." if len(arguments.files) > 3 else "")
+    try:
+        with waiting(f"reading {names}"):
+            from .viewer import PageTooLargeError, render
+
+            groups = read(arguments.files, tokenizer=arguments.tokenizer)
+            page = render(
+                groups, tokenizer=next((g.facts["tokenizer"] for g in groups if "tokenizer" in g.facts), None)
+            )
+    except (UnreadableError, PageTooLargeError) as error:
+        tell(str(error))
+        return WRONG_USAGE
+    output = (arguments.output or Path("view.html")).absolute()
+    try:
+        write_file(output, page.encode("utf-8", "replace"))
+    except OSError as error:
+        tell(f"--output {output}: {error.strerror or error}")
+        return FAILED
+    if arguments.open and not webbrowser.open(output.as_uri()):
+        tell("no browser can be opened here")
+    return say(str(output))
 
 
 def json_object(text: str) -> dict[str, Any]:

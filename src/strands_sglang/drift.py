@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .templates.encoder import Encoder, get_encoder
 
@@ -74,6 +74,22 @@ class Drift:
         return Drift(self.sequences + other.sequences)
 
 
+class Difference(NamedTuple):
+    """A stretch that encoding again gives differently, as half-open ranges.
+
+    Attributes:
+        start: Where it begins in the recorded sequence.
+        stop: Where it ends there.
+        again_start: Where it begins in the ids that were encoded again.
+        again_stop: Where it ends there.
+    """
+
+    start: int
+    stop: int
+    again_start: int
+    again_stop: int
+
+
 def measure_drift(sequences: Iterable[TokenManager], tokenizer: PreTrainedTokenizerBase) -> Drift:
     """Decode sequences, encode them again, and count what differs.
 
@@ -93,15 +109,21 @@ def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
         sampled.append((position, position + length, is_response))
         position += length
     drifted = dict.fromkeys(CAUSES, 0)
-    differences = list(_differences(recorded, again, encoder))
-    for start, end in differences:
+    differences = list(find_differences(recorded, again, encoder))
+    for start, end, _, _ in differences:
         inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
         drifted["boundary" if inside is None else "sampled" if inside else "template"] += end - start
     return SequenceDrift(len(recorded), drifted, differences[0][0] if differences else None)
 
 
-def _differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of `recorded` that differ in `again`, as half-open ranges."""
+def find_differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[Difference]:
+    """Yield the stretches of a sequence that encoding its text again gives differently.
+
+    Args:
+        recorded: Ids of the sequence.
+        again: Ids of its text, encoded again.
+        encoder: Encoder of the tokenizer.
+    """
     i = j = 0
     while i < len(recorded) and j < len(again):
         if recorded[i] == again[j]:
@@ -110,12 +132,12 @@ def _differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder
         width = _same_text(recorded[i : i + _WINDOW], again[j : j + _WINDOW], encoder)
         if width is None:  # no end found: the whole rest counts
             break
-        yield i, i + width[0]
+        yield Difference(i, i + width[0], j, j + width[1])
         i, j = i + width[0], j + width[1]
     if i < len(recorded):
-        yield i, len(recorded)
+        yield Difference(i, len(recorded), j, len(again))
     elif j < len(again) and recorded:  # an incomplete character became a whole one
-        yield len(recorded) - 1, len(recorded)
+        yield Difference(len(recorded) - 1, len(recorded), j - 1, len(again))
 
 
 def _same_text(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> tuple[int, int] | None:

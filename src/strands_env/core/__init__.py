@@ -2,7 +2,7 @@
 
 from strands_sglang import TerminationReason
 
-from .environment import Environment, ModelFactory, compute_reward
+from .environment import Environment, ModelFactory
 from .types import (
     Action,
     Observation,
@@ -26,5 +26,4 @@ __all__ = [
     "TaskContext",
     "TerminationReason",
     "TokenObservation",
-    "compute_reward",
 ]

@@ -4,7 +4,6 @@ from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results
 from .episodes import Episode, Episodes, Executor, ExecutorError, Runner
 from .evaluator import EvaluationStoppedError, Evaluator, register_eval
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
-from .scoring import score
 
 __all__ = [
     "AnswerFn",
@@ -23,6 +22,5 @@ __all__ = [
     "answer_of",
     "read_results",
     "register_eval",
-    "score",
     "standard_metrics",
 ]

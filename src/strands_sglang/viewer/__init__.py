@@ -1,0 +1,5 @@
+"""Recorded episodes as one HTML page that explains every token; nothing in it is ever requested from elsewhere."""
+
+from .page import PageTooLargeError, render
+
+__all__ = ["PageTooLargeError", "render"]

@@ -1,0 +1,72 @@
+// Everything that is known of one token.
+
+import { count, h, number } from "./dom.mjs";
+import { codePoint } from "./text.mjs";
+import { marks } from "./tree.mjs";
+
+const WRITERS = {
+  prompt: "a part of the prompt",
+  template: "the chat template",
+  system: "the system prompt",
+  user: "the user",
+  tool: "a tool",
+  model: "the model: sampled",
+  history: "an earlier answer, given as prompt",
+};
+
+/**
+ * The biography as pairs of name and value.
+ *
+ * @param {object} page the page's index
+ * @param {object} episode its body, with `columns`
+ * @param {{vocabulary: Vocabulary, sequence: number, position: number, place: number, turn: number}} token
+ */
+export function facts(page, episode, { vocabulary, sequence, position, place, turn: at }) {
+  const c = episode.columns;
+  const turn = episode.turns[at];
+  const entry = c.token[place];
+  const value = (name) => (c[name] ? c[name][place] : NaN);
+  const pairs = [];
+  const add = (name, text) => pairs.push([name, text]);
+  const own = vocabulary.plain(entry);
+  add("Token", `${vocabulary.ids[entry]}  ${vocabulary.entry(entry).shown}`);
+  add("Trained", fate(page, episode, sequence, place));
+  add("Position", position === place ? count(position) : `${count(position)} (${count(place)} in the episode)`);
+  if (c.writer) add("Written by", WRITERS[page.writers[c.writer[place]]] ?? page.writers[c.writer[place]]);
+  add("Turn", `${turn.number}: ${marks(turn).join(", ")}`);
+  add("Why there", turn.reason || "no reason recorded");
+  if (c.version) add("Weight version", c.version[place] ? page.versions[c.version[place] - 1] : "–");
+  add("Logprob", Number.isNaN(value("logprob")) ? "–" : `${number(value("logprob"))}  (probability ${number(Math.exp(value("logprob")), 3)})`);
+  if (c.trainer_logprob) {
+    const gap = value("trainer_logprob") - value("logprob");
+    add("Training logprob", `${number(value("trainer_logprob"))}  (gap ${number(gap, 3)})`);
+  }
+  if (c.row_logprob && !Number.isNaN(value("row_logprob"))) add("Logprob in the row", number(value("row_logprob")));
+  if (c.entropy) add("Entropy", number(value("entropy")));
+  if (c.kept) add("Could be sampled from", Number.isNaN(value("kept")) ? "–" : `${count(value("kept"))} ids`);
+  if (c.advantage) add("Advantage", number(value("advantage")));
+  if (c.weight) add("Weight", `${number(value("weight"))}  (product ${number(value("weight") * value("advantage"), 3)})`);
+  if (c.drift) add("Drift", c.drift[place] ? "encoding the text again gives other ids here" : "none");
+  add("Characters", own ? [...own].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" ") : "no text: view with --tokenizer");
+  if (episode.experts) {
+    const rows = episode.experts(place);
+    if (rows) add("Experts", rows);
+  }
+  return pairs;
+}
+
+/** Whether a token is trained, and if not, why not. */
+export function fate(page, episode, sequence, place) {
+  const c = episode.columns;
+  const trains = c.trains ? c.trains[place] : 0;
+  const times = c.times ? c.times[place] : trains ? 1 : 0;
+  if (times > 1) return `in ${times} sequences: a token should train once`;
+  if (trains === sequence + 1) return "yes, in this sequence";
+  if (trains) return `in sequence ${trains}, so not again here`;
+  return `no: ${page.whys[c.why[place]]}`;
+}
+
+/** The biography as an element. */
+export function biography(pairs) {
+  return h("dl", {}, pairs.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
+}

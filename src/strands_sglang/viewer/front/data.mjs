@@ -1,0 +1,64 @@
+// The data of the page: base64 of deflated bytes in <script> blocks that never run, decoded at first use.
+
+/**
+ * One typed array or text of the page.
+ *
+ * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json", length?: number}|{all: number, length: number}} Packed
+ */
+
+const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
+
+/** Decode base64 to bytes. */
+export function bytesOf(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+/** Inflate a zlib stream. */
+export async function inflate(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** Undo the shuffle of bytes: the first bytes of all values come first, then all second bytes, and so on. */
+export function unshuffle(bytes, type) {
+  const size = TYPES[type].BYTES_PER_ELEMENT;
+  const count = bytes.length / size;
+  const plain = new Uint8Array(bytes.length);
+  for (let plane = 0; plane < size; plane++) {
+    for (let i = 0, from = plane * count, to = plane; i < count; i++, from++, to += size) plain[to] = bytes[from];
+  }
+  return new TYPES[type](plain.buffer);
+}
+
+/** Reads the packed values of a page; each is decoded once. */
+export class Store {
+  /** @param {(at: string) => string} read returns the base64 text of a block */
+  constructor(read) {
+    this.read = read;
+    this.known = new Map();
+  }
+
+  /** Return a packed value, or null if there is none. */
+  get(packed) {
+    if (packed === null || packed === undefined) return Promise.resolve(null);
+    if ("all" in packed) return Promise.resolve(new Float32Array(packed.length).fill(packed.all));
+    if (!this.known.has(packed.at)) this.known.set(packed.at, this.decode(packed));
+    return this.known.get(packed.at);
+  }
+
+  async decode(packed) {
+    const bytes = await inflate(bytesOf(this.read(packed.at)));
+    if (packed.type === "json") return JSON.parse(new TextDecoder().decode(bytes));
+    return unshuffle(bytes, packed.type);
+  }
+
+  /** Return an object with each packed value decoded. */
+  async all(columns) {
+    const names = Object.keys(columns);
+    const values = await Promise.all(names.map((name) => this.get(columns[name])));
+    return Object.fromEntries(names.map((name, i) => [name, values[i]]));
+  }
+}

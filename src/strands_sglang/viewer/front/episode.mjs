@@ -1,0 +1,333 @@
+// One episode: its turns, the tokens of a sequence, the conversation beside them, and one token's biography.
+
+import { biography, facts, fate } from "./biography.mjs";
+import { PROPERTIES, available, legend } from "./colors.mjs";
+import { Conversation } from "./conversation.mjs";
+import { count, h, number } from "./dom.mjs";
+import { HELP, find, parseQuery } from "./search.mjs";
+import { Strip } from "./strip.mjs";
+import { marks, treeRow, treeRows } from "./tree.mjs";
+import { VirtualList } from "./virtual.mjs";
+
+/** The tokens of a sequence, from the store of an episode, in which each token stands once. */
+export function sequenceOf(body, steps) {
+  const parts = [];
+  const bounds = []; // {turn, start, sampled, stop}: positions in the sequence
+  let length = 0;
+  for (const [turn, kept] of steps) {
+    const { prompt, sampled } = body.turns[turn];
+    const stop = sampled[0] + kept;
+    bounds.push({
+      turn,
+      start: length,
+      sampled: length + prompt[1] - prompt[0],
+      stop: length + prompt[1] - prompt[0] + kept,
+    });
+    parts.push([prompt[0], prompt[1]], [sampled[0], stop]);
+    length = bounds[bounds.length - 1].stop;
+  }
+  const places = new Int32Array(length);
+  let at = 0;
+  for (const [start, stop] of parts) for (let place = start; place < stop; place++) places[at++] = place;
+  const tokens = new Uint32Array(length);
+  for (let i = 0; i < length; i++) tokens[i] = body.columns.token[places[i]];
+  return { places, tokens, bounds };
+}
+
+/** The step of a sequence that holds a position. */
+export function stepAt(bounds, position) {
+  let found = 0;
+  for (let i = 0; i < bounds.length; i++) if (bounds[i].start <= position) found = i;
+  return bounds[found];
+}
+
+export class EpisodeView {
+  /** @param {{index: object, vocabulary: Vocabulary, load: (i: number) => Promise<object>, go: Function, tell: Function}} app */
+  constructor(app) {
+    this.app = app;
+    this.color = "writer";
+    this.following = true;
+    this.element = this.build();
+    this.tree = new VirtualList(this.parts.tree, 66, (row) =>
+      treeRow(this.treeRows[row], this.body.turns, {
+        current: this.turn,
+        found: this.found.get(this.body.turns[this.treeRows[row].turn]?.number),
+        choose: (turn) => this.openTurn(turn),
+      }),
+    );
+    this.strip = new Strip(this.parts.strip, {
+      point: (position) => this.describe(position),
+      choose: (position) => this.choose(position),
+      seen: (position) => this.seen(position),
+    });
+    this.conversation = new Conversation(this.parts.conversation, (turn) => this.openTurn(turn));
+  }
+
+  build() {
+    const parts = {
+      episode: h("select", { "aria-label": "Episode", onchange: (event) => this.app.go(`episode-${event.target.value}`) }),
+      facts: h("p.facts"),
+      found: h("div.found"),
+      tree: h("div.viewport.tree", { tabindex: "0", role: "group", "aria-label": "Turns" }),
+      sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.showSequence(Number(event.target.value)) }),
+      color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
+      legend: h("div.legends"),
+      search: h("input", { type: "search", placeholder: "Search: text, id:42, logprob<-5", "aria-label": "Search the tokens", title: HELP, spellcheck: "false" }),
+      matches: h("output.matches", { "aria-live": "polite" }),
+      strip: h("div.viewport.strip", { tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys move" }),
+      conversation: h("div.viewport.conversation", { tabindex: "0", role: "group", "aria-label": "Conversation" }),
+      life: h("div.life", { tabindex: "0", role: "group", "aria-label": "Biography of the token" }),
+    };
+    this.parts = parts;
+    parts.search.addEventListener("input", () => this.search());
+    parts.search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") {
+        event.preventDefault();
+        this.nextMatch(event.shiftKey ? -1 : 1);
+      } else if (event.key === "Escape") {
+        parts.strip.focus();
+      }
+    });
+    return h(
+      "section.episode",
+      { "aria-label": "Episode" },
+      h("aside.side", { "aria-label": "Turns of the episode" }, h("div.choose", {}, parts.episode), parts.facts, parts.found, parts.tree),
+      h(
+        "div.work",
+        {},
+        h(
+          "div.bar",
+          {},
+          parts.sequence,
+          h("label", {}, "color ", parts.color),
+          h("span.finder", {}, parts.search, parts.matches),
+        ),
+        parts.legend,
+        h("div.panes", {}, parts.strip, parts.conversation),
+        parts.life,
+      ),
+    );
+  }
+
+  /** Show an episode. @param {{sequence?: number, token?: number, turn?: number, finding?: object}} place */
+  async open(number_, place = {}) {
+    const { index } = this.app;
+    if (this.number !== number_) {
+      const body = await this.app.load(number_);
+      this.number = number_;
+      this.body = body;
+      this.head = index.episodes[number_];
+      this.found = new Map();
+      for (const finding of index.findings) {
+        if (finding.episode === number_) this.found.set(finding.turn, (this.found.get(finding.turn) ?? 0) + 1);
+      }
+      this.fill();
+    }
+    const wanted = place.sequence ?? (this.sequence !== undefined && this.shown === number_ ? this.sequence : 0);
+    this.showSequence(wanted < this.body.sequences.length ? wanted : 0);
+    this.shown = number_;
+    if (place.turn !== undefined && place.token === undefined) this.openTurn(place.turn);
+    else if (place.token !== undefined) this.openToken(place.token, place.count);
+    else if (this.strip.current < 0 && this.flow.tokens.length) {
+      const [first] = this.flow.bounds;
+      this.strip.choose(first.sampled < first.stop ? first.sampled : 0, false);
+    }
+  }
+
+  fill() {
+    const { index } = this.app;
+    const { parts, head, body } = this;
+    const around = index.episodes.map((_, i) => i).filter((i) => Math.abs(i - this.number) < 100);
+    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number }, index.episodes[i].id)));
+    const words = [
+      head.outcome,
+      `reward ${number(head.reward, 3)}`,
+      head.advantage === null ? null : `advantage ${number(head.advantage, 3)}`,
+      `${count(head.turns)} turns`,
+      `${count(head.tokens)} tokens`,
+      `${count(head.trained)} trained`,
+      head.note,
+    ];
+    parts.facts.replaceChildren(...words.filter(Boolean).map((word) => h("span", {}, word)));
+    const own = index.findings.map((finding, i) => [finding, i]).filter(([finding]) => finding.episode === this.number);
+    parts.found.replaceChildren(
+      ...own.slice(0, 4).map(([finding, i]) => h("a.finding", { href: `#finding-${i + 1}`, title: finding.why }, h("b", {}, finding.title), " ", finding.where)),
+      ...(own.length > 4 ? [h("a.finding", { href: "#overview" }, `${count(own.length - 4)} more findings`)] : []),
+    );
+    parts.sequence.replaceChildren(
+      ...body.sequences.map((sequence, i) => h("option", { value: i }, sequence.name)),
+    );
+    const colors = available(body.columns);
+    if (!colors.includes(this.color)) this.color = colors[0];
+    parts.color.replaceChildren(...colors.map((key) => h("option", { value: key, selected: key === this.color }, PROPERTIES[key].label)));
+    this.treeRows = treeRows(body.turns);
+    this.turn = -1;
+    this.sequence = undefined;
+    this.tree.reset(this.treeRows.length);
+  }
+
+  showSequence(at) {
+    if (this.sequence === at && this.shown === this.number) return;
+    const { body, parts } = this;
+    const sequence = body.sequences[at];
+    this.sequence = at;
+    this.shown = this.number;
+    parts.sequence.value = String(at);
+    if (!sequence || !body.length) {
+      this.flow = { places: new Int32Array(), tokens: new Uint32Array(), bounds: [] };
+    } else {
+      this.flow = sequenceOf(body, sequence.steps);
+    }
+    const headings = this.flow.bounds.flatMap((bound) => this.headings(bound));
+    this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
+    parts.strip.classList.toggle("blank", !this.flow.tokens.length);
+    this.drawLegend();
+    this.conversation.show(
+      this.flow.bounds
+        .map(({ turn }) => ({ turn, number: body.turns[turn].number, said: body.turns[turn].said, images: body.turns[turn].images }))
+        .filter((entry) => entry.said.length || entry.images?.length),
+      "No messages: the file holds tokens only, and no tokenizer told its texts. View it with --tokenizer.",
+    );
+    parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
+    this.turn = -1;
+    if (this.flow.bounds.length) this.setTurn(this.flow.bounds[0].turn);
+    this.search();
+  }
+
+  headings({ turn: at, start, sampled, stop }) {
+    const turn = this.body.turns[at];
+    const made = [];
+    const head = (position, kind, words) =>
+      made.push({
+        at: position,
+        make: () =>
+          h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), kind === "prompt" ? " prompt · " : " answer · ", words),
+      });
+    if (sampled > start) head(start, "prompt", `${count(sampled - start)} tokens · ${turn.reason || marks(turn).join(", ")}`);
+    if (stop > sampled) {
+      const whole = turn.sampled[1] - turn.sampled[0];
+      const of = stop - sampled < whole ? ` of ${count(whole)}` : "";
+      head(sampled, "answer", [`${count(stop - sampled)}${of} tokens`, turn.finish, ...marks(turn).slice(1)].filter(Boolean).join(" · "));
+    }
+    return made;
+  }
+
+  classOf(place) {
+    const { columns } = this.body;
+    let name = PROPERTIES[this.color].classOf(columns, place, this.app.index);
+    if (this.color === "mask" && columns.trains?.[place] && columns.trains[place] !== this.sequence + 1) name = "elsewhere";
+    if (columns.trains?.[place] === this.sequence + 1) name += " learns";
+    if (columns.times?.[place] > 1) name += " wrong";
+    return name;
+  }
+
+  drawLegend() {
+    this.parts.legend.replaceChildren(legend(this.color, this.app.index, this.body.columns), h("span.legend", {}, h("span.swatch.learns", {}), "trained here"));
+  }
+
+  recolor(color) {
+    this.color = color;
+    this.parts.color.value = color;
+    this.strip.recolor((place) => this.classOf(place));
+    this.drawLegend();
+  }
+
+  nextColor() {
+    const colors = available(this.body.columns);
+    this.recolor(colors[(colors.indexOf(this.color) + 1) % colors.length]);
+    this.app.tell(`Colored by ${PROPERTIES[this.color].label}`);
+  }
+
+  /** Choose the sequence that holds a turn, and show where it begins. */
+  openTurn(at) {
+    const holds = (sequence) => sequence.steps.some(([turn]) => turn === at);
+    if (!holds(this.body.sequences[this.sequence])) {
+      const other = this.body.sequences.findIndex(holds);
+      if (other >= 0) this.showSequence(other);
+    }
+    const bound = this.flow.bounds.find((one) => one.turn === at);
+    if (!bound) return;
+    this.setTurn(at);
+    const { rows, list } = this.strip;
+    list.reveal(Math.max(0, rows.of(bound.start) - (bound.start < bound.sampled ? 1 : 0)), 0, true);
+    this.strip.choose(bound.sampled < bound.stop ? bound.sampled : bound.start, false);
+    this.strip.list.draw();
+  }
+
+  nextTurn(by) {
+    const { bounds } = this.flow;
+    const at = bounds.findIndex((bound) => bound.turn === this.turn);
+    const next = bounds[at + by];
+    if (next) this.openTurn(next.turn);
+  }
+
+  /** Show a token of the sequence, and mark `many` from it on. */
+  openToken(position, many = 1) {
+    if (!this.flow.tokens.length) return;
+    const marked = new Uint8Array(this.flow.tokens.length);
+    marked.fill(1, position, position + Math.max(1, many));
+    this.strip.mark(marked);
+    this.strip.choose(position);
+    this.strip.list.reveal(this.strip.rowOf(position), 0.35, true);
+    this.parts.strip.focus({ preventScroll: true });
+  }
+
+  choose(position) {
+    this.setTurn(stepAt(this.flow.bounds, position).turn);
+    this.describe(position);
+    const place = this.flow.places[position];
+    const { vocabulary } = this.app;
+    const entry = this.body.columns.token[place];
+    this.app.tell(`${vocabulary.entry(entry).shown}, id ${vocabulary.ids[entry]}, trained: ${fate(this.app.index, this.body, this.sequence, place)}`);
+  }
+
+  describe(position) {
+    const { index, vocabulary } = this.app;
+    const token = {
+      vocabulary,
+      sequence: this.sequence,
+      position,
+      place: this.flow.places[position],
+      turn: stepAt(this.flow.bounds, position).turn,
+    };
+    this.parts.life.replaceChildren(biography(facts(index, this.body, token)));
+  }
+
+  seen(position) {
+    if (this.flow?.bounds.length && this.following) this.setTurn(stepAt(this.flow.bounds, position).turn, false);
+  }
+
+  setTurn(turn) {
+    if (turn === this.turn) return;
+    this.turn = turn;
+    const row = this.treeRows.findIndex((entry) => entry.turn === turn);
+    this.tree.redraw();
+    this.tree.reveal(row);
+    this.conversation.follow(turn);
+  }
+
+  search() {
+    const { parts } = this;
+    const text = parts.search.value;
+    if (!text) {
+      parts.matches.textContent = "";
+      this.matches = [];
+      if (this.strip.hits) this.strip.mark(null);
+      return;
+    }
+    const query = parseQuery(text, { ids: this.app.vocabulary.ids, writers: this.app.index.writers, versions: this.app.index.versions });
+    const { hits, starts } = find({ ...this.flow, vocabulary: this.app.vocabulary }, this.body.columns, query);
+    this.matches = starts;
+    this.strip.mark(hits);
+    parts.matches.textContent = starts.length ? `${count(starts.length)} found` : "nothing found";
+  }
+
+  nextMatch(by) {
+    if (!this.matches?.length) return;
+    const here = this.strip.current;
+    let at = by > 0 ? this.matches.findIndex((start) => start > here) : this.matches.findLastIndex((start) => start < here);
+    if (at < 0) at = by > 0 ? 0 : this.matches.length - 1;
+    this.strip.choose(this.matches[at]);
+    this.parts.matches.textContent = `${count(at + 1)} of ${count(this.matches.length)}`;
+  }
+}

@@ -1,0 +1,80 @@
+// A list that keeps only the rows in the document that can be seen.
+
+export class VirtualList {
+  /**
+   * @param {HTMLElement} viewport scrolls
+   * @param {number} height of each row in px
+   * @param {(row: number) => HTMLElement} render
+   */
+  constructor(viewport, height, render) {
+    this.viewport = viewport;
+    this.height = height;
+    this.render = render;
+    this.count = 0;
+    this.rows = new Map();
+    this.spacer = document.createElement("div");
+    this.spacer.className = "spacer";
+    viewport.append(this.spacer);
+    this.waiting = 0;
+    viewport.addEventListener("scroll", () => this.later(), { passive: true });
+    new ResizeObserver(() => this.later()).observe(viewport);
+  }
+
+  /** Show a list of another length, or other content. */
+  reset(count) {
+    this.count = count;
+    this.spacer.style.height = `${count * this.height}px`;
+    this.redraw();
+  }
+
+  /** Draw the rows anew. */
+  redraw() {
+    for (const row of this.rows.values()) row.remove();
+    this.rows.clear();
+    this.draw();
+  }
+
+  later() {
+    if (!this.waiting) {
+      this.waiting = requestAnimationFrame(() => {
+        this.waiting = 0;
+        this.draw();
+      });
+    }
+  }
+
+  draw() {
+    const { scrollTop, clientHeight } = this.viewport;
+    const first = Math.max(0, Math.floor(scrollTop / this.height) - 3);
+    const last = Math.min(this.count, Math.ceil((scrollTop + clientHeight) / this.height) + 3);
+    for (const [index, row] of this.rows) {
+      if (index < first || index >= last) {
+        row.remove();
+        this.rows.delete(index);
+      }
+    }
+    const added = document.createDocumentFragment();
+    for (let index = first; index < last; index++) {
+      if (this.rows.has(index)) continue;
+      const row = this.render(index);
+      row.classList.add("row");
+      row.style.top = `${index * this.height}px`;
+      row.style.height = `${this.height}px`;
+      this.rows.set(index, row);
+      added.append(row);
+    }
+    this.spacer.append(added);
+    this.shown = [first, last];
+    if (this.onDraw) this.onDraw(Math.floor(scrollTop / this.height), clientHeight / this.height);
+  }
+
+  /** Bring a row into view: at the given share of the height if it is outside. */
+  reveal(row, share = 0.3, always = false) {
+    const top = row * this.height;
+    const { scrollTop, clientHeight } = this.viewport;
+    if (always || top < scrollTop || top + this.height > scrollTop + clientHeight) {
+      this.viewport.scrollTop = Math.max(0, top - share * clientHeight);
+    }
+    this.draw();
+  }
+}

@@ -1,0 +1,107 @@
+"""One self-contained page: the files of `front/` put into one document with the data of the episodes.
+
+The modules of `front/` are ordinary JavaScript modules, which tests import as they are. A page cannot import from
+itself, so here each becomes a function that returns what it exports. The content security policy names the one script
+and the one style sheet by their hashes and allows no request, so text from a file cannot run or load anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..inspection.records import Finding, Group
+from .blocks import Blocks
+from .payload import page_index
+
+FRONT = Path(__file__).parent / "front"
+
+MODULES = (
+    *("text", "dom", "layout", "virtual", "data", "colors", "strip", "tree", "markdown", "conversation", "biography"),
+    *("search", "siblings", "episode", "tables", "app"),
+)
+"""The modules of `front/`, each after those that it imports."""
+
+MOST_TOKENS = 2_000_000
+"""Tokens that a page can hold; a browser takes about 20 bytes of file and 60 of memory for each."""
+
+
+class PageTooLargeError(ValueError):
+    """The files hold more tokens than a page can show; the message says how many."""
+
+
+def render(
+    groups: Sequence[Group], findings: Sequence[Finding] | None = None, *, title: str = "", tokenizer: Any = None
+) -> str:
+    """Return recorded episodes as an HTML page.
+
+    Args:
+        groups: The episodes, such as `inspection.reading.read` returns.
+        findings: What the doctor found; None if nothing was examined.
+        title: Title of the page; by default the names of the files.
+        tokenizer: The model's tokenizer, to measure drift with; None for none.
+
+    Raises:
+        PageTooLargeError: They hold more tokens than a page can show.
+    """
+    tokens = sum(
+        len(turn.prompt) + len(turn.sampled) for group in groups for episode in group.episodes for turn in episode.turns
+    )
+    if tokens > MOST_TOKENS:
+        raise PageTooLargeError(
+            f"{tokens:,} tokens are more than the {MOST_TOKENS:,} that a page can show: name fewer files"
+        )
+    blocks = Blocks()
+    names = dict.fromkeys(Path(group.file).name or group.file for group in groups)
+    title = title or ", ".join([*list(names)[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+    index = page_index(groups, findings, blocks, tokenizer)
+    blocks.json({"title": title, **index}, "index")
+    style = (FRONT / "style.css").read_text(encoding="utf-8")
+    script = bundle()
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src '{_digest(script)}'",
+            f"style-src '{_digest(style)}'",
+            "img-src data:",
+            "connect-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    template = Template((FRONT / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        policy=policy, title=html.escape(title), style=style, script=script, blocks="\n".join(blocks.html)
+    )
+
+
+def bundle() -> str:
+    """Return the modules of `front/` as one script."""
+    parts = ["const modules = {};\n"]
+    for name in MODULES:
+        body = _as_function((FRONT / f"{name}.mjs").read_text(encoding="utf-8"))
+        parts.append(f"modules.{name} = (() => {{\n{body}}})();\n")
+    return "".join(parts)
+
+
+def _as_function(source: str) -> str:
+    """Turn a module into the body of a function: imports read the other modules' results, exports are returned."""
+    source = re.sub(
+        r'^import (\{[^}]*\}) from "\./(\w+)\.mjs";$',
+        lambda match: f"const {match[1].replace(' as ', ': ')} = modules.{match[2]};",
+        source,
+        flags=re.MULTILINE,
+    )
+    exported = re.findall(r"^export (?:async )?(?:function|class|const) (\w+)", source, flags=re.MULTILINE)
+    source = re.sub(r"^export ", "", source, flags=re.MULTILINE)
+    return f"{source}return {{ {', '.join(exported)} }};\n"
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,243 @@
+"""What goes into the page: the data, its size, where findings lead, the credit audit, and the command."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strands_sglang import cli
+from strands_sglang.credit import LOSSES
+from strands_sglang.inspection.records import Episode, Finding, Group, Tokens, TurnRecord
+from strands_sglang.viewer import PageTooLargeError, page as page_module, render
+from support import written_episodes as written
+
+TYPES = {"u1": np.uint8, "u2": np.uint16, "u4": np.uint32, "f4": np.float32}
+
+
+class Page:
+    """A page read as its own script reads it."""
+
+    def __init__(self, html):
+        self.html = html
+        self.blocks = dict(re.findall(r'<script type="application/octet-stream" id="(\w+)">([^<]*)</script>', html))
+        self.index = self.read({"at": "index", "type": "json"})
+        ids, texts = (self.read(self.index["vocabulary"][name]) for name in ("ids", "texts"))
+        self.vocabulary = list(zip(ids.tolist(), texts, strict=True))
+
+    def read(self, packed):
+        content = zlib.decompress(base64.b64decode(self.blocks[packed["at"]]))
+        if packed["type"] == "json":
+            return json.loads(content)
+        kind = np.dtype(TYPES[packed["type"]])
+        planes = np.frombuffer(content, np.uint8).reshape(kind.itemsize, -1)
+        return np.ascontiguousarray(planes.T).view(kind).reshape(-1)
+
+    def column(self, episode, name):
+        return self.read(self.index["episodes"][episode]["columns"][name])
+
+    def body(self, episode):
+        return self.read(self.index["episodes"][episode]["body"])
+
+
+@pytest.fixture(scope="module")
+def jars():
+    return Page(render([written.group_of_jars()], written.findings_of_jars()))
+
+
+def test_the_logic_of_the_front_end():
+    assert shutil.which("node"), "node is needed: apt-get install nodejs"
+    run = subprocess.run(["node", "--test", str(Path(__file__).parent)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    assert re.search(r"^# pass [1-9]", run.stdout, re.MULTILINE), run.stdout
+
+
+def test_every_token_has_its_text_and_values(jars):
+    group = written.group_of_jars()
+    for number, episode in enumerate(group.episodes):
+        parts = [tokens for turn in episode.turns for tokens in (turn.prompt, turn.sampled)]
+        shown = [jars.vocabulary[entry] for entry in jars.column(number, "token")]
+        ids = np.concatenate([part.ids for part in parts])
+        assert [token_id for token_id, _ in shown] == ids.tolist()
+        assert "".join(text for _, text in shown).encode() == b"".join(group.vocabulary[i] for i in ids.tolist())
+        logprobs = np.concatenate([np.full(len(p), np.nan) if p.logprobs is None else p.logprobs for p in parts])
+        np.testing.assert_allclose(jars.column(number, "logprob"), logprobs, rtol=2**-15, equal_nan=True)
+
+
+def test_each_trained_token_names_its_one_sequence(jars):
+    for number, episode in enumerate(written.group_of_jars().episodes):
+        trained = sum(int(sequence.mask.sum()) for sequence in episode.sequences)
+        assert (jars.column(number, "trains") > 0).sum() == trained == jars.index["episodes"][number]["trained"]
+        assert "times" not in jars.index["episodes"][number]["columns"]
+
+
+def test_a_token_trained_twice_is_counted():
+    group = written.group_of_jars()
+    for sequence in group.episodes[3].sequences[:2]:
+        sequence.mask[sequence.steps[0].sampled : sequence.steps[0].stop] = 1
+    page = Page(render([group], []))
+    first = group.episodes[3].turns[0]
+    times = page.column(3, "times")
+    assert set(times[len(first.prompt) : len(first.prompt) + len(first.sampled)]) == {2}
+    assert times.max() == 2
+
+
+def test_untrained_tokens_say_why(jars):
+    whys = {jars.index["whys"][code] for number in (1, 3) for code in jars.column(number, "why")}
+    assert "the agent threw the answer away: the agent asked the same again" in whys
+    assert "a grammar constrained it, so it is off-policy" in whys
+    assert "the model did not sample it" in whys
+
+
+def test_turns_outside_the_sequences_are_shown_too(jars):
+    for number in (1, 3):
+        body = jars.body(number)
+        shown = {turn for sequence in body["sequences"] for turn, _ in sequence["steps"]}
+        assert shown == set(range(len(body["turns"])))
+
+
+def test_a_finding_leads_to_its_token():
+    group = written.group_of_jars()
+    where = {"file": group.file, "group": group.id}
+    [episode] = [episode for episode in group.episodes if episode.id == "jars-3"]
+    findings = [
+        Finding("a", "", **where, episode="jars-3", turn=1, sequence=0, token=140),
+        Finding("b", "", **where, episode="jars-3", turn=3, token=2),
+        Finding("c", "", **where, episode="jars-3", turn=5, token=4),
+        Finding("d", "", **where, episode="jars-3"),
+        Finding("e", "", **where),
+        Finding("f", "", "another"),
+    ]
+    page = Page(render([group], findings))
+    a, b, c, d, e, f = page.index["findings"]
+    assert (a["episode"], a["sequence"], a["token"]) == (3, 0, 140)
+    for one, turn, token in ((b, 3, 2), (c, 5, 4)):
+        steps = page.body(3)["sequences"][one["sequence"]]["steps"]
+        before = 0
+        for at, kept in steps:
+            if at == turn:
+                break
+            before += len(episode.turns[at].prompt) + kept
+        assert one["token"] == before + len(episode.turns[turn].prompt) + token
+    assert (d["episode"], d["token"]) == (3, None)
+    assert (e["episode"], e["group"]) == (None, 0)
+    assert (f["episode"], f["group"]) == (None, None)
+
+
+def test_every_trainer_reduces_to_the_exact_credit(jars):
+    [audit] = jars.index["credit"]
+    for normalized in audit["normalizers"].values():
+        assert sorted(name for loss in normalized["losses"] for name in loss["names"]) == sorted(LOSSES)
+        for loss in normalized["losses"]:
+            np.testing.assert_allclose(np.multiply(loss["weights"], loss["reductions"]), normalized["exact"])
+    exact = audit["normalizers"]["episode_mean"]["exact"]
+    for episode in audit["episodes"]:
+        for row in episode["rows"]:
+            assert row["recorded"] == pytest.approx(row["abs"] * exact[row["row"]])
+            assert row["abs"] == pytest.approx(sum(turn["abs"] for turn in row["turns"]))
+
+
+def test_rewards_alone_give_advantages():
+    group = written.group_of_jars()
+    for episode in group.episodes:
+        for sequence in episode.sequences:
+            sequence.advantages = sequence.weights = None
+    page = Page(render([group], []))
+    assert [entry["advantage"] for entry in page.index["episodes"]][:3] == pytest.approx([0.375, 0.375, -0.625])
+
+
+def test_drift_lists_both_ways_to_encode(chatml_tokenizer):
+    whole = chatml_tokenizer.encode("hello world", add_special_tokens=False)
+    apart = [token for letter in "hello world" for token in chatml_tokenizer.encode(letter, add_special_tokens=False)]
+    turn = TurnRecord(0, Tokens(np.array(whole, np.int32)), Tokens(np.array(apart, np.int32)), finish="stop")
+    episode = Episode("e", [turn], [])
+    steps = episode.steps(0)
+    mask = np.r_[np.zeros(len(whole), np.uint8), np.ones(len(apart), np.uint8)]
+    episode.sequences.append(written.SequenceRecord(steps, mask))
+    page = Page(render([Group("g", [episode])], [], tokenizer=chatml_tokenizer))
+    drift = page.index["drift"]
+    assert drift["all"] == len(whole) + len(apart)
+    assert (drift["tokens"] > 0) == (whole != apart)
+    assert sum(len(row["recorded"]) for row in drift["rows"]) == drift["tokens"]
+    assert page.column(0, "drift").sum() == drift["tokens"]
+
+
+def test_the_page_allows_no_request_and_only_its_own_script():
+    html = render([written.hostile_group()], [Finding(kind, kind, kind) for kind in written.HOSTILE])
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]
+    [script] = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy and "unsafe" not in policy
+    # Of the files only the title is in clear text, and it is escaped.
+    clear = re.sub(r"<script.*?</script>|<style>.*?</style>", "", html, flags=re.DOTALL)
+    assert "pwned" not in re.sub(r"<title>[^<]*</title>", "", clear)
+
+
+def test_damaged_columns_are_cut_to_their_tokens():
+    group = written.group_of_jars()
+    [sequence] = group.episodes[0].sequences
+    sequence.advantages = sequence.advantages[:5]
+    sequence.row = {"logprobs": [0.0]}
+    group.episodes[0].turns[0].sampled.logprobs = np.zeros(3)
+    Page(render([group], []))
+
+
+def test_nothing_recorded_is_a_page_too():
+    empty = Group("none", [Episode("e", [], [])], file="f")
+    assert Page(render([], [])).index["episodes"] == []
+    assert Page(render([empty], [])).index["episodes"][0]["tokens"] == 0
+
+
+def test_ten_million_tokens_are_a_clear_line():
+    turn = TurnRecord(0, Tokens(np.zeros(0, np.int32)), Tokens(np.zeros(10_000_000, np.int32)))
+    with pytest.raises(PageTooLargeError, match="10,000,000 tokens are more than the 2,000,000"):
+        render([Group("g", [Episode("e", [turn], [])])], [])
+
+
+def test_modules_come_after_those_they_import():
+    names = [path.stem for path in page_module.FRONT.glob("*.mjs")]
+    assert sorted(names) == sorted(page_module.MODULES)
+    for position, name in enumerate(page_module.MODULES):
+        source = (page_module.FRONT / f"{name}.mjs").read_text(encoding="utf-8")
+        assert set(re.findall(r'from "\./(\w+)\.mjs"', source)) <= set(page_module.MODULES[:position]), name
+
+
+async def test_the_command_makes_a_page_of_a_trajectory(rollout, tmp_path, monkeypatch, capsys):
+    _, model = rollout(["Hello there."])
+    async for _ in model.stream([{"role": "user", "content": [{"text": "Hi"}]}]):
+        pass
+    model.trajectory.save(tmp_path / "one.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["view", "one.safetensors", "-o", "page.html"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert page.index["title"] == "one.safetensors"
+    assert page.index["episodes"][0]["trained"] == len(model.trajectory.turns[0].output_ids)
+
+
+@pytest.mark.parametrize("name", ["missing.safetensors", "torn.safetensors", "other.txt", "empty"])
+def test_what_cannot_be_read_is_a_clear_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.safetensors").write_bytes(b"\x80\x00\x00\x00\x00\x00\x00\x00{")
+    (tmp_path / "other.txt").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["view", name]) == cli.WRONG_USAGE
+    told = capsys.readouterr()
+    assert name in told.err and "Traceback" not in told.err
+    assert not (tmp_path / "view.html").exists()
+
+
+async def test_a_page_that_cannot_be_written_is_a_clear_line(rollout, tmp_path, capsys):
+    _, model = rollout(["Hello."])
+    async for _ in model.stream([{"role": "user", "content": [{"text": "Hi"}]}]):
+        pass
+    model.trajectory.save(tmp_path / "one.safetensors")
+    assert cli.main(["view", str(tmp_path / "one.safetensors"), "-o", str(tmp_path / "no" / "page.html")]) == cli.FAILED
+    assert "page.html" in capsys.readouterr().err
