@@ -133,6 +133,30 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     report.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
+    score = commands.add_parser(
+        "score",
+        help="score the saved episodes of an evaluation with another reward",
+        usage="strands-env score DIR --reward NAME --output OTHER [OPTIONS]",
+        description="Score the saved episodes of an evaluation with another reward, without running\n"
+        "them again. OTHER becomes the folder of an evaluation with that reward. Run the\n"
+        "same command again to continue.",
+        epilog="example:\n  strands-env score results/qwen3-8b --reward exact --output results/exact",
+        formatter_class=raw,
+    )
+    score.set_defaults(run=score_results)
+    score.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
+    for name in ("--reward", "--reward-args"):
+        score.add_argument(name, **_OPTIONS["environment"][name])
+    score.set_defaults(reward=None)
+    score.add_argument("--output", metavar="OTHER", help="folder for the scored samples")
+    score.add_argument(
+        "--concurrency",
+        type=at_least_one,
+        default=10,
+        metavar="N",
+        help="samples at the same time (default: %(default)s)",
+    )
+
     compare = commands.add_parser(
         "compare",
         help="compare two evaluations prompt by prompt",
@@ -143,8 +167,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("first", metavar="A", help="--output of the first evaluation")
     compare.add_argument("second", metavar="B", help="--output of the second one; the difference is B - A")
-    for command, function in ((report, report_metrics), (compare, compare_results)):
-        command.set_defaults(run=function)
+    report.set_defaults(run=report_metrics)
+    compare.set_defaults(run=compare_results)
+    for command in (score, report, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--success-threshold", **_THRESHOLD)
     return parser
@@ -438,8 +463,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             metrics = evaluator.compute_metrics(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
     except (CheckpointError, EvaluationStoppedError, ExecutorError, SGLangClientError) as error:
-        told = re.sub(r"; use another file( for this one)?$", "; use another --output", one_line(error))
-        tell(f"strands-env: {in_options(told)}")
+        tell(f"strands-env: {in_options(one_line(error))}")
         return FAILED
     except DuplicateTaskError as error:
         raise UsageError(error) from error
@@ -448,7 +472,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return STOPPED
     code = FAILED if metrics["dropped_samples"] else 0
     if arguments.json:
-        return say(json.dumps(metrics, indent=2), code=code)
+        return say(as_json(metrics), code=code)
     return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
 
 
@@ -466,9 +490,57 @@ def report_metrics(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise UsageError(error) from error
     if arguments.json:
-        return say(json.dumps(metrics, indent=2))
+        return say(as_json(metrics))
     title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
     return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
+
+
+def score_results(arguments: argparse.Namespace) -> int:
+    """Score the saved episodes of an evaluation with another reward; return the exit code."""
+    from .core import RewardError
+    from .eval import CheckpointError, score, standard_metrics
+    from .eval.checkpoint import encode, read_run, replace_file, results_file, side_file
+    from .eval.metrics import end_lines, metric_lines
+
+    logging.basicConfig(level=logging.ERROR)
+    missing = [f"--{name}" for name in ("reward", "output") if getattr(arguments, name) is None]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} must be given")
+    if arguments.reward == OWN_REWARD:
+        raise UsageError("--reward env: there is no environment; name a reward")
+    try:
+        run = read_run(arguments.folder)
+    except CheckpointError as error:
+        raise UsageError(error) from error
+    try:
+        reward = named_reward(arguments)
+        results = asyncio.run(
+            until_stopped(
+                score(
+                    arguments.folder,
+                    reward,
+                    arguments.output,
+                    config=with_reward(dict(run.config), arguments),
+                    max_concurrency=arguments.concurrency,
+                )
+            )
+        )
+        metrics = standard_metrics(
+            results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
+        )
+        replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
+    except (ValueError, ImportError) as error:
+        raise UsageError(error) from error
+    except (CheckpointError, RewardError, OSError) as error:
+        tell(f"strands-env: {in_options(one_line(error))}")
+        return FAILED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        tell(f"strands-env: stopped; {arguments.output} has what is scored, run the same command to continue")
+        return STOPPED
+    code = FAILED if metrics["dropped_samples"] else 0
+    if arguments.json:
+        return say(as_json(metrics), code=code)
+    return say(*_painted([*metric_lines(metrics), *end_lines(results)]), code=code)
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
@@ -485,7 +557,7 @@ def compare_results(arguments: argparse.Namespace) -> int:
     except (CheckpointError, ValueError) as error:
         raise UsageError(error) from error
     if arguments.json:
-        return say(json.dumps(dataclasses.asdict(comparison), indent=2))
+        return say(as_json(dataclasses.asdict(comparison)))
     return say(*_painted(comparison_lines(comparison)))
 
 
@@ -586,6 +658,7 @@ _OPTION_OF = {
     r"\bmodel_id\b=?": "--model",
     r"\bchat_template=(<jinja text>)?": "--chat-template",
     r"\btokenizer=": "--tokenizer",  # without the sign it is a word
+    r"; use another file( for this one)?$": "; use another --output",
 }
 
 
@@ -625,11 +698,17 @@ def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str
         "env": arguments.env,
         "env_args": arguments.env_args,
         "system_prompt": arguments.system_prompt,
-        "reward": arguments.reward,
-        # Left out if empty, as in the files of releases without it.
-        **({"reward_args": arguments.reward_args} if arguments.reward_args else {}),
+        **with_reward({}, arguments),
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
     }
+
+
+def with_reward(config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A configuration with the reward of the command line."""
+    others = {name: value for name, value in config.items() if name != "reward_args"}
+    # Left out if empty, as in the files of releases without it.
+    given = {"reward_args": arguments.reward_args} if arguments.reward_args else {}
+    return {**others, "reward": arguments.reward, **given}
 
 
 def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tuple[Any, Any]:
@@ -770,6 +849,13 @@ def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: An
 
 
 # --- what it prints ---
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON, with null instead of numbers that are not finite."""
+    from .eval.checkpoint import decode, encode
+
+    return json.dumps(decode(encode(value)), indent=2)
 
 
 def one_line(error: BaseException) -> str:

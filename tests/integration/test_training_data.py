@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +15,9 @@ from strands.types.exceptions import MaxTokensReachedException
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
+from strands_sglang.credit import Episode, training_rows
 from strands_sglang.messages.content import UnsupportedContentError
+from strands_sglang.mismatch import masked_logprobs, measure_mismatch, under_sampling_mask
 from strands_sglang.protocol.generation import read_generation
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
@@ -356,3 +359,37 @@ async def test_agent_with_tools_stays_within_its_response_budget(tiny_server):
     check_rollouts(list(samples), args, state.tokenizer)
     assert all(sample.response_length == 150 for sample in samples)
     assert params["max_new_tokens"] == 150
+
+
+# --- Mismatch under truncated sampling ---
+
+
+async def test_a_sampling_mask_removes_the_mismatch_of_top_p(tiny_server):
+    """Before an update the trainer's logprobs are the sampler's, if they are renormalized over the same ids."""
+    temperature = 0.7
+    model = make_model(
+        tiny_server,
+        return_routed_experts=False,
+        sampling_params={"temperature": temperature, "top_p": 0.9, "top_k": 20, "max_new_tokens": 60},
+        request_fields={"return_sampling_mask": True},
+    )
+    await converse(model)
+    rows = training_rows([Episode(model.trajectory, 1.0, "g")], baseline=None)
+    reference = load_reference(tiny_server.model_path)
+
+    def compared(*, with_mask):
+        measured = []
+        for row in rows:
+            ids = torch.tensor(row.token_ids)
+            with torch.no_grad():
+                logits = reference(ids[None, :-1]).logits[0].float()
+            mask = row.tokens.sampling_mask.part(1, len(row)) if with_mask else None
+            own = [0.0, *masked_logprobs(logits, ids[1:], mask, temperature=temperature).tolist()]
+            measured.append(replace(under_sampling_mask(row), trainer_logprobs=own))
+        return measure_mismatch(measured)
+
+    before, after = compared(with_mask=False), compared(with_mask=True)
+    assert after.tokens > 100
+    assert after.max_difference < 1e-4
+    assert before.mean_difference > 0.02
+    assert before.log_sequence_ratio < -1

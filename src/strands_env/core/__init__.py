@@ -2,7 +2,7 @@
 
 from strands_sglang import TerminationReason
 
-from .environment import Environment, ModelFactory
+from .environment import Environment, ModelFactory, compute_reward
 from .types import (
     Action,
     Observation,
@@ -26,4 +26,5 @@ __all__ = [
     "TaskContext",
     "TerminationReason",
     "TokenObservation",
+    "compute_reward",
 ]

@@ -513,7 +513,7 @@ class Environment(Identified):
                 end = _end_of(error, supervisor)
             result = await self._result(episode, end, supervisor)
             with _new_trajectory(episode.model):  # for a judge that calls the same model
-                await self._add_reward(action, result, supervisor)
+                await _add_reward(self.reward_fn, action, result, supervisor, self.reward_timeout)
             result.observation.metrics["attempts"] = attempts
             if episode.trajectory is not None:
                 episode.trajectory.note_end(
@@ -627,35 +627,6 @@ class Environment(Identified):
                 result.error = result.error or f"compute_metrics: {_format_error(error)}"
         return result
 
-    async def _add_reward(self, action: Action, result: StepResult, supervisor: Supervisor) -> None:
-        """Compute the reward, if the episode's outcome has one."""
-        rule = OUTCOMES[result.termination_reason].reward
-        if rule is RewardRule.COMPUTED_IF_ANSWERED and result.observation.final_response is not None:
-            rule = RewardRule.COMPUTED
-        if self.reward_fn is None or rule is not RewardRule.COMPUTED:
-            return
-        began = time.monotonic()
-        try:
-            computing = self._compute_reward(self.reward_fn, action, result)
-            result.reward = await supervisor.within(self.reward_timeout, computing, what="the reward function")
-        except BaseException as error:
-            if isinstance(_end_of(error, supervisor), asyncio.CancelledError):
-                result.termination_reason = TerminationReason.CANCELLED
-            else:
-                logger.warning("the reward function failed", exc_info=True)
-                result.reward_error = _format_error(error)
-                result.reward_error_is_infrastructure = isinstance(error, RewardError) and error.is_infrastructure
-            result.error = f"reward function: {_format_error(error)}"
-        result.observation.metrics["reward_seconds"] = time.monotonic() - began
-
-    async def _compute_reward(self, function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
-        reward: Any = await invoke(function.compute, action=action, step_result=result)
-        if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # NumPy's and PyTorch's numbers too
-            reward = RewardResult(reward=float(reward))
-        if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):
-            raise ValueError(f"compute must return a RewardResult with a finite reward, not {reward!r:.80}")
-        return reward
-
     async def _clean_up(self, episode: _Episode) -> None:
         try:
             if episode.agent is not None and episode.has_providers:
@@ -707,6 +678,72 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
 def _new_trajectory(model: Any) -> AbstractContextManager[Trajectory | None]:
     """Record the model's calls inside the context in a new trajectory, if it is a model that records."""
     return model.episode() if isinstance(model, SGLangModel) else nullcontext()
+
+
+async def compute_reward(
+    reward_fn: RewardFunction, action: Action, result: StepResult, *, timeout: float | None = 600.0
+) -> StepResult:
+    """Compute the reward of an episode that has ended, as its environment would with another reward function.
+
+    Args:
+        reward_fn: The reward function.
+        action: The task.
+        result: The episode. It is not modified, and its own reward is ignored.
+        timeout: Seconds for the reward function; None for no limit.
+
+    Returns:
+        The episode with its new reward, or with why it has none.
+
+    Raises:
+        CancelledError: The caller was cancelled.
+    """
+    metrics = {name: value for name, value in result.observation.metrics.items() if name != "reward_seconds"}
+    new = result.model_copy(
+        update={
+            "observation": result.observation.model_copy(update={"metrics": metrics}),
+            "reward": None,
+            "reward_error": None,
+            "reward_error_is_infrastructure": False,
+            "error": None if result.reward_error is not None else result.error,
+        }
+    )
+    supervisor = Supervisor()
+    await supervisor.run(_add_reward(reward_fn, action, new, supervisor, timeout))
+    return new
+
+
+async def _add_reward(
+    reward_fn: RewardFunction | None, action: Action, result: StepResult, supervisor: Supervisor, timeout: float | None
+) -> None:
+    """Compute the reward, if the episode's outcome has one."""
+    rule = OUTCOMES[result.termination_reason].reward
+    if rule is RewardRule.COMPUTED_IF_ANSWERED and result.observation.final_response is not None:
+        rule = RewardRule.COMPUTED
+    if reward_fn is None or rule is not RewardRule.COMPUTED:
+        return
+    began = time.monotonic()
+    try:
+        result.reward = await supervisor.within(
+            timeout, _call_reward(reward_fn, action, result), what="the reward function"
+        )
+    except BaseException as error:
+        if isinstance(_end_of(error, supervisor), asyncio.CancelledError):
+            result.termination_reason = TerminationReason.CANCELLED
+        else:
+            logger.warning("the reward function failed", exc_info=True)
+            result.reward_error = _format_error(error)
+            result.reward_error_is_infrastructure = isinstance(error, RewardError) and error.is_infrastructure
+        result.error = f"reward function: {_format_error(error)}"
+    result.observation.metrics["reward_seconds"] = time.monotonic() - began
+
+
+async def _call_reward(function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
+    reward: Any = await invoke(function.compute, action=action, step_result=result)
+    if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # NumPy's and PyTorch's numbers too
+        reward = RewardResult(reward=float(reward))
+    if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):
+        raise ValueError(f"compute must return a RewardResult with a finite reward, not {reward!r:.80}")
+    return reward
 
 
 def _end_of(error: BaseException, supervisor: Supervisor) -> BaseException:

@@ -4,6 +4,7 @@ from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results
 from .episodes import Episode, Episodes, Executor, ExecutorError, Runner
 from .evaluator import EvaluationStoppedError, Evaluator, register_eval
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
+from .scoring import score
 
 __all__ = [
     "AnswerFn",
@@ -22,5 +23,6 @@ __all__ = [
     "answer_of",
     "read_results",
     "register_eval",
+    "score",
     "standard_metrics",
 ]

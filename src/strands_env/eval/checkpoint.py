@@ -87,6 +87,7 @@ class EvalSample(BaseModel):
         action: The task.
         step_result: The episode, without its trajectory, and without tokens unless `keep_tokens` is set.
         seconds: Duration of the episode.
+        ended_at: When it ended, in seconds since 1970; None in files of earlier releases.
         is_finished: Whether its outcome says something about the policy. If not, the sample is dropped from metrics and
             tried again by the next run.
         is_errored: Whether it is finished and should have a reward, but has none. It counts as a wrong answer.
@@ -101,6 +102,7 @@ class EvalSample(BaseModel):
     action: Action
     step_result: StepResult
     seconds: float = 0.0
+    ended_at: float | None = None
     is_finished: bool = True
     is_errored: bool = False
     environment: dict[str, Any] | None = Field(default=None, repr=False)
@@ -141,6 +143,7 @@ class EvalSample(BaseModel):
             "reward_error_is_infrastructure": result.reward_error_is_infrastructure,
             "is_errored": self.is_errored,
             "seconds": self.seconds,
+            "ended_at": self.ended_at,
             "final_response": result.observation.final_response,
             "environment": self.environment,
             "message": self.action.message,
@@ -169,8 +172,9 @@ class EvalSample(BaseModel):
                 prompt_id=record["prompt_id"],
                 sample_index=record["sample_index"],
                 seconds=record["seconds"],
+                ended_at=record.get("ended_at"),  # old records lack this field and some others
                 is_finished=is_finished,
-                is_errored=bool(record.get("is_errored")),  # old records lack this field and some others
+                is_errored=bool(record.get("is_errored")),
                 environment=record.get("environment"),
                 action=Action(
                     message=record["message"], task_context=TaskContext.model_validate(record["task_context"])
@@ -397,7 +401,7 @@ class Storage:
         Raises:
             CheckpointError: The sample is from another environment; says what differs.
         """
-        known, new = _flat(self.finished[key].environment or {}), _flat(decode(encode(identity)))
+        known, new = flat(self.finished[key].environment or {}), flat(decode(encode(identity)))
         for one, other in ((known, new), (new, known)):
             if not any(name.startswith("served.") for name in one):  # the server does not report its weights
                 for name in [name for name in other if name.startswith("served.")]:
@@ -420,9 +424,9 @@ class Storage:
 
         def line() -> bytes:
             if trajectory is not None and sample.is_finished:
-                folder = side_file(self.path, ".trajectories")
-                folder.mkdir(exist_ok=True)
-                trajectory.save(folder / f"{sample.key}.safetensors")
+                file = trajectory_file(self.path, sample.key)
+                file.parent.mkdir(exist_ok=True)
+                trajectory.save(file)
             return encode(sample.to_record(self._config_digest))
 
         place = await (self._results if sample.is_finished else self._failures).append(line)
@@ -451,6 +455,11 @@ def results_file(path: str | os.PathLike[str]) -> Path:
 def side_file(path: Path, ending: str) -> Path:
     """Return the path of a file that belongs to a results file."""
     return path.with_name(path.name.removesuffix(".jsonl") + ending)
+
+
+def trajectory_file(path: Path, key: str) -> Path:
+    """Return the path of the trajectory of a sample in a results file."""
+    return side_file(path, ".trajectories") / f"{key}.safetensors"
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -525,12 +534,12 @@ def _difference(known: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} was {known.get(name)!r:.200} and is {new.get(name)!r:.200}" for name in differing)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings, with dotted names."""
-    flat: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for name, item in value.items():
-        flat.update(_flat(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item})
-    return flat
+        items.update(flat(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item})
+    return items
 
 
 # --- one file of records ---

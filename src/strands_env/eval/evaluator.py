@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
@@ -313,18 +313,8 @@ class Evaluator:
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
-            helpers = [asyncio.ensure_future(progress.tick()), asyncio.ensure_future(concurrency.follow())]
-            workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency.most, len(todo)))]
-            ended: set[asyncio.Future[None]] = set()
-            try:  # not with `gather`: as soon as one worker is cancelled, it would leave the others to their cleanup
-                if workers:
-                    ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            finally:  # if one fails or the caller is cancelled, the others end first
-                for task in (*workers, *helpers):
-                    task.cancel()
-                await asyncio.gather(*workers, *helpers, return_exceptions=True)
-            for worker in ended:
-                worker.result()
+            workers = [work() for _ in range(min(concurrency.most, len(todo)))]
+            await together(workers, (progress.tick(), concurrency.follow()))
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])
@@ -340,6 +330,7 @@ class Evaluator:
             action=prompt.action,
             step_result=episode.result,
             seconds=episode.seconds,
+            ended_at=round(time.time(), 3),
             is_finished=is_finished,
             is_errored=is_finished and is_error(episode.result, is_judged=episode.is_judged),
             environment=None if identity is None else self._identities.setdefault(digest(identity), identity),
@@ -360,6 +351,27 @@ class Evaluator:
                 logger.warning("an environment could not be created, so its results are not checked", exc_info=True)
             else:
                 storage.refuse_other_environment(sample.key, identity)
+
+
+async def together(
+    work: Iterable[Coroutine[Any, Any, None]], helpers: Iterable[Coroutine[Any, Any, None]] = ()
+) -> None:
+    """Run workers until all have ended or one has failed, and helpers as long. All have ended when this returns.
+
+    Raises:
+        Exception: A worker failed with it.
+    """
+    workers, others = ([asyncio.ensure_future(one) for one in them] for them in (work, helpers))
+    ended: set[asyncio.Future[None]] = set()
+    try:  # not with `gather`: as soon as one worker is cancelled, it would leave the others to their cleanup
+        if workers:
+            ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    finally:  # if one fails or the caller is cancelled, the others end first
+        for task in (*workers, *others):
+            task.cancel()
+        await asyncio.gather(*workers, *others, return_exceptions=True)
+    for worker in ended:
+        worker.result()
 
 
 class Progress(tqdm):

@@ -17,13 +17,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
 from ..rewards import last_boxed, value_key
-from .checkpoint import EvalSample, Results, Run
+from .checkpoint import EvalSample, Results, Run, flat
 
 SEED = 0
 _MAX_SUBSETS = 2_000
@@ -36,6 +37,9 @@ AnswerFn = Callable[[EvalSample], Hashable | None]
 
 SUCCESS_THRESHOLD = 1.0
 """Default of the least reward of a success."""
+
+_MAX_SHOWN = 5
+"""Most tasks that a comparison names, and most causes of failures."""
 
 _NO_ANSWER = ("no_answer", "not_boxed", "no_match")
 """Verdicts of `strands_env.rewards` on episodes without an answer."""
@@ -432,20 +436,45 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class TaskDifference:
+    """The difference of two evaluations in one prompt, over its scored samples.
+
+    Attributes:
+        prompt: Id of the prompt in the first evaluation.
+        first_reward: Mean reward in the first evaluation.
+        second_reward: Mean reward in the second evaluation.
+        first_success: Share of successes in the first evaluation.
+        second_success: Share of successes in the second evaluation.
+    """
+
+    prompt: str
+    first_reward: float
+    second_reward: float
+    first_success: float
+    second_success: float
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A comparison of two evaluations.
+    """A comparison of two evaluations, by the prompts that both have.
 
     Attributes:
         common: Number of prompts with scored samples in both.
         only_first: Number of prompts with scored samples only in the first.
         only_second: Number of prompts with scored samples only in the second.
         differences: Differences of `pass@1` and of the mean reward.
+        tasks: Differences of all common prompts, in their order.
+        ends: For each outcome, how many finished samples of the common prompts have it in the first and in the second.
+        configuration: What differs in the configurations, or else in the environments: values by name.
     """
 
     common: int
     only_first: int
     only_second: int
     differences: tuple[Difference, ...]
+    tasks: tuple[TaskDifference, ...]
+    ends: dict[str, tuple[int, int]]
+    configuration: dict[str, tuple[Any, Any]]
 
 
 def compare(
@@ -462,19 +491,24 @@ def compare(
         ValueError: The evaluations have no prompt with scored samples in common.
     """
     scored = []  # for each, the scores of the prompts that have any, by the digest of their content
+    names: dict[str, str] = {}
     for run, results in (first, second):
         by_prompt = scores(results, success_threshold=success_threshold)
         scored.append({run.prompts[prompt]: row for prompt, row in by_prompt.items() if row})
+        names = {**{content: prompt for prompt, content in run.prompts.items()}, **names}
     common = [content for content in scored[0] if content in scored[1]]
     if not common:
         raise ValueError("the evaluations have no prompt with scored samples in common")
     least, most = reward_scale([score.reward for score in row] for one in scored for row in one.values())
+    successes, rewards = (
+        [
+            np.array([float(np.mean([getattr(score, name) for score in one[content]])) for content in common])
+            for one in scored
+        ]
+        for name in ("is_success", "reward")
+    )
     differences = []
-    for name, number in (
-        ("pass@1", lambda row: float(np.mean([score.is_success for score in row]))),
-        ("mean reward", lambda row: float(np.mean([score.reward for score in row]))),
-    ):
-        a, b = (np.array([number(one[content]) for content in common]) for one in scored)
+    for name, (a, b) in (("pass@1", successes), ("mean reward", rewards)):
         difference = b - a
         reach = 1.0 if name == "pass@1" else most - least
         differences.append(
@@ -487,7 +521,37 @@ def compare(
                 int((difference < 0).sum()),
             )
         )
-    return Comparison(len(common), len(scored[0]) - len(common), len(scored[1]) - len(common), tuple(differences))
+    counts = [
+        Counter(score.sample.step_result.termination_reason.value for content in common for score in one[content])
+        for one in scored
+    ]
+    return Comparison(
+        common=len(common),
+        only_first=len(scored[0]) - len(common),
+        only_second=len(scored[1]) - len(common),
+        differences=tuple(differences),
+        tasks=tuple(
+            TaskDifference(names[content], *map(float, numbers))
+            for content, *numbers in zip(common, *rewards, *successes, strict=True)
+        ),
+        ends={name: (counts[0][name], counts[1][name]) for name in {**counts[0], **counts[1]}},
+        configuration=_configuration(first, second),
+    )
+
+
+def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two configurations; if nothing does, in the environments of their first samples."""
+    facts = [flat(run.facts) for run, _ in (first, second)]
+    if facts[0] == facts[1]:
+        samples = [[sample for row in results.values() for sample in row] for _, results in (first, second)]
+        environments = [next((one.environment for one in those if one.environment), None) for those in samples]
+        if None not in environments:
+            facts = [flat({"environment": one}) for one in environments]
+    return {
+        name: (facts[0].get(name), facts[1].get(name))
+        for name in {**facts[0], **facts[1]}
+        if facts[0].get(name) != facts[1].get(name)
+    }
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -542,10 +606,10 @@ def end_lines(results: Results) -> list[str]:
             " ".join((sample.step_result.error or sample.step_result.termination_reason.value).split())[:150]
             for sample in those
         )
-        for cause, count in causes.most_common(5):
+        for cause, count in causes.most_common(_MAX_SHOWN):
             lines += _wrapped(f"{what}: {count} x {cause}")
-        if len(causes) > 5:
-            lines.append(f"{what}: {len(causes) - 5} other causes")
+        if len(causes) > _MAX_SHOWN:
+            lines.append(f"{what}: {len(causes) - _MAX_SHOWN} other causes")
     return lines
 
 
@@ -574,12 +638,25 @@ def comparison_lines(comparison: Comparison) -> list[str]:
                 str(one.worse),
             ]
         )
-    return [
-        *table_lines(rows),
-        "",
-        f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, "
-        f"in B only: {comparison.only_second}",
-    ]
+    lines = [*table_lines(rows), ""]
+    only = comparison.only_first or comparison.only_second
+    lines += _wrapped(
+        f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, in B only: {comparison.only_second}"
+        f"{'; only those in both are compared' if only else ''}"
+    )
+    changed = sorted(comparison.tasks, key=lambda task: task.first_reward - task.second_reward)
+    for title, those in (
+        ("better", [task for task in changed if task.second_reward > task.first_reward]),
+        ("worse", [task for task in reversed(changed) if task.second_reward < task.first_reward]),
+    ):
+        shown = [f"{task.prompt} {task.first_reward:.4g} -> {task.second_reward:.4g}" for task in those[:_MAX_SHOWN]]
+        shown += [f"{len(those) - _MAX_SHOWN} more"] if len(those) > _MAX_SHOWN else []
+        lines += _wrapped(f"{title}: {', '.join(shown)}") if shown else []
+    moved = [f"{name} {first} -> {second}" for name, (first, second) in comparison.ends.items() if first != second]
+    lines += _wrapped(f"ends: {', '.join(moved)}") if moved else []
+    for name, (first, second) in comparison.configuration.items():
+        lines += _wrapped(f"{name}: {first!r:.60} -> {second!r:.60}")
+    return lines
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -106,6 +106,51 @@ def test_two_evaluations_are_compared_by_prompt(command, tmp_path, capsys):
     assert told["common"] == 6 and told["differences"][0]["interval"]["low"] < 0.0
 
 
+def test_saved_episodes_are_scored_as_by_a_live_run(command, server, tmp_path, capsys):
+    run(command)
+    pattern = ["--reward", "regex", "--reward-args", r'{"pattern": "boxed.0"}']
+    live = [tmp_path / "live" if part == tmp_path / "out" else part for part in command]
+    assert run([*live, *pattern]) == 0
+    asked = len(server.requests)
+    capsys.readouterr()
+    assert run(["score", tmp_path / "out", *pattern, "--output", tmp_path / "scored", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == pytest.approx(2 / 6)
+    assert len(server.requests) == asked
+    scored, live = (
+        {
+            record["key"]: (record["reward"], record["environment"])
+            for record in lines(tmp_path / name / "results.jsonl")
+        }
+        for name in ("scored", "live")
+    )
+    assert scored == live and len(scored) == 18
+    assert run(["compare", tmp_path / "out", tmp_path / "scored"]) == 0
+    told = capsys.readouterr().out
+    assert "better: s2 0 -> 1, s5 0 -> 1\n" in told and "reward: 'math' -> 'regex'" in told
+    assert run([*command, *pattern, "--output", tmp_path / "scored", "--n-samples", SAMPLES + 1]) == 0
+    assert len(lines(tmp_path / "scored" / "results.jsonl")) == 24  # the folder is one of that configuration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--reward and --output must be given"),
+        (["--reward", "env", "--output", "other"], "name a reward"),
+        (["--reward", "best", "--output", "other"], "neither one of math"),
+        (["--reward", "exact", "--output", "."], "write to another folder"),
+    ],
+)
+def test_wrong_options_of_scoring_are_one_line(command, tmp_path, monkeypatch, capsys, arguments, told):
+    run([*command, "--limit", 1])
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path / "out")
+    assert run(["score", ".", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert told in error and len(error.splitlines()) == 1
+    assert run(["score", tmp_path, "--reward", "exact", "--output", "other"]) == 2
+    assert "no results of an evaluation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("changed", ["model_path", "weight_version"])
 def test_results_of_other_weights_are_not_gone_on_with(command, server, tmp_path, capsys, changed):
     assert run([*command, "--limit", 2]) == 0
@@ -397,7 +442,7 @@ from strands_env.eval import Evaluator, register_eval
 class ShopEnvironment(CalculatorEnvironment):
     pass
 
-class AtLeast(RewardFunction):
+class LongEnough(RewardFunction):
     def __init__(self, *, least):
         self.least = least
 
@@ -421,7 +466,7 @@ def package(tmp_path, monkeypatch):
     (folder / "shop-1.0.dist-info" / "entry_points.txt").write_text(
         "[strands_env.environments]\nshop = shop:ShopEnvironment\ncalculator = shop:Nothing\n"
         "closed = shop_closed:Environment\n"
-        "[strands_env.rewards]\nat-least = shop:AtLeast\n"
+        "[strands_env.rewards]\nlong-enough = shop:LongEnough\n"
         "[strands_env.benchmarks]\nshop = shop\nshop-closed = shop_closed\n"
     )
     (folder / "shop.py").write_text(ADDITIONS)
@@ -435,7 +480,7 @@ def package(tmp_path, monkeypatch):
 def test_names_of_installed_packages_run(package, command, tmp_path, capsys):
     place = command.index("--dataset")
     given = [*command[:place], *command[place + 2 :], "--benchmark", "shop-sums", "--limit", 3, "--json"]
-    named = [*given, "--env", "shop", "--reward", "at-least", "--reward-args", '{"least": 8}']
+    named = [*given, "--env", "shop", "--reward", "long-enough", "--reward-args", '{"least": 8}']
     assert run(named) == 0
     assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
     records = lines(tmp_path / "out" / "results.jsonl")
@@ -451,7 +496,7 @@ def test_names_of_installed_packages_run(package, command, tmp_path, capsys):
 def test_what_other_packages_declare_is_listed(package, capsys):
     assert run(["list"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"shop-sums +shop\.Sums\n", out) and re.search(r"at-least +shop:AtLeast\n\n", out)
+    assert re.search(r"shop-sums +shop\.Sums\n", out) and re.search(r"long-enough +shop:LongEnough\n\n", out)
     assert re.search(r"^shop_closed\n    cannot run: RuntimeError: closed today", out, re.MULTILINE)
     assert re.search(r"^closed +shop_closed:Environment\n    cannot run: closed today", out, re.MULTILINE)
     assert re.search(r"^calculator +strands_env\.", out, re.MULTILINE)  # no other package takes the name

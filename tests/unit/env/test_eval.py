@@ -1375,7 +1375,17 @@ def test_difference_is_by_common_prompt():
     assert (told.common, told.only_first, told.only_second) == (2, 1, 1)
     one = told.differences[0]
     assert (one.first, one.second, one.interval.value, one.better, one.worse) == (0.25, 0.75, 0.5, 1, 0)
-    assert "prompts in both: 2, in A only: 1, in B only: 1" in comparison_lines(told)
+    said = " ".join(comparison_lines(told))
+    assert "prompts in both: 2, in A only: 1, in B only: 1; only those in both are compared" in said
+    assert [(task.prompt, task.first_reward, task.second_reward) for task in told.tasks] == [
+        ("a", 0.5, 0.5),
+        ("b", 0, 1),
+    ]
+    assert (
+        "better: b 0 -> 1" in said
+        and "worse:" not in said
+        and "only those" not in " ".join(comparison_lines(compare(first, first)))
+    )
 
 
 def test_errors_count_as_wrong_in_a_comparison():
