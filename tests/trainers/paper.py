@@ -2,12 +2,13 @@
 
 import copy
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from strands_sglang.credit import Episode, training_rows
+from strands_sglang.credit import Episode, TrainingRows, training_rows
 from strands_sglang.protocol.generation import Generation
 from support.agents import assistant, user
 from support.recorder import Recorder
@@ -117,3 +118,60 @@ def relative_error(found, expected):
     assert found.keys() >= expected.keys()
     distance = sum(float(((found[name].double() - expected[name]) ** 2).sum()) for name in expected)
     return (distance / sum(float((one**2).sum()) for one in expected.values())) ** 0.5
+
+
+# === faults that trainers' adapters have had: what a test of ours must notice ===
+
+
+def divided(rows):
+    """The advantage of an episode is divided by its number of rows."""
+    counts = {name: sum(row.episode == name for row in rows) for name in rows.rewards}
+    return [replace(row, advantages=[one / counts[row.episode] for one in row.advantages]) for row in rows]
+
+
+def trained_twice(rows):
+    """The trunk of the fork, sampled tokens 30 to 44 of its second row."""
+    row = rows[2]
+    advantage, start, end = row.advantage, 30, 44
+    twice = replace(
+        row,
+        loss_mask=[int(start <= at < end) or mask for at, mask in enumerate(row.loss_mask)],
+        logprobs=[rows[1].logprobs[at] if start <= at < end else one for at, one in enumerate(row.logprobs)],
+        advantages=[advantage if start <= at < end else one for at, one in enumerate(row.advantages)],
+    )
+    return [*rows[:2], twice, *rows[3:]]
+
+
+def over_rows(rows):
+    """The baseline counts rows, not episodes."""
+    rewards = [rows.rewards[row.episode] for row in rows]
+    mean = sum(rewards) / len(rewards)
+    return [
+        replace(row, advantages=[(reward - mean) * mask for mask in row.loss_mask])
+        for row, reward in zip(rows, rewards, strict=True)
+    ]
+
+
+def shifted(rows):
+    """Logprobs are those of the next token."""
+    return [replace(row, logprobs=[*row.logprobs[1:], 0.0]) for row in rows]
+
+
+def last_untrained(rows):
+    """Of the last row, only the first sampled token is trained."""
+    row = rows[-1]
+    first = row.loss_mask.index(1)
+    return [*rows[:-1], replace(row, loss_mask=[int(at == first) for at in range(len(row))])]
+
+
+FAULTS = [divided, trained_twice, over_rows, shifted, last_untrained]
+
+
+def planted(fault, made):
+    """`training_rows`, with a fault in the rows that it makes."""
+
+    def faulty(episodes, **options):
+        rows = made(episodes, **options)
+        return TrainingRows(fault(rows), rows.left_out, rows.flat_groups, rows.advantages, rows.rewards)
+
+    return faulty

@@ -53,7 +53,11 @@ def environment(trainer):
 def run(trainer, arguments):
     """Run the tests of one trainer and return their exit status."""
     paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "2"}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
+    }
     command = [environment(trainer), "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
     print(f"== {trainer}", flush=True)
     return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode

@@ -12,7 +12,6 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import strands_sglang.trainers.trl as adapter
-from strands_sglang.credit import TrainingRows
 from support.agents import build_chatml_tokenizer
 from trainers import paper
 
@@ -153,54 +152,10 @@ def test_micro_batches_do_not_change_the_gradient(grpo, reference, loss_type):
     assert paper.relative_error(found, expected) < TOLERANCE
 
 
-def divided(rows):
-    counts = {name: sum(row.episode == name for row in rows) for name in rows.rewards}
-    return [replace(row, advantages=[one / counts[row.episode] for one in row.advantages]) for row in rows]
-
-
-def trained_twice(rows):
-    """The trunk of the fork, sampled tokens 30 to 44 of its second row."""
-    row = rows[2]
-    advantage, start, end = row.advantage, 30, 44
-    twice = replace(
-        row,
-        loss_mask=[int(start <= at < end) or mask for at, mask in enumerate(row.loss_mask)],
-        logprobs=[rows[1].logprobs[at] if start <= at < end else one for at, one in enumerate(row.logprobs)],
-        advantages=[advantage if start <= at < end else one for at, one in enumerate(row.advantages)],
-    )
-    return [*rows[:2], twice, *rows[3:]]
-
-
-def over_rows(rows):
-    rewards = [rows.rewards[row.episode] for row in rows]
-    mean = sum(rewards) / len(rewards)
-    return [
-        replace(row, advantages=[(reward - mean) * mask for mask in row.loss_mask])
-        for row, reward in zip(rows, rewards, strict=True)
-    ]
-
-
-def shifted(rows):
-    return [replace(row, logprobs=[*row.logprobs[1:], 0.0]) for row in rows]
-
-
-def last_untrained(rows):
-    """Of the last row, only the first sampled token is trained."""
-    row = rows[-1]
-    first = row.loss_mask.index(1)
-    return [*rows[:-1], replace(row, loss_mask=[int(at == first) for at in range(len(row))])]
-
-
-@pytest.mark.parametrize("fault", [divided, trained_twice, over_rows, shifted, last_untrained])
+@pytest.mark.parametrize("fault", paper.FAULTS)
 def test_planted_faults_change_the_gradient(async_grpo, reference, monkeypatch, fault):
     expected = paper.gradient(reference, paper.rows_of(reference), "token_mean")
-    made = adapter.training_rows
-
-    def faulty(episodes, **options):
-        rows = made(episodes, **options)
-        return TrainingRows(fault(rows), rows.left_out, rows.flat_groups, rows.advantages, rows.rewards)
-
-    monkeypatch.setattr(adapter, "training_rows", faulty)
+    monkeypatch.setattr(adapter, "training_rows", paper.planted(fault, adapter.training_rows))
     assert paper.relative_error(async_grpo(paper.episodes(reference), 8), expected) > 100 * TOLERANCE
 
 

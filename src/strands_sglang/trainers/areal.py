@@ -1,0 +1,145 @@
+"""AReaL: a workflow that runs a whole group of episodes, and gives AReaL the rows with their advantages.
+
+    from strands_sglang.trainers.areal import workflow
+
+    @workflow(group_size=8)
+    async def calculator(engine, data): ...
+
+AReaL's own baselines slice rows, or count all rows of a batch. Here they are computed over episodes, and reach AReaL as
+the rows' rewards; `check_config` refuses settings that would change them. AReaL takes one advantage per row. It is
+imported only when used; docs/guides/areal.md shows the settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..credit import Episode, TrainingRow, TrainingRows, training_rows
+
+logger = logging.getLogger(__name__)
+
+RunEpisode = Callable[[Any, Mapping[str, Any]], Awaitable[Episode]]
+"""Async function of AReaL's engine and a row of the dataset that runs one episode. Its `group` is replaced."""
+
+_NO_NORM = "AReaL's normalization slices or counts rows, not episodes; the rows' rewards are advantages already"
+_ACTOR = {
+    "reward_norm": (None, _NO_NORM),
+    "adv_norm": (None, _NO_NORM),
+    "reward_scaling": (1.0, "it would scale the advantages"),
+    "reward_bias": (0.0, "it would shift the advantages"),
+    "overlong_reward_penalty": (False, "it would change the advantages of long rows; put it into the reward"),
+    "mask_no_eos_with_zero": (False, "it drops the advantages of the longest rows; put it into the reward"),
+    "discount": (1.0, "an advantage would shrink with a row's length; use training_rows(discount=...)"),
+    "gae_lambda": (1.0, "an advantage would shrink with a row's length"),
+    "kl_ctl": (0.0, "without a reference model it adds the logprobs themselves to the advantages"),
+}
+
+
+def check_config(config: Any) -> None:
+    """Check that AReaL leaves the advantages as they are.
+
+    Args:
+        config: AReaL's `PPOConfig` or `GRPOConfig`.
+
+    Raises:
+        ValueError: A setting would change the advantages. The message names all of them, and what to set.
+    """
+    wrong = [
+        f"set actor.{name}={value!r} ({why})"
+        for name, (value, why) in _ACTOR.items()
+        if getattr(config.actor, name) != value
+    ]
+    if config.gconfig.n_samples != 1:
+        wrong.append("set gconfig.n_samples=1 (the workflow runs the whole group: group_size=...)")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
+    """Make a function that runs an episode into a workflow that runs a group of them.
+
+    AReaL imports the decorated function by its module and name, in its workers: `workflow="my_module.calculator"`.
+
+    Args:
+        group_size: Episodes per row of the dataset.
+        **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`, `max_tokens`
+            and `max_staleness`; the version is the engine's.
+
+    Returns:
+        A decorator that returns an instance of AReaL's `RolloutWorkflow`. Episodes that cannot be trained are logged
+            and left out; a group without any, or without variance, is rejected, as AReaL calls it.
+    """
+
+    def decorate(run_episode: RunEpisode) -> Any:
+        from areal.api.workflow_api import RolloutWorkflow
+
+        class StrandsWorkflow(RolloutWorkflow):
+            async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
+                version = engine.get_version()
+                tasks = [asyncio.ensure_future(run_episode(engine, data)) for _ in range(group_size)]
+                try:
+                    episodes = await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                staleness = {"version": engine.get_version()} if "max_staleness" in credit else {}
+                rows = training_rows(
+                    [replace(episode, group=0) for episode in episodes],
+                    **{"skip_flat_groups": True, **credit, **staleness},
+                )
+                for name, reason in rows.left_out.items():
+                    logger.warning("episode=<%s> | left out of training: %s", name, reason)
+                return to_batch(rows, version)
+
+        return StrandsWorkflow()
+
+    return decorate
+
+
+def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
+    """Return rows as a batch of AReaL: tensors of shape `(rows, T)`, and `rewards` of shape `(rows,)`.
+
+    A row ends with its last trained token: AReaL places a row's reward before its last token, and drops it if that is
+    not trained.
+
+    Args:
+        rows: The rows of whole groups.
+        version: Version of tokens for which the server named no integer, such as SGLang's "default" before any update.
+
+    Returns:
+        The batch; None, which AReaL takes for a rejected group, if there are no rows.
+
+    Raises:
+        ValueError: Turns of a row have different advantages, which AReaL cannot express.
+    """
+    import torch
+
+    if not len(rows):
+        return None
+
+    def versions(row: TrainingRow) -> list[int]:
+        """Return the version that sampled each trained token; -1 for the others, as in AReaL."""
+        names = zip(row.versions, row.loss_mask, strict=True)
+        return [(int(name) if name and name.isdigit() else version) if mask else -1 for name, mask in names]
+
+    ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
+    columns: dict[str, tuple[Callable[[TrainingRow], list[Any]], Any, float]] = {
+        "input_ids": (lambda row: row.token_ids, torch.int32, 0),
+        "loss_mask": (lambda row: row.loss_mask, torch.int32, 0),
+        "logprobs": (lambda row: row.logprobs, torch.float32, 0.0),
+        "versions": (versions, torch.int32, -1),
+        "attention_mask": (lambda row: [True] * len(row), torch.bool, False),
+    }
+    batch = {}
+    for name, (column, kind, filler) in columns.items():
+        padded = [
+            [*column(row)[:end], *[filler] * (max(ends) - end)]  # AReaL pads on the right, too
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        batch[name] = torch.tensor(padded, dtype=kind)
+    batch["rewards"] = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
+    return batch
