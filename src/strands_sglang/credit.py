@@ -101,6 +101,7 @@ class TrainingRow:
         trained: Number of trained tokens in this row, n_s; at least 1.
         episode_trained: Number of trained tokens in all rows of the episode, T_e.
         episode_version: Lowest version among the trained tokens of the whole episode; None unless all are integers.
+            `"default"`, SGLang's name for the weights that it started with, is 0.
         spans: The turns of the row, in order; their tokens are all tokens of the row.
         trainer_logprobs: The trainer's own logprobs before its update; 0.0 where the mask is 0. None if unknown.
         loss_weight: The row's weight w_s in the trainer's loss; None if unknown.
@@ -782,6 +783,8 @@ def _unfit(
 
 
 def _integer(version: str | None) -> int | None:
+    if version == "default":  # SGLang's name for the weights that it started with, before any push
+        return 0
     try:
         return None if version is None else int(version)
     except ValueError:

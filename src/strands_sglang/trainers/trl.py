@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from ..credit import Episode, Normalizer, TrainingRows, training_rows
+from ..credit import Episode, Normalizer, TrainingRow, TrainingRows, training_rows
 from ..exceptions import SGLangHTTPError
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 RunEpisode = Callable[[Any], Awaitable[Episode]]
 """Async function that runs one episode of a prompt. Its `group` is replaced."""
+
+OnGroup = Callable[[TrainingRows, Sequence[Episode]], None]
+"""Function that receives the rows of a group, and all of its episodes."""
 
 
 class SGLangWeights:
@@ -68,8 +71,12 @@ class SGLangWeights:
         self.base_urls = [base_url.rstrip("/")] if isinstance(base_url, str) else [url.rstrip("/") for url in base_url]
         self.model_path = None if model_path is None else Path(model_path)
         self.folder = None if folder is None else Path(folder)
-        self._http = httpx.Client(timeout=timeout, trust_env=False)
+        self._timeout = timeout
+        self._http = self._connected()
         self._is_paused = False
+
+    def _connected(self) -> httpx.Client:
+        return httpx.Client(timeout=self._timeout, trust_env=False)
 
     def pause(self) -> None:
         """Stop generation; requests in flight return what they have sampled."""
@@ -135,6 +142,8 @@ class SGLangWeights:
     def _post(self, path: str, content: dict[str, Any], *, missing_is_fine: bool = False) -> None:
         """Ask all servers, also after one has failed; its error is raised then."""
         failures: list[Exception] = []
+        if self._http.is_closed:  # training continues after `close`
+            self._http = self._connected()
         for url in self.base_urls:
             try:
                 response = self._http.post(url + path, json=content)
@@ -155,13 +164,15 @@ class AsyncGRPORollouts:
     """Rollout worker and weight transfer of TRL's `AsyncGRPOTrainer`.
 
     Pass the same object as `rollout_worker=` and `weight_transfer=`. Episodes run in a thread of their own while the
-    trainer trains. A row carries the lowest version of its episode, so that TRL drops stale episodes whole.
+    trainer trains. A row carries the lowest version of its episode: an episode is too old as a whole, or not at all.
 
     The trainer's loss is the token mean of a micro-batch. It is exact if one micro-batch holds the whole step.
 
     Attributes:
         version: Version of the weights that the servers have; 0 before the first push.
         left_out: Number of episodes kept out of the update so far, by reason.
+        taken: What the trainer has taken, in order: TRL's `RolloutSample` and the row that it is made of. Remove what
+            you have read.
     """
 
     def __init__(
@@ -173,6 +184,10 @@ class AsyncGRPORollouts:
         group_size: int = 8,
         groups_in_flight: int = 2,
         max_rows_waiting: int = 64,
+        rows_per_step: int | None = None,
+        max_staleness: int | None = None,
+        version: int = 0,
+        on_group: OnGroup | None = None,
         **credit: Any,
     ) -> None:
         """Set up. Episodes start when the trainer calls `start`.
@@ -184,16 +199,36 @@ class AsyncGRPORollouts:
             group_size: Episodes per prompt.
             groups_in_flight: Prompts at a time.
             max_rows_waiting: Rows that may wait for the trainer before the next prompt starts.
-            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`.
+            rows_per_step: Rows that the trainer takes per step, if it takes the same number each time. Then no more
+                prompts start than the step needs, and those of the next step start after the push, or when `next_step`
+                is called: what is sampled is hardly older than the weights.
+            max_staleness: Largest number of updates between an episode's oldest token and the trainer, when it takes
+                the episode; None for no limit but the trainer's own, which drops single rows.
+            version: Version of the weights that training starts with, if it continues a run. Set the trainer's
+                `model_version` to the same.
+            on_group: Function that receives the rows and the episodes of each group, in the rollouts' thread, before
+                the trainer gets the rows.
+            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline` and
+                `max_tokens`, the trainer's `token_budget`.
+
+        Raises:
+            ValueError: No group of this size would ever train.
         """
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        if group_size < 2 and credit.get("baseline", "mean") is not None:
+            raise ValueError("a group of one episode has no baseline: set group_size to at least 2, or baseline=None")
+        self.rollout_buffer: queue.Queue[Any] = _RowBuffer(self._takes, self._note_taken)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.version = 0
+        self.version = version
         self.left_out: dict[str, int] = {}
+        self.taken: list[tuple[Any, TrainingRow]] = []
         self._run_episode, self._prompts, self._weights = run_episode, iter(prompts), weights
         self._group_size, self._groups_in_flight = group_size, groups_in_flight
-        self._max_rows_waiting, self._credit = max_rows_waiting, credit
+        self._max_rows_waiting, self._rows_per_step = max_rows_waiting, rows_per_step
+        self._max_staleness, self._on_group, self._credit = max_staleness, on_group, credit
         self._numbers = itertools.count()
+        self._unfinished: list[Any] = []
+        self._taken_in_step = 0
+        self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._error: BaseException | None = None
@@ -202,20 +237,28 @@ class AsyncGRPORollouts:
     # RolloutWorkerProtocol
 
     def start(self) -> None:
-        """Start running episodes."""
+        """Start running episodes, also again after `stop`: prompts whose episodes were canceled run again."""
+        self.stop()
         self._progress_at = time.monotonic()
-        self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
+        self._error = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._produce, args=(self._stopped,), name="rollouts", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel the episodes in flight, and wait for their cleanup."""
+        """Cancel the episodes in flight, and wait for their cleanup. Rows that are waiting stay."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
+    def next_step(self) -> None:
+        """With `rows_per_step`, let the next step's episodes start before the push, which then interrupts them."""
+        self._taken_in_step = 0
+
     def update_model_version(self, model_version: int) -> None:
         """Note the version that the servers have now."""
         self.version = model_version
+        self.next_step()
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if the rollouts failed, ran out of prompts, or made no row for this many seconds.
@@ -224,9 +267,11 @@ class AsyncGRPORollouts:
             RuntimeError: Says which of them.
         """
         if self._error is not None:
-            raise RuntimeError("the rollouts failed") from self._error
+            raise RuntimeError(f"the rollouts failed: {self._error!r}") from self._error
         if self._thread is not None and not self._thread.is_alive() and self.rollout_buffer.empty():
-            raise RuntimeError("there are no prompts left, and all rows have been trained")
+            if self._stopped.is_set():
+                raise RuntimeError("the rollouts are stopped: call start")
+            raise RuntimeError(f"there are no prompts left, and all rows have been trained; left out: {self.left_out}")
         if time.monotonic() - self._progress_at > stale_after_s:
             raise RuntimeError(f"no row to train for {stale_after_s:.0f} s; episodes were left out: {self.left_out}")
 
@@ -251,62 +296,109 @@ class AsyncGRPORollouts:
         """Close the connections to the servers; those that are paused continue."""
         self._weights.close()
 
-    def _produce(self) -> None:
+    def _produce(self, stopped: threading.Event) -> None:
         try:
-            asyncio.run(self._run_until_stopped())
+            asyncio.run(self._run_until(stopped))
         except BaseException as error:
             self._error = error
 
-    async def _run_until_stopped(self) -> None:
-        groups: set[asyncio.Task[None]] = set()
+    async def _run_until(self, stopped: threading.Event) -> None:
+        groups: dict[asyncio.Task[None], Any] = {}
         try:
             prompts_left = True
-            while not self._stopped.is_set() and (prompts_left or groups):
-                has_room = len(groups) < self._groups_in_flight
-                while prompts_left and has_room and self.rollout_buffer.qsize() < self._max_rows_waiting:
+            while not stopped.is_set() and (prompts_left or groups):
+                while prompts_left and self._has_room(len(groups)):
                     try:
-                        prompt = next(self._prompts)
+                        prompt = self._unfinished.pop(0) if self._unfinished else next(self._prompts)
                     except StopIteration:
                         prompts_left = False
                         break
-                    groups.add(asyncio.create_task(self._add_group(next(self._numbers), prompt)))
-                    has_room = len(groups) < self._groups_in_flight
+                    groups[asyncio.create_task(self._add_group(next(self._numbers), prompt))] = prompt
                 if groups:
-                    done, groups = await asyncio.wait(groups, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(groups, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()
+                        del groups[task]
                 else:
                     await asyncio.sleep(0.05)  # the trainer's queue is of threads: nothing to await
         finally:
             for task in groups:
                 task.cancel()
             await asyncio.gather(*groups, return_exceptions=True)
+            self._unfinished += [prompt for task, prompt in groups.items() if task.cancelled() or task.exception()]
+
+    def _has_room(self, groups: int) -> bool:
+        """Whether another prompt may start while so many groups are in flight."""
+        waiting = self.rollout_buffer.qsize()
+        if groups >= self._groups_in_flight or waiting >= self._max_rows_waiting:
+            return False
+        if self._rows_per_step is None:
+            return True
+        return self._taken_in_step + waiting + groups * self._group_size < self._rows_per_step
+
+    def _takes(self, sample: Any) -> bool:
+        """Whether the trainer gets the rows of an episode; asked for the first of them, when it takes it."""
+        staleness = self.version - sample.model_version
+        if self._max_staleness is None or staleness <= self._max_staleness:
+            return True
+        self._count({f"older than max_staleness={self._max_staleness}": 1})
+        return False
+
+    def _note_taken(self, sample: Any, row: TrainingRow) -> None:
+        self._taken_in_step += 1
+        self.taken.append((sample, row))
+
+    def _count(self, left_out: Mapping[str, int]) -> None:
+        with self._counting:  # the trainer's thread counts as well
+            for reason, count in left_out.items():
+                self.left_out[reason] = self.left_out.get(reason, 0) + count
 
     async def _add_group(self, number: int, prompt: Any) -> None:
         import numpy as np
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        rows = await _run_group(self._run_episode, prompt, number, self._group_size, self._credit)
-        for reason, count in rows.counts.items():
-            self.left_out[reason] = self.left_out.get(reason, 0) + count
+        version = self.version  # the oldest that can sample a token of the group
+        episodes = await _run_episodes(self._run_episode, prompt, number, self._group_size)
+        rows = training_rows(episodes, **self._credit)
+        if self._on_group is not None:
+            self._on_group(rows, episodes)
+        self._count(rows.counts)
         self.metrics_queue.put(
             {"rollout/left_out": float(len(rows.left_out)), "rollout/flat_groups": float(len(rows.flat_groups))}
         )
         for row in rows:
             self._progress_at = time.monotonic()
-            self.rollout_buffer.put(
-                RolloutSample(
-                    prompt=[{"role": "user", "content": str(prompt)}],
-                    completion=[{"role": "assistant", "content": f"({row.trained} trained tokens)"}],
-                    input_ids=np.array(row.token_ids),
-                    completion_mask=np.array(row.loss_mask),
-                    old_log_probs=np.array(row.logprobs, dtype=np.float32),
-                    advantage=row.advantage,
-                    model_version=self.version if row.episode_version is None else row.episode_version,
-                    group_id=number,
-                    metrics={"reward": rows.rewards[row.episode]},
-                )
+            sample = RolloutSample(
+                prompt=[{"role": "user", "content": str(prompt)}],
+                completion=[{"role": "assistant", "content": f"({row.trained} trained tokens)"}],
+                input_ids=np.array(row.token_ids),
+                completion_mask=np.array(row.loss_mask),
+                old_log_probs=np.array(row.logprobs, dtype=np.float32),
+                advantage=row.advantage,
+                model_version=version if row.episode_version is None else row.episode_version,
+                group_id=number,
+                metrics={"reward": rows.rewards[row.episode]},
             )
+            self.rollout_buffer.put((sample, row))
+
+
+class _RowBuffer(queue.Queue[Any]):
+    """Rows that wait for the trainer; an episode's are taken all, or none."""
+
+    def __init__(self, takes: Callable[[Any], bool], note: Callable[[Any, TrainingRow], None]) -> None:
+        super().__init__()
+        self._takes, self._note = takes, note
+        self._episode, self._is_taken = "", False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next row that is trained."""
+        while True:
+            sample, row = super().get(block, timeout)
+            if row.episode != self._episode:
+                self._episode, self._is_taken = row.episode, self._takes(sample)
+            if self._is_taken:
+                self._note(sample, row)
+                return sample
 
 
 class GRPORollouts:
@@ -416,15 +508,21 @@ class GRPORollouts:
             raise ValueError("leave num_generations_eval out: a group has num_generations rows, in evaluations too")
         if arguments.steps_per_generation != arguments.gradient_accumulation_steps:
             raise ValueError("set steps_per_generation to gradient_accumulation_steps: a batch is one optimizer step")
+        if arguments.mask_truncated_completions:
+            raise ValueError("set mask_truncated_completions=False: what is trained is decided by the rows' masks")
+        if arguments.beta and (self._normalizer, arguments.loss_type) != ("token_mean", "dapo"):
+            raise ValueError(
+                "beta weighs every token alike, but this loss weighs rows: set beta=0.0, or loss_type='dapo' with "
+                "normalizer='token_mean'"
+            )
         if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:
             raise ValueError("loss_type='bnpo' weighs a token by its micro-batch; use 'dapo', or one micro-batch")
 
     async def _run_groups(self, prompts: Sequence[Any]) -> list[TrainingRows]:
         groups = (
-            _run_group(self._run_episode, prompt, number, self._group_size, self._credit)
-            for number, prompt in enumerate(prompts)
+            _run_episodes(self._run_episode, prompt, number, self._group_size) for number, prompt in enumerate(prompts)
         )
-        return await asyncio.gather(*groups)
+        return [training_rows(episodes, **self._credit) for episodes in await asyncio.gather(*groups)]
 
 
 def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], **_: Any) -> list[float]:
@@ -432,9 +530,7 @@ def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], *
     return list(row_advantage)
 
 
-async def _run_group(
-    run_episode: RunEpisode, prompt: Any, number: int, size: int, credit: dict[str, Any]
-) -> TrainingRows:
+async def _run_episodes(run_episode: RunEpisode, prompt: Any, number: int, size: int) -> list[Episode]:
     """Run the episodes of a prompt at once; the first exception cancels the others."""
     tasks = [asyncio.ensure_future(run_episode(prompt)) for _ in range(size)]
     try:
@@ -442,4 +538,4 @@ async def _run_group(
     finally:
         for task in tasks:
             task.cancel()
-    return training_rows([replace(episode, group=number) for episode in episodes], **credit)
+    return [replace(episode, group=number) for episode in episodes]

@@ -1,8 +1,14 @@
 """The gradients of TRL's own trainers on our rows equal those on paper, and planted faults change them."""
 
+import asyncio
 import itertools
+import math
+import queue
+import sys
 import threading
+from array import array
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +18,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import strands_sglang.trainers.trl as adapter
-from support.agents import build_chatml_tokenizer
+from strands_sglang import TerminationReason
+from strands_sglang.credit import Episode
+from strands_sglang.protocol.generation import Generation, VersionSpan
+from support.agents import assistant, build_chatml_tokenizer, user
+from support.recorder import Recorder
 from trainers import paper
 
-from . import cpu
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "grpo_cpu"))
+import cpu
 
 GENERATIONS = 10  # eight rows, and two fillers
 TOLERANCE = 1e-5
@@ -73,17 +84,20 @@ def dataset(rows):
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": "x"}]] * rows})
 
 
+NO_SERVER = SimpleNamespace(**dict.fromkeys(("pause", "resume", "close"), lambda: None), push=lambda *_: None)
+
+
 @pytest.fixture
-def async_grpo(folder, common):
-    """Runs AsyncGRPOTrainer for one step and returns its gradients."""
+def train(folder, common):
+    """Runs AsyncGRPOTrainer on rollouts, in steps of so many rows, and returns its first gradients."""
     cpu.enable()
 
-    def run(episodes, rows):
-        weights = SimpleNamespace(**dict.fromkeys(("pause", "resume", "close"), lambda: None), push=lambda *_: None)
-        rollouts = adapter.AsyncGRPORollouts(runner(episodes), itertools.repeat("x"), weights, group_size=len(episodes))
-        config = AsyncGRPOConfig(**common, token_budget=0, per_device_train_batch_size=rows, num_generations=2)
+    def run(rollouts, rows, **options):
+        config = AsyncGRPOConfig(
+            **{**common, **options}, token_budget=0, per_device_train_batch_size=rows, num_generations=2
+        )
         gradients = Gradients()
-        AsyncGRPOTrainer(
+        trainer = AsyncGRPOTrainer(
             model=str(folder),
             args=config,
             processing_class=build_chatml_tokenizer(),
@@ -92,8 +106,23 @@ def async_grpo(folder, common):
             rollout_worker=rollouts,
             weight_transfer=rollouts,
             callbacks=[gradients],
-        ).train()
+        )
+        trainer.model_version = rollouts.version
+        trainer.train()
         return gradients.found
+
+    return run
+
+
+@pytest.fixture
+def async_grpo(train):
+    """Runs AsyncGRPOTrainer for one step on groups of these episodes, and returns its gradients."""
+
+    def run(episodes, rows):
+        rollouts = adapter.AsyncGRPORollouts(
+            runner(episodes), itertools.repeat("x"), NO_SERVER, group_size=len(episodes)
+        )
+        return train(rollouts, rows)
 
     return run
 
@@ -164,6 +193,8 @@ def test_planted_faults_change_the_gradient(async_grpo, reference, monkeypatch, 
     [
         ({"scale_rewards": "group"}, "set scale_rewards='none' in GRPOConfig"),
         ({"loss_type": "bnpo", "micro_batches": 2}, "loss_type='bnpo' weighs a token by its micro-batch"),
+        ({"mask_truncated_completions": True}, "set mask_truncated_completions=False"),
+        ({"beta": 0.1, "loss_type": "grpo"}, "beta weighs every token alike, but this loss weighs rows"),
         ({"num_generations_eval": 2}, "leave num_generations_eval out"),
         ({"num_generations": 8}, "4 episodes made 8 rows, but num_generations=8 has room for 7"),
     ],
@@ -177,6 +208,151 @@ def test_rows_with_several_advantages_are_refused(grpo, reference):
     first, *others = paper.episodes(reference)
     with pytest.raises(ValueError, match="this trainer takes one per row"):
         grpo([replace(first, turn_rewards={0: 1.0}), *others])
+
+
+def versioned(*versions, logprob=-0.5, constrained=False):
+    """An episode of a turn of two tokens for each version of the weights."""
+    recorder, history = Recorder(), []
+    for number, version in enumerate(versions):
+        history += [user(f"q{number}")]
+        answer = Generation(
+            output_ids=array("i", recorder.ids()),
+            logprobs=array("d", [-0.5, logprob]),
+            finish_type="stop",
+            weight_version=version,
+            weight_versions=(VersionSpan(version, 0, 2),),
+        )
+        turn = recorder.ask(list(history), constrained=constrained)
+        recorder.trajectory.answer(turn, answer, assistant(f"a{number}"))
+        history += [assistant(f"a{number}")]
+    return Episode(recorder.trajectory, 1.0, "g")
+
+
+def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
+    good = versioned("7", "7")
+    died = replace(good, outcome=TerminationReason.INFRASTRUCTURE_ERROR)
+    groups = [
+        [died, replace(good, reward=math.nan), replace(good, reward=None), good],
+        [
+            versioned("7", logprob=math.nan),
+            versioned("7", constrained=True),
+            versioned(*["7"] * 30),
+            replace(good, reward=0.0),
+        ],
+        [versioned("7", "4"), versioned("default", "7"), replace(good, reward=0.0), replace(good, reward=0.5)],
+        [replace(good, reward=0.0), good, good, good],
+    ]
+
+    numbers = itertools.count()
+
+    async def run_episode(group):
+        number = next(numbers)
+        return replace(groups[group][number % 4], id=f"{group}-{number}")
+
+    seen = []
+    rollouts = adapter.AsyncGRPORollouts(
+        run_episode,
+        itertools.chain(range(4), itertools.repeat(3)),  # the trainer reads a step ahead
+        NO_SERVER,
+        group_size=4,
+        groups_in_flight=1,
+        version=6,
+        max_staleness=2,
+        max_tokens=50,
+        on_group=lambda rows, episodes: seen.append((len(rows), len(episodes))),
+    )
+    gradients = train(rollouts, 7)
+    assert any(gradient.any() for gradient in gradients.values())
+    assert rollouts.left_out == {
+        "the outcome infrastructure_error has no reward": 1,
+        "a reward is not finite": 1,
+        "no reward": 1,
+        "the only episode of its group with a reward": 1,
+        "a trained token has no logprob": 1,
+        "no trained token": 1,
+        "longer than max_tokens=50": 1,
+        "older than max_staleness=2": 2,
+    }
+    assert seen[:4] == [(0, 4), (1, 4), (4, 4), (4, 4)]
+    assert [row.episode for _, row in rollouts.taken[:7]] == ["1-7", "2-10", "2-11", "3-12", "3-13", "3-14", "3-15"]
+
+
+def test_weights_of_before_the_first_push_are_version_0():
+    rollouts = adapter.AsyncGRPORollouts(
+        runner([versioned("default", "3"), versioned("2", "3"), versioned(None)]),
+        ["x"],
+        NO_SERVER,
+        group_size=3,
+        baseline=None,
+        version=3,
+    )
+    run_to_the_end(rollouts)
+    assert [rollouts.rollout_buffer.get().model_version for _ in range(3)] == [0, 2, 3]
+
+
+def test_rollouts_start_again_after_a_stop(reference):
+    started = queue.Queue()
+    give = runner(paper.episodes(reference))
+
+    async def run_episode(prompt):
+        started.put(prompt)
+        if prompt == "b" and started.qsize() <= 8:
+            await asyncio.Event().wait()
+        return await give(prompt)
+
+    rollouts = adapter.AsyncGRPORollouts(run_episode, iter("abc"), NO_SERVER, group_size=4, groups_in_flight=1)
+    rollouts.start()
+    while started.qsize() < 8:
+        rollouts.check_health(60)
+    rollouts.stop()
+    with pytest.raises(queue.Empty):
+        while True:
+            rollouts.rollout_buffer.get(block=False)
+    with pytest.raises(RuntimeError, match="the rollouts are stopped: call start"):
+        rollouts.check_health(60)
+    run_to_the_end(rollouts)
+    assert list(started.queue) == [*"aaaa", *"bbbb", *"bbbb", *"cccc"]
+    assert rollouts.rollout_buffer.qsize() == 16
+    with pytest.raises(queue.Empty):
+        while True:
+            rollouts.rollout_buffer.get(block=False)
+    with pytest.raises(RuntimeError, match="there are no prompts left"):
+        rollouts.check_health(60)
+
+
+def test_the_same_rollouts_train_a_second_time(train, reference):
+    rollouts = adapter.AsyncGRPORollouts(
+        runner(paper.episodes(reference)), itertools.repeat("x"), NO_SERVER, group_size=4, version=2
+    )
+    first = train(rollouts, 8)
+    assert any(gradient.any() for gradient in first.values())
+    second = train(rollouts, 8)
+    assert any(gradient.any() for gradient in second.values())
+
+
+def test_no_more_is_sampled_than_a_step_needs(train, reference):
+    started = []
+    give = runner(paper.episodes(reference))
+
+    async def run_episode(prompt):
+        started.append(rollouts.version)
+        return await give(prompt)
+
+    rollouts = adapter.AsyncGRPORollouts(
+        run_episode, itertools.repeat("x"), NO_SERVER, group_size=4, groups_in_flight=9, rows_per_step=8
+    )
+    run = rollouts.check_health
+    rollouts.start()
+    while len(rollouts.taken) < 8:
+        rollouts.rollout_buffer.get(timeout=60)
+        run(60)
+    assert started == [0] * 8
+    rollouts.stop()
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(ValueError, match="a group of one episode has no baseline: set group_size"):
+        adapter.AsyncGRPORollouts(None, [], NO_SERVER, group_size=1)
 
 
 def run_to_the_end(rollouts):

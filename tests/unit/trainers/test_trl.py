@@ -44,6 +44,8 @@ def grpo_trainer(processes=1):
         "num_generations_eval": None,
         "steps_per_generation": 1,
         "gradient_accumulation_steps": 1,
+        "mask_truncated_completions": False,
+        "beta": 0.0,
     }
     return SimpleNamespace(
         args=SimpleNamespace(**settings, **steps),
