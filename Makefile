@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs bench bench-full clean
+.PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs bench bench-full clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              24 rollouts of a calculator agent on a real SGLang server, on the CPU"
+	@echo "make rl-demo           trains SmolLM2-135M to use a calculator, on two cores; the same command continues a run"
 	@echo "make test              all tests: the seven below"
 	@echo "make test-unit         the tests that need no server"
 	@echo "make test-property     random histories, faults and aborts, judged from outside of the library"
@@ -28,6 +29,10 @@ help:
 
 demo: $(VENV)/.installed-local
 	@$(BIN)/python examples/calculator_demo.py
+
+# Evaluates, trains and evaluates again; options as in `make rl-demo ARGS="--seed 1 --steps 8"`.
+rl-demo: $(VENV)/.installed-dev
+	@$(BIN)/python examples/grpo_cpu $(ARGS)
 
 test: test-unit test-property test-families test-integration test-strands test-trainers test-docs
 

@@ -1,0 +1,211 @@
+"""Train SmolLM2-135M-Instruct to use a calculator, on two cores and without a GPU; `make rl-demo` runs this.
+
+    python examples/grpo_cpu [--output FOLDER] [--steps N] [--seed N] [--fast] ...
+
+Serves the model with SGLang, evaluates it on held-out tasks, trains it with TRL's AsyncGRPOTrainer on episodes of a
+Strands agent, and evaluates it again. The same command continues a run that was stopped or killed.
+
+Exit codes: 0 success; 1 failure, with the reason in the last line; 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+from plot import save_plot
+from record import Run, RunError, write
+from tasks import WAYS, Settings, environment_factory, held_out_tasks, model_factory
+
+from strands_env.eval import Evaluator
+from strands_sglang import SGLangClientError, local
+from strands_sglang.local.process import GuardedProcess, clean_environment, tail
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FAST = {"steps": 3, "tasks": 2, "samples": 4, "held_out": 4, "held_out_samples": 1, "max_new_tokens": 12}
+FAST |= {"learning_rate": 1e-3}
+"""Settings of `--fast`, unless they are given."""
+
+
+def main() -> int:
+    """Run the demo and return its exit code."""
+    options = read_options()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("strands").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        run_demo(options)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues the run", file=sys.stderr)
+        return 130
+    except (local.LocalServerError, SGLangClientError, httpx.HTTPError, RunError) as error:
+        print(f"the demo failed: {error}\nthe same command continues the run", file=sys.stderr)
+        return 1
+    print(f"in all {(time.monotonic() - started) / 60:.1f} minutes")
+    return 0
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """Treat a signal like Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; each setting of a run is an option."""
+    parser = argparse.ArgumentParser(prog="python examples/grpo_cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the run; by default in out/")
+    parser.add_argument("--fast", action="store_true", help="a tiny random model, and three short steps")
+    parser.add_argument("--rollouts", choices=sorted(WAYS), default="exact", help="how episodes are recorded")
+    for setting in fields(Settings):
+        if setting.name not in ("model_path", "rollouts", "is_fast"):
+            kind = type(setting.default)
+            fast = f"; with --fast {FAST[setting.name]}" if setting.name in FAST else ""
+            parser.add_argument(
+                f"--{setting.name.replace('_', '-')}",
+                type=kind,
+                metavar="N" if kind is int else "X",
+                help=f"by default {setting.default}{fast}",
+            )
+    return parser.parse_args()
+
+
+def settings_of(options: argparse.Namespace, model_path: Path) -> Settings:
+    """Return the settings that the options ask for."""
+    given: dict[str, Any] = {**(FAST if options.fast else {})}
+    for setting in fields(Settings):
+        value = getattr(options, setting.name, None)
+        if value is not None:
+            given[setting.name] = value
+    return Settings(**{**given, "model_path": str(model_path), "is_fast": options.fast})
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """Evaluate, train, and evaluate again; what is done already is not repeated."""
+    trainer_python = trainer_environment()
+    python = local.ensure_sglang()
+    settings = settings_of(options, local.ensure_tiny_qwen3(python) if options.fast else local.ensure_smollm2(python))
+    run = Run(options.output or ROOT / "out" / f"grpo_cpu{'_fast' if options.fast else ''}_{settings.seed}")
+    run.open(asdict(settings))
+    if run.steps:
+        print(f"continuing after step {len(run.steps)} of {run.folder}")
+    # On two cores, one thread samples as fast as two. Room for the prompts of all episodes in the cache.
+    server_settings = local.ServerSettings(threads=1, max_total_tokens=32768)
+    with local.start_server(
+        python, Path(settings.model_path), settings=server_settings, log_path=run.folder / "server.log"
+    ) as server:
+        before = evaluate(run, settings, server.base_url, "before")
+        print(f"held-out tasks before: {before:.3f} right")
+        if len(run.steps) < settings.steps:
+            train(run, server, trainer_python)
+            run = Run(run.folder)
+        serve_weights(server.base_url, run)
+        after = evaluate(run, settings, server.base_url, "after")
+    save_plot(run.folder / "reward.svg", run.steps, before, after)
+    summarize(run, before, after)
+
+
+def trainer_environment() -> Path:
+    """Return the Python of an environment with TRL, which the tests of trainers use too; make it if necessary."""
+    spec = importlib.util.spec_from_file_location("trainer_environments", ROOT / "tests" / "trainers" / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.environment("trl"))
+
+
+def train(run: Run, server: local.LocalServer, python: Path) -> None:
+    """Run the trainer's process to its end, and print its progress.
+
+    Raises:
+        RunError: The trainer or the server ended.
+    """
+    log = run.folder / "trainer.log"
+    env = clean_environment(
+        PYTHONPATH=os.pathsep.join(map(str, (ROOT / "src", HERE))),
+        PYTHONUNBUFFERED="1",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        GOMP_SPINCOUNT="3000",
+    )
+    command = [python, HERE / "training.py", run.folder, server.base_url]
+    trainer = GuardedProcess(command, env=env, log_path=log)
+    write(run.folder / "processes.json", json.dumps({"server": server.pid, "trainer": trainer.pid}))
+    print(f"training (log: {log})", flush=True)
+    shown = 0
+    try:
+        while trainer.exit_code is None and server.exit_code is None:
+            time.sleep(0.5)
+            shown = show_progress(log, shown)
+        if server.exit_code is not None:
+            raise RunError(f"the server ended with exit code {server.exit_code}; see {server.log_path}")
+        show_progress(log, shown)
+        if trainer.exit_code != 0:
+            raise RunError(f"the trainer ended with exit code {trainer.exit_code}:\n{tail(log, 12)}")
+    finally:
+        trainer.stop()
+
+
+def show_progress(log: Path, shown: int) -> int:
+    """Print the progress lines of a log after a position; return the new one."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        lines = file.read().split(b"\n")
+    for line in lines[:-1]:
+        if line.startswith(b"step "):
+            print(line.decode(), flush=True)
+    return shown + sum(len(line) + 1 for line in lines[:-1])
+
+
+def serve_weights(base_url: str, run: Run) -> None:
+    """Let the server serve the last checkpoint, whatever was pushed before."""
+    content = {"model_path": str(run.last_checkpoint), "flush_cache": True, "weight_version": str(len(run.steps) + 1)}
+    response = httpx.post(f"{base_url}/update_weights_from_disk", json=content, timeout=300, trust_env=False)
+    if response.is_error or not response.json().get("success"):
+        raise RunError(f"the server refused the weights of {run.last_checkpoint}: {response.text}")
+
+
+def evaluate(run: Run, settings: Settings, base_url: str, name: str) -> float:
+    """Return the share of held-out tasks that are answered right."""
+    evaluator = Evaluator(
+        environment_factory(settings, model_factory(settings, base_url)),
+        n_samples_per_prompt=settings.held_out_samples,
+        max_concurrency=24,
+        output_path=run.folder / "evaluation" / f"{name}.jsonl",
+    )
+    actions = [task.action("held-out", is_fast=settings.is_fast) for task in held_out_tasks(settings)]
+    results = asyncio.run(evaluator.run(actions))
+    metrics = evaluator.compute_metrics(results)
+    write(run.folder / "evaluation" / f"{name}.json", json.dumps(metrics, indent=1))
+    return metrics["avg@1"] if "avg@1" in metrics else metrics["pass@1"]
+
+
+def summarize(run: Run, before: float, after: float) -> None:
+    """Print what the run shows."""
+    gap = max(step["metrics"]["gap_max"] for step in run.steps)
+    push = max(step["metrics"]["push_difference"] for step in run.steps)
+    episodes = sum(step["metrics"]["episodes"] for step in run.steps)
+    trained = sum(len(step["episodes"]) for step in run.steps)
+    print(f"held-out tasks: {before:.3f} right before, {after:.3f} after ({after - before:+.3f})")
+    print(f"{len(run.steps)} steps, {episodes} episodes, {trained} of them trained, each once")
+    print(f"largest gap between sampler and trainer before an update: {gap:.1e}")
+    print(f"largest difference between served and sent weights after a push: {push:.1e} in logprobs")
+    print(f"see {run.folder}: metrics.csv, reward.svg, steps/")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,362 @@
+"""The trainer's process: TRL's AsyncGRPOTrainer and the rollouts, in the environment of TRL.
+
+    python training.py RUN_FOLDER SERVER_URL
+
+Continues after the last step of the run's ledger. `__main__.py` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cpu
+import torch
+from datasets import Dataset
+from record import Run
+from tasks import WAYS, Settings, Task, training_tasks
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.packing import TreeRow
+
+from strands_env.core import StepResult
+from strands_sglang.credit import Episode, TrainingRow, TrainingRows
+from strands_sglang.drift import measure_drift
+from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
+
+CLIP = 0.2
+PROBE = "What is 98 + 47 - 60? I call the calculator with the expression 98 + 47 - 60. The answer is 85. " * 3
+"""Text that is scored after each push, by the server and by the trainer."""
+
+
+class Watched(AsyncGRPOTrainer):
+    """The trainer, with an eye on what it trains.
+
+    Its data loader does not read ahead, and its logprobs before an update are kept with the rows.
+
+    Attributes:
+        batch: The rows of the micro-batch under way, with the trainer's logprobs once it has them.
+    """
+
+    def __init__(self, *, rollouts: AsyncGRPORollouts, **options: Any) -> None:
+        """Set up as AsyncGRPOTrainer does."""
+        super().__init__(rollout_worker=rollouts, weight_transfer=rollouts, **options)
+        self.rollouts = rollouts
+        self.batch: list[TrainingRow] = []
+        self._samples: list[dict[str, Any]] = []
+        self._log_probs: torch.Tensor | None = None
+        self.model.register_forward_hook(self._keep_log_probs)
+        # Shortly before the gradient is there, sampling continues: the push then interrupts it.
+        layers = self.model.model.layers
+        layers[len(layers) // 4].register_full_backward_hook(lambda *_: rollouts.next_step())
+
+    def _keep_log_probs(self, module: Any, arguments: Any, output: Any) -> None:
+        if (log_probs := getattr(output, "log_probs", None)) is not None:
+            self._log_probs = log_probs.detach().flatten()
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return TRL's own loader, without the reading ahead of accelerate's.
+
+        That one takes the next step's rows before this step's update: they would always be older than the weights.
+        """
+        loader = super().get_train_dataloader()
+
+        def collate(examples: Any) -> Any:
+            [[row]] = examples  # one micro-batch, in one process
+            self._samples = row.samples
+            return loader.collate_fn(examples)
+
+        return DataLoader(loader.dataset, batch_size=1, collate_fn=collate)
+
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+        """Return the loss; note the logprob of each trained token."""
+        loss = super().compute_loss(model, inputs, **options)
+        assert self._log_probs is not None
+        known = iter(self._log_probs[inputs["token_index"][inputs["token_index"] >= 0]].tolist())
+        taken = {id(sample.input_ids): row for sample, row in self.rollouts.taken}
+        self.rollouts.taken.clear()
+        self.batch = []
+        for sample in self._samples:
+            row = taken[id(sample["input_ids"])]
+            own = [next(known) if mask else 0.0 for mask in row.loss_mask]
+            self.batch.append(replace(row, trainer_logprobs=own, loss_weight=1.0))
+        return loss
+
+    def score(self, ids: list[int]) -> torch.Tensor:
+        """Return the logprobs of ids after the first, by the trainer's weights."""
+        import numpy as np
+
+        row = TreeRow()
+        mask = np.array([0, *[1] * (len(ids) - 1)])
+        row.add(
+            {"input_ids": np.array(ids), "completion_mask": mask, "old_log_probs": mask * 0.0, "advantage": 0.0}
+            | {"group_id": 0}
+        )
+        packed = row.pack()
+        longest = packed["tree_max_seqlens"].tolist()
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=packed["input_ids"][None],
+                position_ids=packed["position_ids"][None],
+                **{name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
+                tree_max_seqlen_q=longest[0],
+                tree_max_seqlen_k=longest[1],
+            ).logits[0, :-1]
+        return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+class ProbedWeights(SGLangWeights):
+    """Pushes weights, and then asks the server for logprobs that the trainer knows, too.
+
+    Attributes:
+        trainer: The trainer; set it before training.
+        difference: Largest difference of a logprob after the last push.
+    """
+
+    trainer: Watched
+    difference = 0.0
+    pushed = ""
+
+    def push(self, named_tensors: Any, version: int) -> None:
+        """Push, and remember the version."""
+        super().push(named_tensors, version)
+        self.pushed = str(version)
+
+    def resume(self) -> None:
+        """Continue generation, and score a prompt on both sides.
+
+        Raises:
+            RuntimeError: The server has other weights than were sent.
+        """
+        super().resume()
+        if not self.pushed:
+            return
+        ids = self.trainer.processing_class(PROBE)["input_ids"]
+        request = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+        answer = self._http.post(f"{self.base_urls[0]}/generate", json={**request, "logprob_start_len": 0})
+        meta = answer.raise_for_status().json()["meta_info"]
+        served = torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]])
+        self.difference = float((served - self.trainer.score(ids)).abs().max())
+        if meta["weight_version"] != self.pushed or not self.difference < 1e-3:
+            raise RuntimeError(
+                f"version {self.pushed} was pushed, but the server has {meta['weight_version']}, whose logprobs differ "
+                f"by {self.difference:.1e}"
+            )
+
+
+@dataclass(eq=False)
+class Group:
+    """The episodes of one task; `is_known` once a step has counted them."""
+
+    rows: TrainingRows
+    episodes: list[Episode]
+    is_known: bool = False
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    known = list(values)
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+class Recorder(TrainerCallback):
+    """Collects what was sampled, and writes down each step."""
+
+    def __init__(self, run: Run, weights: ProbedWeights, settings: Settings) -> None:
+        """Start with nothing."""
+        self.run, self.weights, self.settings = run, weights, settings
+        self.trainer: Watched
+        self.step: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._results: dict[str, StepResult] = {}
+        self._groups: list[Group] = []
+        self._began = time.monotonic()
+        self._cpu = time.process_time()
+
+    def keep(self, result: StepResult, episode: Episode) -> None:
+        """Keep how an episode ended."""
+        with self._lock:
+            self._results[episode.id] = result
+
+    def on_group(self, rows: TrainingRows, episodes: Any) -> None:
+        """Keep a group's rows and episodes; called by the rollouts."""
+        with self._lock:
+            self._groups.append(Group(rows, list(episodes)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the folder of the step, before the weights are pushed."""
+        batch = self.trainer.batch
+        trained = {row.episode for row in batch}
+        with self._lock:
+            touched = [group for group in self._groups if not len(group.rows) or trained & group.rows.rewards.keys()]
+            new = [group for group in touched if not group.is_known]
+            for group in touched:
+                group.is_known = True
+            # Rows are taken in order: only of the last group some may still wait for the next step.
+            last = max(self._groups.index(group) for group in touched if len(group.rows))
+            self._groups = [
+                group for at, group in enumerate(self._groups) if at >= last and (at == last or group not in touched)
+            ]
+        rows = TrainingRows.joined([group.rows for group in touched])
+        episodes = {episode.id: episode for group in touched for episode in group.episodes}
+        version, step = self.trainer.model_version, state.global_step
+        metrics = {**self._of_tokens(batch, version), **self._of_episodes(new)}
+        facts = {"step": step, "version": version, "metrics": metrics}
+        by_turn = {name: own for name, own in rows.advantages.items() if name in trained}
+        saved = TrainingRows(
+            *(batch, rows.left_out, rows.flat_groups, by_turn, rows.rewards),
+            settings=touched[0].rows.settings,
+            episodes=rows.episodes,
+        )
+        self.run.save_step(step, facts, saved, {name: episode.trajectory for name, episode in episodes.items()})
+        tasks = sorted(int(group.episodes[0].id.split("-")[1]) for group in new)
+        self.step = {**facts, "tasks": tasks, "episodes": sorted(trained)}
+
+    def _of_episodes(self, groups: list[Group]) -> dict[str, float]:
+        """Return the figures of all episodes that were sampled for a step, trained or not."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        with self._lock:
+            results = [self._results.pop(episode.id) for episode in episodes]
+        rewards = [reward for group in groups for reward in group.rows.rewards.values()]
+        reasons = [reason for group in groups for reason in group.rows.left_out.values()]
+        sequences = [tokens for episode in episodes for tokens in episode.trajectory.sequences()]
+        now, used = time.monotonic(), time.process_time()
+        seconds, cpu_seconds = now - self._began, used - self._cpu
+        self._began, self._cpu = now, used
+        return {
+            "reward": mean(rewards),
+            "tool_use": mean(result.observation.metrics.get("tool_calls", 0) > 0 for result in results),
+            "sampled_tokens": mean(result.observation.metrics.get("sampled_tokens", 0) for result in results),
+            "episodes": len(episodes),
+            "flat_groups": sum(len(group.rows.flat_groups) for group in groups),
+            "left_out": sum(reason != "its group has no variance" for reason in reasons),
+            "drift": measure_drift(sequences, self.trainer.processing_class).share_affected,
+            "seconds": round(seconds, 1),
+            "trainer_cpu_seconds": round(cpu_seconds, 1),
+        }
+
+    def _of_tokens(self, batch: list[TrainingRow], version: int) -> dict[str, float]:
+        """Return the figures of the tokens that were trained.
+
+        The gap is that of tokens sampled by the very weights that the update starts from. What a push interrupted has
+        older tokens, whose logprobs differ because the policy does.
+        """
+        tokens = [
+            (own - logprob, version - int(name or 0))
+            for row in batch
+            for logprob, own, name, mask in zip(
+                row.logprobs, row.trainer_logprobs or (), row.versions, row.loss_mask, strict=True
+            )
+            if mask
+        ]
+        fresh = [abs(gap) for gap, age in tokens if age == 0]
+        return {
+            "trained_rows": len(batch),
+            "trained_tokens": len(tokens),
+            "fresh_tokens": len(fresh),
+            "staleness_mean": mean(age for _, age in tokens),
+            "staleness_max": max(age for _, age in tokens),
+            "gap_max": max(fresh, default=math.nan),
+            "gap_mean": mean(fresh),
+            "gap_stale_max": max((abs(gap) for gap, age in tokens if age), default=0.0),
+            "kl": mean(math.expm1(gap) - gap for gap, _ in tokens),
+            "clipped": mean(abs(math.expm1(gap)) > CLIP for gap, _ in tokens),
+            "push_difference": self.weights.difference,
+        }
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is complete: the step counts."""
+        self.run.add(self.step)
+        metrics = self.step["metrics"]
+        print(
+            f"step {state.global_step:3}/{state.max_steps}  reward {metrics['reward']:.3f}  "
+            f"tool use {metrics['tool_use']:.2f}  {metrics['sampled_tokens']:.0f} tokens  "
+            f"gap {metrics['gap_max']:.1e}  push {self.weights.difference:.1e}  "
+            f"staleness {metrics['staleness_mean']:.2f}  {metrics['flat_groups']} flat groups  "
+            f"{metrics['seconds']:.0f} s",
+            flush=True,
+        )
+
+
+def main(folder: Path, base_url: str) -> None:
+    """Train to the last step."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    cpu.enable()
+    run = Run(folder)
+    settings = Settings(**json.loads((folder / "settings.json").read_text()))
+    weights = ProbedWeights(base_url, model_path=settings.model_path, folder=folder / "pushed", timeout=120)
+    recorder = Recorder(run, weights, settings)
+    run_task = WAYS[settings.rollouts](settings, base_url)
+
+    async def run_episode(task: Task) -> Episode:
+        result, episode = await run_task(task)
+        episode = replace(episode, id=f"task-{task.number}-{episode.id[:12]}")
+        recorder.keep(result, episode)
+        return episode
+
+    done = {number for step in run.steps for number in step["tasks"]}
+    rows = settings.tasks * settings.samples
+    rollouts = AsyncGRPORollouts(
+        run_episode,
+        (task for task in training_tasks(settings) if task.number not in done),
+        weights,
+        group_size=settings.samples,
+        groups_in_flight=settings.tasks,
+        rows_per_step=rows,
+        version=len(run.steps),
+        max_staleness=2,
+        on_group=recorder.on_group,
+        normalize_std=True,
+        skip_flat_groups=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(settings.model_path)
+    config = AsyncGRPOConfig(
+        output_dir=str(run.checkpoints),
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        temperature=settings.temperature,
+        # The loss is the token mean of a micro-batch: one holds the whole step.
+        token_budget=0,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=1,
+        num_generations=settings.samples,
+        max_staleness=3,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        report_to=[],
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,  # the older one counts until the ledger has the newer one
+        seed=settings.seed,
+        disable_tqdm=True,
+        logging_steps=1,
+        heartbeat_stale_after_s=900,
+    )
+    trainer = Watched(
+        rollouts=rollouts,
+        model=settings.model_path,
+        args=config,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "unused"}]] * 8}),
+        reward_funcs=None,
+        callbacks=[recorder],
+    )
+    weights.trainer = recorder.trainer = trainer
+    trainer.model_version = len(run.steps)
+    checkpoint = run.last_checkpoint
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,77 @@
+"""The parts of examples/grpo_cpu that need no trainer: its tasks and the folder of a run."""
+
+import itertools
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from strands_sglang.credit import Episode, training_rows
+from support.agents import user
+from support.recorder import Recorder
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_cpu"
+RECORD = runpy.run_path(str(EXAMPLE / "record.py"))
+TASKS = runpy.run_path(str(EXAMPLE / "tasks.py"))
+Run, RunError, Settings = RECORD["Run"], RECORD["RunError"], TASKS["Settings"]
+STEP = {"version": 1, "metrics": {"reward": 0.5}}
+
+
+def step(number, *names):
+    return {**STEP, "step": number, "tasks": [int(name[0]) for name in names], "episodes": list(names)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with one step."""
+    run = Run(tmp_path / "run")
+    run.open({"seed": 0})
+    run.add(step(1, "0-a", "1-a"))
+    return run
+
+
+def test_no_episode_and_no_task_counts_twice(run):
+    for number, (episodes, message) in enumerate(
+        [(["0-a"], "trains episodes a second time"), (["0-b"], "trains tasks"), (["2-a", "2-a"], "trains episodes")]
+    ):
+        with pytest.raises(RunError, match=message):
+            run.add(step(2, *episodes))
+        assert len(Run(run.folder).steps) == 1, number
+    with pytest.raises(RunError, match="step 3 follows step 1"):
+        run.add(step(3, "2-a"))
+    run.add(step(2, "2-a"))
+    assert [one["episodes"] for one in Run(run.folder).steps] == [["0-a", "1-a"], ["2-a"]]
+    assert (run.folder / "metrics.csv").read_text().split() == ["step,version,reward", "1,1,0.5", "2,1,0.5"]
+
+
+def test_a_step_that_does_not_count_is_removed(run):
+    recorder = Recorder()
+    recorder.call([user("q")], "a")
+    rows = training_rows([Episode(recorder.trajectory, 1.0, 0, "e")], baseline=None)
+    for number in (1, 2):
+        run.save_step(number, STEP, rows, {"e": recorder.trajectory})
+        (run.checkpoints / f"checkpoint-{number}").mkdir()
+    (run.steps_folder / ".step-000003").mkdir()
+    again = Run(run.folder)
+    again.open({"seed": 0})
+    assert [path.name for path in run.steps_folder.iterdir()] == ["step-000001"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-1"] == [again.last_checkpoint.name]
+    kept = run.steps_folder / "step-000001"
+    assert json.loads((kept / "step.json").read_text()) == STEP
+    assert {path.name for path in kept.iterdir()} == {"step.json", "rows.safetensors", "trajectories"}
+
+
+def test_another_run_in_the_folder_is_refused(run):
+    with pytest.raises(RunError, match="a run with another seed: choose another --output"):
+        Run(run.folder).open({"seed": 1})
+
+
+def test_tasks_are_the_same_each_time_and_not_held_out():
+    settings = Settings("model", seed=3)
+    first, again = (list(itertools.islice(TASKS["training_tasks"](settings), 200)) for _ in range(2))
+    assert [(one.number, one.expression) for one in first] == [(one.number, one.expression) for one in again]
+    held_out = {task.expression for task in TASKS["held_out_tasks"](settings)}
+    assert not held_out.intersection(task.expression for task in first)
+    operations = {len(task.expression.split()) // 2 for task in first}
+    assert operations == {1, 2, 3}
