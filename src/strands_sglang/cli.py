@@ -1,8 +1,8 @@
 """The command `strands-sglang`.
 
-Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, or `check` found something unproven; 2 an option, or what it
-names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output. Each subcommand is one function, which
-imports what it needs.
+Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, `check` found something unproven, or `doctor` something wrong;
+2 an option, or what it names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output. Each subcommand
+is one function, which imports what it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import terminal
-from .terminal import tell, waiting
+from .terminal import tell, visible, waiting
 
 FAILED = terminal.FAILED
 WRONG_USAGE = 2
@@ -118,13 +118,56 @@ def build_parser() -> argparse.ArgumentParser:
         "-o", "--output", metavar="PAGE", type=Path, help="the page to write (default: view.html in this folder)"
     )
     command.add_argument("--open", action="store_true", help="open the page in the browser")
+    add_tokenizer(command)
+    command.set_defaults(run=view)
+
+    command = commands.add_parser(
+        "doctor",
+        help="find what is wrong with recorded episodes",
+        usage="strands-sglang doctor FILE... [OPTIONS]",
+        description="Compare recorded episodes with everything that can be derived from their own\n"
+        "parts, and print a line per finding: its kind, where it is, and why. Files are\n"
+        "trajectories, step folders of a training run, the folder of an evaluation,\n"
+        "OpenEnv traces, verifiers records and rollout dumps of slime. Exit with 0 if\n"
+        "nothing is wrong, 1 if something is, 2 if a file cannot be read.",
+        epilog="example:\n  strands-sglang doctor runs/step-000003",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("files", nargs="+", metavar="FILE", help="files and folders")
+    add_tokenizer(command)
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    command.set_defaults(run=doctor)
+
+    command = commands.add_parser(
+        "show",
+        help="show the turns and tokens of recorded episodes",
+        usage="strands-sglang show FILE [OPTIONS]",
+        description="Show a file's episodes as trees of turns, each with its reason, and the tokens\n"
+        "of one turn with a color for what --color names.",
+        epilog="example:\n  strands-sglang show episode.safetensors --turn 2 --color logprob",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("file", metavar="FILE", help="a file or folder, as for `doctor`")
+    command.add_argument("--episode", metavar="ID", help="show this episode only (default: all)")
+    command.add_argument("--turn", type=int, metavar="N", help="the turn whose tokens are shown (default: the last)")
+    command.add_argument(
+        "--color",
+        choices=("writer", "mask", "logprob", "version", "advantage"),
+        default="writer",
+        help="what the color of a token tells (default: %(default)s)",
+    )
+    add_tokenizer(command)
+    command.set_defaults(run=show)
+    return parser
+
+
+def add_tokenizer(command: argparse.ArgumentParser) -> None:
+    """Add the option that names the tokenizer of recorded episodes."""
     command.add_argument(
         "--tokenizer",
         metavar="MODEL",
         help="the model's Hugging Face folder, or its name on the Hub: measure drift, and show text that files lack",
     )
-    command.set_defaults(run=view)
-    return parser
 
 
 def port_number(text: str) -> int:
@@ -193,6 +236,7 @@ def view(arguments: argparse.Namespace) -> int:
     """Write the page of recorded episodes; return the exit code."""
     import webbrowser
 
+    from .inspection.doctor import findings
     from .inspection.reading import UnreadableError, read
     from .trajectory.storage import write_file
 
@@ -202,11 +246,10 @@ def view(arguments: argparse.Namespace) -> int:
             from .viewer import PageTooLargeError, render
 
             groups = read(arguments.files, tokenizer=arguments.tokenizer)
-            page = render(
-                groups, tokenizer=next((g.facts["tokenizer"] for g in groups if "tokenizer" in g.facts), None)
-            )
+            tokenizer = next((group.facts["tokenizer"] for group in groups if "tokenizer" in group.facts), None)
+            page = render(groups, findings(groups), tokenizer=tokenizer)
     except (UnreadableError, PageTooLargeError) as error:
-        tell(str(error))
+        tell(visible(str(error)))
         return WRONG_USAGE
     output = (arguments.output or Path("view.html")).absolute()
     try:
@@ -217,6 +260,43 @@ def view(arguments: argparse.Namespace) -> int:
     if arguments.open and not webbrowser.open(output.as_uri()):
         tell("no browser can be opened here")
     return say(str(output))
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print what is wrong with recorded episodes; return the exit code."""
+    from dataclasses import asdict
+
+    from .inspection.doctor import findings, lines, summary
+    from .inspection.reading import UnreadableError, read
+
+    try:
+        with waiting("reading"):
+            groups = read(arguments.files, tokenizer=arguments.tokenizer)
+    except UnreadableError as error:
+        tell(visible(str(error)))
+        return WRONG_USAGE
+    with waiting("checking"):
+        found = findings(groups)
+    code = FAILED if found else 0
+    if arguments.json:
+        shown = [{**asdict(finding), "where": finding.where} for finding in found]
+        return say(json.dumps(shown, ensure_ascii=True, indent=2), code=code)
+    return say(*lines(found), summary(groups, found), code=code)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the turns and tokens of recorded episodes; return the exit code."""
+    from .inspection.reading import UnreadableError, read
+    from .inspection.show import episode_lines
+
+    try:
+        with waiting("reading"):
+            groups = read([arguments.file], tokenizer=arguments.tokenizer)
+        shown = list(episode_lines(groups, arguments.episode, arguments.turn, arguments.color))
+    except UnreadableError as error:
+        tell(visible(str(error)))
+        return WRONG_USAGE
+    return say(*shown)
 
 
 def json_object(text: str) -> dict[str, Any]:

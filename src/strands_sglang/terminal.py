@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
@@ -61,6 +62,25 @@ def paint(text: str, color: str) -> str:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout):
         return text
     return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
+
+
+def visible(text: str) -> str:
+    """Return a text in which nothing is interpreted by a terminal: control characters are written out.
+
+    Args:
+        text: Any text, also of a hostile model.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character
+        if character == " " or unicodedata.category(character)[0] not in "CZ"
+        else _NAMES.get(character) or f"\\u{{{ord(character):x}}}"
+        for character in text
+    )
+
+
+_NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
 
 
 def fact_lines(facts: Iterable[tuple[str, object]], *, column: int) -> Iterator[str]:

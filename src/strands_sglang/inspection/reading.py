@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,7 +29,7 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
 
     Args:
         paths: Files and folders.
-        tokenizer: Folder of the model's tokenizer, for files without the text of their tokens; None for none.
+        tokenizer: Folder or name of the model's tokenizer, for drift and the text that files lack; None for none.
 
     Returns:
         Groups in the order of the paths; the episodes of one prompt are one group.
@@ -142,17 +141,17 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     from ..client.cache import get_tokenizer
     from ..templates.encoder import get_encoder
 
-    if not Path(name).is_dir():
-        raise UnreadableError(f"--tokenizer {name}: no such folder")
     try:
-        encoder = get_encoder(get_tokenizer(name))
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise UnreadableError(f"--tokenizer {name}: it cannot be loaded: {error}") from error
+        tokenizer = get_tokenizer(name)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise UnreadableError(f"--tokenizer {name}: it cannot be loaded: {told[:200]}") from error
+    encoder = get_encoder(tokenizer)
     size = len(encoder.tokenizer)
     for group in groups:
         turns = [turn for episode in group.episodes for turn in episode.turns]
         used = {int(i) for turn in turns for part in (turn.prompt, turn.sampled) for i in np.unique(part.ids)}
         known = encoder.pieces(sorted(token_id for token_id in used if 0 <= token_id < size))
-        group.facts["encoder"] = encoder
+        group.facts["tokenizer"], group.facts["encoder"] = tokenizer, encoder
         group.facts["tokenizer_pieces"] = known
         group.vocabulary = {**known, **group.vocabulary}

@@ -1,8 +1,7 @@
-"""The text of tokens: pieces of a vocabulary, who wrote each token of a prompt, and text that is safe to print."""
+"""The text of tokens: pieces of a vocabulary, who wrote each token of a prompt, and who said it."""
 
 from __future__ import annotations
 
-import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -52,22 +51,3 @@ def _writers(pieces: Sequence[bytes], said: Sequence[Said]) -> Any:
         # A token belongs to the text if it ends inside, and none that only touches it.
         writers[bisect_right(ends, found) : bisect_left(ends, position) + 1] = _WRITERS.get(part.role, Writer.PROMPT)
     return writers
-
-
-def visible(text: str) -> str:
-    """Return a text in which nothing is interpreted by a terminal: control characters are written out.
-
-    Args:
-        text: Any text, also of a hostile model.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        character
-        if character == " " or unicodedata.category(character)[0] not in "CZ"
-        else _NAMES.get(character) or f"\\u{{{ord(character):x}}}"
-        for character in text
-    )
-
-
-_NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}

@@ -77,7 +77,7 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
         by_episode.setdefault(facts["episode"], []).append(number)
     names = list(dict.fromkeys([*known, *by_episode, *description["left_out"]]))
     groups: dict[str, Group] = {}
-    vocabularies: dict[int, set[bytes]] = {}
+    vocabulary: dict[int, bytes] = {}
     for name in names:
         numbers = by_episode.get(name, [])
         own = known.get(name) or {}
@@ -86,8 +86,7 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
         if path.is_file():
             trajectory = load_trajectory(path)
             episode = episode_of(trajectory, name, file=str(path))
-            for token_id, piece in trajectory.pieces.items():
-                vocabularies.setdefault(token_id, set()).add(piece)
+            vocabulary |= trajectory.pieces
         else:
             episode = Episode(name, [], [], file=str(file))
             episode.facts["has_no_trajectory"] = True
@@ -105,16 +104,12 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
         _add_rows(episode, [_row(tensors, description, number) for number in numbers])
         shown = group if isinstance(group, str) else json.dumps(group)
         groups.setdefault(shown, Group(shown, [], kind="step", file=str(file), is_scored=True)).episodes.append(episode)
-    vocabulary = {token_id: min(pieces) for token_id, pieces in vocabularies.items()}
     for group_of in groups.values():
         group_of.vocabulary = vocabulary
         group_of.facts = {
             "step": folder.name,
             "description": description,
             "settings": description.get("settings") or {},
-        }
-        group_of.facts["ambiguous_pieces"] = {
-            token_id: sorted(pieces) for token_id, pieces in vocabularies.items() if len(pieces) > 1
         }
     return list(groups.values())
 
@@ -139,7 +134,7 @@ def _add_rows(episode: Episode, rows: Sequence[Mapping[str, Any]]) -> None:
         own = derived.get(leaf) if leaf is not None else None
         if own is not None and list(own.steps) == steps:
             derived.pop(own.steps[-1].turn)
-        else:  # not a path through the turns: the row itself is all that is known of it
+        elif not steps or episode.steps(steps[-1].turn) != steps:  # no path through the turns: the row is all there is
             if episode.turns:
                 why = f"row {row['number']} is said to have the turns {[span[0] for span in row['spans']]}, which is no"
                 episode.problems.append(("row-turns", f"{why} sequence of this trajectory"))

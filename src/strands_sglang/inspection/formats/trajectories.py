@@ -53,6 +53,8 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
     turns = trajectory.turns
     positions = {id(turn): position for position, turn in enumerate(turns)}
     episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    if trajectory.pieces:
+        episode.facts["pieces"] = trajectory.pieces
     end = trajectory.end
     if end is not None:
         episode.outcome, episode.reward = end.outcome, end.reward

@@ -1,0 +1,104 @@
+"""Checks of slime's samples, which hold one sequence each and no turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..records import Episode, Group, SequenceRecord
+from ..texts import joined
+from .turns import Facts
+
+_OURS = "strands_sglang"
+
+
+def check_sample(group: Group, episode: Episode) -> Iterator[Facts]:
+    """Check the samples of a rollout."""
+    if group.kind != "slime":
+        return
+    for kind, why in episode.problems:
+        yield {"kind": "structure", "why": why} if kind == "row-turns" else {"kind": kind, "why": why}
+    for number, sequence in enumerate(episode.sequences):
+        for facts in _sample(group, episode, sequence):
+            yield {"sequence": number, **facts}
+
+
+def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterator[Facts]:
+    sample = sequence.facts["sample"]
+    count = int(sample["response_length"])
+    prompt = len(sequence) - count
+    metadata = sample.get("metadata") or {}
+    ours = metadata.get(_OURS) if isinstance(metadata, dict) else None
+    removed = bool(sample.get("remove_sample"))
+    if removed and sequence.mask.any() and ours is not None:
+        yield {"kind": "reward-failure", "why": "it is removed, but its loss mask trains it"}
+    if not removed and str(sample.get("status")) == "failed":
+        yield {"kind": "reward-failure", "why": "its status is failed, but it is not removed from the loss"}
+    logprobs = sequence.row["logprobs"]
+    if logprobs is not None and not removed:
+        yield from _logprobs(sequence, logprobs, prompt, contract=ours is not None)
+    text = joined(np.asarray(sequence.row["token_ids"])[prompt:].tolist(), group.vocabulary)
+    if text is not None and sample.get("response") and text != sample["response"]:
+        given = sample["response"]
+        at = next((i for i, (a, b) in enumerate(zip(text, given, strict=False)) if a != b), min(len(text), len(given)))
+        why = f"its tokens say {text[at : at + 20]!r} where its response says {given[at : at + 20]!r}"
+        yield {"kind": "id-text", "why": why, "token": _token_at(sequence, group, prompt, at), "count": 1}
+    versions = [int(version) for version in sample.get("weight_versions") or () if str(version).isdecimal()]
+    if any(later < earlier for earlier, later in pairwise(versions)):
+        yield {"kind": "version-falls", "why": f"its weight versions fall: {sample['weight_versions']}"}
+    experts = sample.get("rollout_routed_experts")
+    if experts is not None and len(experts) != len(sequence) - 1:
+        why = f"{len(sequence)} tokens have {len(experts)} rows of routed experts instead of {len(sequence) - 1}"
+        yield {"kind": "experts-missing", "why": why}
+    if (
+        ours is not None
+        and str(sample.get("status")) == "completed"
+        and ours.get("outcome") not in (None, "task_complete")
+    ):
+        yield {"kind": "cut-complete", "why": f"its status is completed, but the episode ended with {ours['outcome']}"}
+
+
+def _logprobs(sequence: SequenceRecord, logprobs: Any, prompt: int, *, contract: bool) -> Iterator[Facts]:
+    response = np.arange(prompt, len(sequence))
+    values, mask = logprobs[prompt:], sequence.mask[prompt:] > 0
+    bad = np.flatnonzero(mask & (~np.isfinite(values) | (values > 1e-3)))
+    if len(bad):
+        at = int(response[bad[0]])
+        yield {"kind": "logprobs", "why": f"a trained token has the logprob {values[bad[0]]}", "token": at, "count": 1}
+    if not contract:  # others may keep logprobs of tokens that they do not train
+        return
+    stray = np.flatnonzero(~mask & (values != 0.0))
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8)))
+    ends = [int(edge) for edge in edges if mask[edge]]  # the last trained token before tokens that are not
+    starts = [int(edge) + 1 for edge in edges if not mask[edge]]
+    # Shifted to the right: the token after a run has its last logprob, and its first one none. Left is the mirror.
+    right = [end for end in ends if values[end + 1] != 0.0] and (values[starts] == 0.0).all()
+    left = [start for start in starts if values[start - 1] != 0.0] and (values[ends] == 0.0).all()
+    if len(stray) and (right or left):
+        why = "tokens that are not trained have logprobs, and trained ones beside them none"
+        yield {"kind": "logprobs-shifted", "why": why, "token": int(response[stray[0]]), "count": len(stray)}
+        return
+    if len(stray):
+        why = "it was sampled, since it has a logprob, but is not trained"
+        yield {"kind": "not-trained", "why": why, "token": int(response[stray[0]]), "count": len(stray)}
+    for start, stop in _runs(mask):
+        if not values[start:stop].any() and (~mask).any():
+            why = "it is trained, but has no logprob: nothing sampled it"
+            yield {"kind": "mask-not-sampled", "why": why, "token": int(response[start]), "count": stop - start}
+
+
+def _runs(mask: Any) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _token_at(sequence: SequenceRecord, group: Group, prompt: int, at: int) -> int:
+    length = 0
+    for position, token_id in enumerate(np.asarray(sequence.row["token_ids"])[prompt:].tolist(), prompt):
+        length += len(group.vocabulary[token_id].decode("utf-8", "replace"))
+        if length > at:
+            return position
+    return len(sequence) - 1

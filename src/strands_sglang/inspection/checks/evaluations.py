@@ -1,0 +1,85 @@
+"""Checks of an evaluation's records: against their seals, and against the trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...messages import message_digest
+from ...outcomes import TerminationReason
+from ..formats.evaluations import seal_of
+from ..records import Episode, Group
+from .turns import Facts
+
+
+def check_record(group: Group, episode: Episode) -> Iterator[Facts]:
+    """Check the record of a sample."""
+    record = episode.facts.get("record")
+    if record is None:
+        return
+    if record.get("seal") is not None and seal_of(record) != record["seal"]:
+        yield _changed(group, episode, record)
+    yield from _answers(episode, record)
+    tokens = record["observation"].get("tokens") if isinstance(record["observation"], Mapping) else None
+    sampled = sum(len(turn.sampled) for turn in episode.turns)
+    counted = record["observation"].get("metrics", {}).get("sampled_tokens")
+    if episode.turns and isinstance(counted, int) and counted != sampled:
+        yield {"kind": "structure", "why": f"its record counts {counted} sampled tokens, its trajectory has {sampled}"}
+    if tokens is not None:
+        yield from _tokens(episode, tokens)
+
+
+def _changed(group: Group, episode: Episode, record: Mapping[str, Any]) -> Facts:
+    rewards = [one.facts["record"]["reward"] for one in group.episodes if "record" in one.facts]
+    for reward in (*rewards, None, 0.0, 1.0):
+        if seal_of({**record, "reward": reward}) == record["seal"]:
+            kind = "reward-sibling" if record["reward"] in rewards and reward is not None else "reward"
+            return {"kind": kind, "why": f"its reward was recorded as {reward}, and is now {record['reward']}"}
+    for reason in TerminationReason:
+        if seal_of({**record, "termination_reason": reason.value}) == record["seal"]:
+            kind = "cut-complete" if record["termination_reason"] == "task_complete" else "changed"
+            if record["reward"] is not None and record["termination_reason"] in ("infrastructure_error", "aborted"):
+                kind = "reward-failure"
+            return {"kind": kind, "why": f"it ended with {reason.value}, and is now {record['termination_reason']}"}
+    for one in group.episodes:
+        other = one.facts.get("record")
+        names = ("reward", "final_response", "termination_reason")
+        if other is not None and other.get("seal") == seal_of({**other, **{name: record[name] for name in names}}):
+            return {
+                "kind": "reward-sibling",
+                "why": f"its reward and answer are those of sample {other['sample_index']}",
+            }
+    return {"kind": "id-text", "why": "its answer, reward or end is not the recorded one"}
+
+
+def _answers(episode: Episode, record: Mapping[str, Any]) -> Iterator[Facts]:
+    """Compare the messages with the digests of the answers that the agent kept unchanged."""
+    known = set()
+    try:
+        messages = [message for message in episode.messages if message["role"] == "assistant"]
+        known = {message_digest(message) for message in messages}  # type: ignore[arg-type]
+        texts = [block["text"] for message in messages[-1:] for block in message["content"] if "text" in block]
+    except (KeyError, TypeError):
+        return
+    final = record.get("final_response")
+    if isinstance(final, str) and texts and final.strip() not in "\n".join(texts) and texts[-1].strip() not in final:
+        yield {"kind": "id-text", "why": "its final response is not the text of its last message"}
+    for turn in episode.turns:
+        recorded = turn.facts.get("turn")
+        if turn.status != "final" or turn.note or recorded is None or recorded.answer_digest is None:
+            continue
+        if messages and recorded.answer_digest not in known and not turn.is_auxiliary:
+            why = "the answer in the messages of the record is not the one that was sampled"
+            yield {"kind": "id-text", "why": why, "turn": turn.number}
+
+
+def _tokens(episode: Episode, tokens: Mapping[str, Any]) -> Iterator[Facts]:
+    ids, mask = tokens.get("token_ids"), tokens.get("loss_mask")
+    if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
+        return
+    for sequence in episode.sequences:
+        own = episode.column(sequence, "ids").astype(int).tolist()
+        if own[: len(ids)] == ids or ids[: len(own)] == own:
+            return
+    if episode.sequences:
+        yield {"kind": "ids", "why": "the tokens in its record are no sequence of its trajectory"}

@@ -1,0 +1,447 @@
+"""Checks of the turns: the tokens, logprobs and facts that were recorded, and where a turn attaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...messages import chain_of, next_link
+from ...trajectory.seals import seal_ids, seal_logprobs, seal_turn
+from ..records import Episode, Group, TurnRecord
+from ..texts import joined
+
+Facts = dict[str, Any]
+
+_HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+
+ALMOST_ALL = 0.9
+"""Share of tokens that must fit their neighbors' places for a column to count as shifted."""
+
+
+def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
+    """Check every turn of an episode."""
+    for kind, why in episode.problems:
+        if kind not in ("row-turns",):
+            yield {"kind": "structure", "why": why}
+    for turn in episode.turns:
+        pieces = episode.facts.get("pieces") or group.vocabulary
+        checks = (_tokens(turn, pieces, group), _logprobs(turn), _facts(episode, turn), _experts(episode, turn))
+        for check in checks:
+            for facts in check:
+                yield {"turn": turn.number, **facts}
+    yield from _versions(group, episode)
+    yield from _boundaries(group, episode)
+    yield from _ends(episode)
+
+
+# --- tokens ---
+
+
+def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iterator[Facts]:
+    sampled = turn.sampled
+    text = None if turn.text is None else joined(sampled.ids.tolist(), pieces)
+    changed = np.zeros(0, np.int64)
+    if sampled.seals is not None:
+        changed = np.flatnonzero(seal_ids(sampled.ids) != (sampled.seals & _HIGH))
+    if len(changed):
+        first = int(changed[0])
+        if turn.text is not None and text is not None and _same(text, turn.text):
+            why = f"{len(changed)} sampled ids are not the recorded ones but have the same text: it was tokenized again"
+            yield {"kind": "drift", "why": why, "token": first, "count": len(changed)}
+        elif text is None or turn.text is None or not _same(text, turn.text):
+            why = f"{len(changed)} sampled ids are not the recorded ones"
+            told = "" if turn.text is None else f", and the text that was sampled is another: {turn.text[:60]!r}"
+            kind = "ids" if turn.text is None else "id-text"
+            yield {"kind": kind, "why": why + told, "token": first, "count": int(changed[-1]) - first + 1}
+    elif turn.text is not None and text is not None and not _same(text, turn.text):
+        at = _first_difference(sampled.ids.tolist(), pieces, turn.text)
+        told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
+        yield {"kind": "id-text", "why": f"the ids stand for {told}", "token": at, "count": 1}
+    elif turn.text is not None and text is None and pieces:
+        unknown = next(i for i, token_id in enumerate(sampled.ids.tolist()) if token_id not in pieces)
+        why = f"the file has no text for the sampled id {int(sampled.ids[unknown])}"
+        yield {"kind": "id-text", "why": why, "token": unknown, "count": 1}
+    known = group.facts.get("tokenizer_pieces") or {}
+    for token_id in dict.fromkeys(sampled.ids.tolist()) if known else ():
+        if token_id in known and pieces.get(token_id, known[token_id]) != known[token_id]:
+            at = int(np.flatnonzero(sampled.ids == token_id)[0])
+            why = f"the file says that id {token_id} is {pieces[token_id]!r}, the tokenizer {known[token_id]!r}"
+            yield {"kind": "id-text", "why": why, "token": at, "count": 1}
+    yield from _prompt(turn, pieces)
+    if (sampled.ids < 0).any() or (turn.prompt.ids < 0).any():
+        yield {"kind": "structure", "why": "a token id is negative"}
+
+
+def _prompt(turn: TurnRecord, pieces: Mapping[int, bytes]) -> Iterator[Facts]:
+    seal = turn.facts.get("prompt_seal")
+    if seal is None or seal == turn.facts["prompt_seal_now"]:
+        return
+    text = joined(turn.prompt.ids.tolist(), pieces)
+    gone = None
+    if text is not None:
+        gone = next((part for part in turn.said if part.text.strip() and part.text.strip() not in text), None)
+    if text is None or gone is not None:
+        told = "" if gone is None else f": it no longer holds what the {gone.role} said, {gone.text.strip()[:60]!r}"
+        yield {"kind": "id-text", "why": f"the prompt's tokens are not those that were sent{told}"}
+    else:
+        why = "the prompt's tokens are not those that were sent, though what was said is in them: it was rendered again"
+        yield {"kind": "re-rendered", "why": why}
+
+
+def _same(text: str, recorded: str) -> bool:
+    return text == recorded or text.removeprefix(" ") == recorded  # SentencePiece drops a leading space
+
+
+def _first_difference(ids: Sequence[int], vocabulary: Mapping[int, bytes], recorded: str) -> int:
+    wanted, length = recorded.encode("utf-8", "replace"), 0
+    for at, token_id in enumerate(ids):
+        piece = vocabulary[token_id]
+        if wanted[length : length + len(piece)] != piece:
+            return at
+        length += len(piece)
+    return max(len(ids) - 1, 0)
+
+
+def _around(text: str, other: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[max(at - 10, 0) : at + 20]
+
+
+# --- logprobs ---
+
+
+def _logprobs(turn: TurnRecord) -> Iterator[Facts]:
+    sampled = turn.sampled
+    values, seals, count = sampled.logprobs, sampled.seals, len(sampled)
+    if seals is None:
+        if values is not None and count:
+            bad = np.flatnonzero((values > 1e-3) | np.isposinf(values))
+            if len(bad):
+                why = f"a logprob of {values[bad[0]]:g} is no logarithm of a probability"
+                yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
+        return
+    if values is None:
+        if count and (seals & _LOW).any():
+            yield {"kind": "logprobs", "why": "the sampled tokens have lost their logprobs", "token": 0, "count": count}
+        return
+    if len(values) != count:
+        yield {"kind": "logprobs", "why": f"{count} sampled tokens have {len(values)} logprobs"}
+        return
+    low = seals & _LOW
+    changed = np.flatnonzero(seal_logprobs(values) != low)
+    if not len(changed):
+        return
+    first, last = int(changed[0]), int(changed[-1])
+    at = {"token": first, "count": last - first + 1}
+    inner = values[first : last + 1]
+    # Each value with the position of its neighbor.
+    later = seal_logprobs(inner[1:], first) == low[first:last]
+    earlier = seal_logprobs(inner[:-1], first + 1) == low[first + 1 : last + 1]
+    for fits, where in ((later, "before"), (earlier, "after")):
+        if len(fits) and fits.mean() >= ALMOST_ALL:
+            why = f"the logprobs of {len(changed)} tokens are those of the token {where} each: shifted by one"
+            yield {"kind": "logprobs-shifted", "why": why, **at}
+            return
+    why = f"{len(changed)} logprobs are not the recorded ones, the first is now {values[first]:g}"
+    yield {"kind": "logprobs", "why": why, **at}
+
+
+# --- facts ---
+
+
+def _facts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
+    recorded = turn.facts.get("turn")
+    if recorded is None:
+        return
+    answer = recorded.generation
+    meta = answer.meta_info if answer is not None else {}
+    was = _reported(meta)
+    told: set[str] = set()
+    if answer is not None and not turn.is_resumed and was.get("finish_type") not in (None, answer.finish_type):
+        if (was["finish_type"], answer.finish_type) != ("abort", "length"):  # aborted when its budget was used up
+            kind = "cut-complete" if answer.finish_type == "stop" else "changed"
+            why = (
+                f"it is said to have ended with {answer.finish_type!r}, but the server reported {was['finish_type']!r}"
+            )
+            told.add(kind)
+            yield {"kind": kind, "why": why}
+    seal = turn.facts.get("seal")
+    if seal is None or seal == turn.facts["seal_now"]:
+        return
+    for kind, why in _restored(episode, turn, recorded, was):
+        if kind not in told:
+            yield {"kind": kind, "why": why}
+        return
+    if not told:
+        yield {
+            "kind": "changed",
+            "why": "its facts (who asked, parameters, status, versions) are not the recorded ones",
+        }
+
+
+def _reported(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the server itself reported, under the names of a `Generation`."""
+    finish = meta.get("finish_reason")
+    reported = {"finish_type": finish.get("type") if isinstance(finish, Mapping) else None}
+    if "weight_version" in meta:
+        reported["weight_version"] = meta["weight_version"]
+    return reported
+
+
+def _restored(episode: Episode, turn: TurnRecord, recorded: Any, was: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Find the one fact whose earlier value fits the seal, and yield what it means that it was changed."""
+    seal = turn.facts["seal"]
+
+    def fits(**changed: Any) -> bool:
+        return seal_turn(recorded, **changed) == seal
+
+    for name in ("constrained", "is_auxiliary"):
+        if fits(**{name: not getattr(recorded, name)}):
+            now, word = getattr(recorded, name), name.removeprefix("is_")
+            kind = "not-trained" if now else "mask-off-policy"
+            yield kind, f"it was recorded as {'not ' * now}{word}, and is now {'not ' * (not now)}{word}"
+    if fits(clamped=not recorded.clamped):
+        kind = "context-clamped" if recorded.clamped else "changed"
+        yield kind, f"clamped is now {recorded.clamped}, and was recorded as {not recorded.clamped}"
+    answer = recorded.generation
+    if answer is not None:
+        yield from _restored_answer(answer, was, fits)
+    others = [other.facts["turn"] for other in episode.turns if "turn" in other.facts]
+    now = None if recorded.parent is None else recorded.parent.index
+    for parent in (None, *(other.index for other in others if other.index < recorded.index)):
+        for key in (recorded.key.hex(), *(other.key.hex() for other in others)):
+            if parent != now and fits(parent=parent, key=key):
+                told = "opened a sequence" if parent is None else f"extended call {parent}"
+                yield "re-rendered", f"it {told} when it was recorded, and now {_attached(now)}"
+
+
+def _attached(parent: int | None) -> str:
+    return "opens a sequence" if parent is None else f"extends call {parent}"
+
+
+def _restored_answer(answer: Any, was: Mapping[str, Any], fits: Any) -> Iterator[tuple[str, str]]:
+    for finish in ("stop", "length", "abort"):
+        for stop in (None, answer.stop_token_id, *answer.output_ids[-1:]):
+            if finish != answer.finish_type and fits(finish_type=finish, stop_token_id=stop):
+                kind = "cut-complete" if answer.finish_type == "stop" else "changed"
+                yield (
+                    kind,
+                    f"it was recorded to end with {finish!r}, and is now said to end with {answer.finish_type!r}",
+                )
+                return
+    if fits(has_experts=True):
+        yield "experts-missing", "the routed experts that were recorded with it are gone"
+    whole = ((was.get("weight_version"), 0, len(answer.output_ids)),)
+    spans = tuple(sorted(tuple(span) for span in answer.weight_versions))
+    for version in dict.fromkeys((answer.weight_version, was.get("weight_version"))):
+        for versions in (whole, answer.weight_versions, spans):
+            if fits(weight_version=version, weight_versions=versions):
+                missing = answer.weight_version is None or not answer.weight_versions
+                yield (
+                    "version-missing" if missing else "version",
+                    "its versions of the weights are not the recorded ones",
+                )
+                return
+
+
+# --- experts ---
+
+
+def _experts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
+    recorded = turn.facts.get("turn")
+    answer = recorded.generation if recorded is not None else None
+    if answer is None:
+        return
+    shapes = [other.sampled.experts.shape[1] for other in episode.turns if other.sampled.experts is not None]
+    width = max(shapes, key=shapes.count, default=None)
+    whole = answer.finish_type != "abort" and not turn.is_resumed and not turn.is_cut
+    if answer.routed_experts is None:
+        if width is not None and whole and len(turn.sampled):
+            yield {"kind": "experts-missing", "why": "other turns have routed experts, and this one has none"}
+        return
+    needed = answer.routed_rows
+    rows = turn.facts.get("expert_rows")
+    if rows is None:
+        ids = len(answer.routed_experts) // 4 * 3 - answer.routed_experts[-2:].count("=")
+        rows = ids / 4 / (width or 1) if width else (needed if turn.sampled.experts is not None else 0)
+    if rows != needed or (turn.sampled.experts is not None and width != turn.sampled.experts.shape[1]):
+        why = f"{needed} tokens were routed, but there are {rows:g} rows of experts"
+        yield {"kind": "experts-missing", "why": why}
+
+
+# --- versions ---
+
+
+def _versions(group: Group, episode: Episode) -> Iterator[Facts]:
+    turns = [turn for one in group.episodes for turn in one.turns if len(turn.sampled)]
+    if not any(turn.sampled.versions for turn in turns):
+        for turn in episode.turns:
+            recorded = turn.facts.get("turn")
+            meta = recorded.generation.meta_info if recorded is not None and recorded.generation is not None else {}
+            if meta.get("weight_version") is not None and len(turn.sampled):
+                why = f"the server reported version {meta['weight_version']!r}, but the tokens have none"
+                yield {
+                    "kind": "version-missing",
+                    "why": why,
+                    "turn": turn.number,
+                    "token": 0,
+                    "count": len(turn.sampled),
+                }
+        return
+    for turn in episode.turns:
+        covered = np.zeros(len(turn.sampled), bool)
+        for _, start, stop in turn.sampled.versions:
+            covered[start:stop] = True
+        missing = np.flatnonzero(~covered)
+        if len(missing):
+            why = f"{len(missing)} sampled tokens have no version of the weights, although others have"
+            yield {
+                "kind": "version-missing",
+                "why": why,
+                "turn": turn.number,
+                "token": int(missing[0]),
+                "count": len(missing),
+            }
+    yield from _falling(episode)
+
+
+def _falling(episode: Episode) -> Iterator[Facts]:
+    seen: set[tuple[int, int]] = set()
+    for position, turn in enumerate(episode.turns):
+        spans = [(position, span) for span in turn.sampled.versions]
+        parent = turn.parent
+        while parent is not None and not episode.turns[parent].sampled.versions:
+            parent = episode.turns[parent].parent
+        if parent is not None:
+            before = [
+                span for span in episode.turns[parent].sampled.versions if turn.kept is None or span.start < turn.kept
+            ]
+            spans = [(parent, span) for span in before[-1:]] + spans
+        for (_, earlier), (at, later) in pairwise(spans):
+            if _number(later.version) is None or _number(earlier.version) is None:
+                continue
+            if _number(later.version) < _number(earlier.version) and (at, later.start) not in seen:  # type: ignore[operator]
+                seen.add((at, later.start))
+                why = f"version {later.version} sampled it after version {earlier.version} sampled the tokens before"
+                count = later.stop - later.start
+                yield {"kind": "version-falls", "why": why, "turn": turn.number, "token": later.start, "count": count}
+
+
+def _number(version: str) -> int | None:
+    try:
+        return int(version)
+    except ValueError:
+        return None
+
+
+# --- where turns attach ---
+
+
+def _boundaries(group: Group, episode: Episode) -> Iterator[Facts]:
+    answers: dict[bytes, TurnRecord] = {}
+    for turn in episode.turns:
+        recorded = turn.facts.get("turn")
+        if recorded is not None and recorded.digests:
+            yield from ({"turn": turn.number, **facts} for facts in _place(turn, recorded, answers))
+            if recorded.answer_key is not None:
+                answers[recorded.answer_key] = turn
+    yield from _by_tokens(group, episode)
+
+
+def _place(turn: TurnRecord, recorded: Any, answers: Mapping[bytes, TurnRecord]) -> Iterator[Facts]:
+    """Compare where a turn attaches with the conversation that it asked."""
+    parent = recorded.parent
+    if parent is None:
+        chain = chain_of(recorded.parts, recorded.digests)
+        extended = next((answers[link] for link in reversed(chain[1:]) if link in answers), None)
+        if chain[-1] != recorded.key:
+            own = [other for key, other in answers.items() if _linked(key, recorded.digests) == recorded.key]
+            told = f"its conversation continues call {own[0].number}" if own else "its conversation is another"
+            yield {"kind": "re-rendered", "why": f"it opens a sequence, but {told}"}
+        elif extended is not None and "rewrites earlier turns" not in turn.reason:  # by `history_policy`
+            why = f"it continues the conversation of call {extended.number}, but was rendered again: {turn.reason}"
+            yield {"kind": "re-rendered", "why": why}
+    elif parent.answer_key is not None and _linked(parent.answer_key, recorded.digests) != recorded.key:
+        yield {
+            "kind": "re-rendered",
+            "why": f"it extends call {parent.index}, but its conversation does not continue it",
+        }
+    if recorded.answer_digest is not None and next_link(recorded.key, recorded.answer_digest) != recorded.answer_key:
+        yield {"kind": "changed", "why": "the digest of its answer is not the one that later calls look for"}
+
+
+def _linked(key: bytes, digests: Sequence[bytes]) -> bytes:
+    for digest in digests:
+        key = next_link(key, digest)
+    return key
+
+
+def _by_tokens(group: Group, episode: Episode) -> Iterator[Facts]:
+    """Find turns that open with the text of an earlier sequence in other tokens, in files without conversations."""
+    if not group.vocabulary or any("turn" in turn.facts and turn.facts["turn"].digests for turn in episode.turns):
+        return
+    vocabulary = group.vocabulary
+    earlier: list[tuple[TurnRecord, list[int], str]] = []
+    for position, turn in enumerate(episode.turns):
+        if turn.parent is None and earlier:
+            ids = turn.prompt.ids.tolist()
+            text = joined(ids, vocabulary)
+            for before, known, known_text in earlier if text is not None else ():
+                if text.startswith(known_text) and ids[: len(known)] != known:  # type: ignore[union-attr]
+                    why = f"it opens with the text of call {before.number} and its answer, in other tokens"
+                    yield {"kind": "re-rendered", "why": why, "turn": turn.number}
+                    break
+        steps = episode.steps(position)
+        parts = [(episode.turns[step.turn], step.stop - step.sampled) for step in steps]
+        whole = [i for one, kept in parts for i in (*one.prompt.ids.tolist(), *one.sampled.ids[:kept].tolist())]
+        whole_text = joined(whole, vocabulary)
+        if whole_text is not None and len(turn.sampled):
+            earlier.append((turn, whole, whole_text))
+
+
+# --- ends ---
+
+
+_INFRASTRUCTURE = tuple(
+    f"SGLang{name}Error" for name in ("HTTP", "Connection", "Decoding", "Throttled", "Client", "Deadline")
+)
+
+
+def _ends(episode: Episode) -> Iterator[Facts]:
+    turns = [turn for turn in episode.turns if not turn.is_auxiliary and not turn.is_discarded]
+    for turn in turns:
+        recorded = turn.facts.get("turn")
+        if recorded is None or recorded.generation is None:
+            continue
+        most = turn.facts["sampling_params"].get("max_new_tokens")
+        answer = recorded.generation
+        if turn.clamped and turn.finish == "length" and most is not None and answer.completion_tokens >= most - 8:
+            why = f"the context had room for {most} tokens only, and the answer ended there"
+            yield {"kind": "context-clamped", "why": why, "turn": turn.number}
+        unended = answer.stop_token_id is None and answer.stop_string is None
+        if turn.finish == "stop" and unended and most is not None and len(turn.sampled) >= most:
+            why = f"it counts as ended, but has no stop token and all {most} tokens that it was allowed"
+            yield {"kind": "cut-complete", "why": why, "turn": turn.number}
+    if not turns:
+        return
+    root = _root(episode, turns[0])
+    last = [turn for turn in turns if _root(episode, turn) is root][-1]
+    if episode.outcome == "task_complete" and (last.finish in ("length", "abort") or last.is_cut):
+        end = "was aborted" if last.finish == "abort" or last.is_cut else "was cut off at its length"
+        yield {
+            "kind": "cut-complete",
+            "why": f"the task counts as complete, but its last answer {end}",
+            "turn": last.number,
+        }
+    if episode.reward is not None and last.status == "failed" and (last.failure or "").startswith(_INFRASTRUCTURE):
+        why = f"the episode has the reward {episode.reward:g}, but its last call failed: {last.failure}"
+        yield {"kind": "reward-failure", "why": why, "turn": last.number}
+
+
+def _root(episode: Episode, turn: TurnRecord) -> TurnRecord:
+    while turn.parent is not None:
+        turn = episode.turns[turn.parent]
+    return turn

@@ -1,0 +1,126 @@
+"""What is wrong with recorded episodes: each check compares a file with what can be derived from its other parts.
+
+A file of ours holds most facts twice: a token and its seal, a mask and the turns that it follows from, an advantage and
+the rewards that it is computed from, a fact and the server's own report of it. A finding is a contradiction between two
+of them, or an end that no one should train on. What a file cannot tell is not guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..terminal import visible
+from .records import Episode, Finding, Group
+
+KINDS: Mapping[str, str] = {
+    "logprobs-shifted": "logprobs belong to the token before or after",
+    "logprobs": "a logprob is missing, is not the recorded one, or cannot be one",
+    "mask-not-sampled": "a token is trained that the model did not sample",
+    "mask-off-policy": "a token is trained that was constrained, auxiliary or discarded",
+    "not-trained": "a sampled token is not trained, although nothing excludes it",
+    "trained-twice": "two sequences train one token",
+    "id-text": "the id of a token and the recorded text disagree",
+    "ids": "a token is not the recorded one",
+    "drift": "a text was tokenized again, to other ids than were sampled",
+    "re-rendered": "a boundary between turns was rendered again instead of continued",
+    "version-missing": "the version of the weights that sampled a token is missing",
+    "version-falls": "a later token was sampled by older weights",
+    "version": "a version is not the recorded one",
+    "reward-sibling": "an episode has the reward of a sibling",
+    "reward": "a reward is not the recorded one",
+    "reward-failure": "an episode has a reward although the infrastructure failed",
+    "flat-group": "all episodes of a group have the same reward, so that it trains nothing",
+    "advantage-rows": "advantages were normalized over sequences, not over episodes",
+    "advantage": "an advantage does not follow from the rewards",
+    "weight": "a weight or a count behind it does not follow from the rows",
+    "experts-missing": "routed experts lack rows",
+    "cut-complete": "an answer that was cut off counts as complete",
+    "context-clamped": "the end of the context cut an answer off",
+    "left-out": "an episode is missing in the update without a reason",
+    "changed": "a recorded fact was changed later",
+    "structure": "the parts of a file do not fit together",
+}
+"""Kinds of findings, and what each means."""
+
+MOST = 200
+"""Most findings of one kind that are told of one file; the last of them says how many more there are."""
+
+
+def findings(groups: Iterable[Group]) -> list[Finding]:
+    """Check recorded episodes.
+
+    Args:
+        groups: What `reading.read` returned.
+
+    Returns:
+        What is wrong, in the order of the files, episodes and tokens; empty if all is well.
+    """
+    from .checks.credit import check_credit
+    from .checks.dumps import check_sample
+    from .checks.evaluations import check_record
+    from .checks.rows import check_rows
+    from .checks.turns import check_turns
+
+    groups = list(groups)
+    found: list[Finding] = []
+    steps: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.kind == "step":
+            steps.setdefault(group.file, []).append(group)
+        for episode in group.episodes:
+            place = _Place(group, episode)
+            for check in (check_turns, check_rows, check_sample, check_record):
+                found.extend(place.finding(one) for one in check(group, episode))
+        found.extend(place_in_group(group, one) for one in check_credit(group))
+    from .checks.credit import check_batch
+
+    for batch in steps.values():
+        found.extend(place_in_group(batch[0], one) for one in check_batch(batch))
+    return _bounded(dict.fromkeys(found))
+
+
+class _Place:
+    """Where the findings of an episode are."""
+
+    def __init__(self, group: Group, episode: Episode) -> None:
+        self._group, self._episode = group, episode
+
+    def finding(self, facts: Mapping[str, Any]) -> Finding:
+        file = self._group.file if facts.get("sequence") is not None else self._episode.file
+        return Finding(**{"file": file, "group": self._group.id, "episode": self._episode.id, **facts})
+
+
+def place_in_group(group: Group, facts: Mapping[str, Any]) -> Finding:
+    """Return a finding about a group, or about one of its episodes."""
+    return Finding(**{"file": group.file, "group": group.id, **facts})
+
+
+def _bounded(found: Iterable[Finding]) -> list[Finding]:
+    counts: dict[tuple[str, str], int] = {}
+    kept: list[Finding] = []
+    for finding in found:
+        key = (finding.file, finding.kind)
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= MOST:
+            kept.append(finding)
+    for (file, kind), count in counts.items():
+        if count > MOST:
+            kept.append(Finding(kind, f"{count - MOST} further findings of this kind are not shown", file))
+    return kept
+
+
+def lines(found: Sequence[Finding]) -> Iterator[str]:
+    """Return a line per finding: its kind, where it is, and why."""
+    for finding in found:
+        yield f"{finding.kind}: {visible(finding.where)}: {visible(finding.why)}"
+
+
+def summary(groups: Sequence[Group], found: Sequence[Finding]) -> str:
+    """Return one line about what was checked."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    tokens = sum(len(turn.prompt) + len(turn.sampled) for turn in turns)
+    texts = "" if any(group.vocabulary for group in groups) else "; ids and texts are not compared without --tokenizer"
+    result = f"{len(found)} findings" if found else "nothing is wrong"
+    return f"{result} in {len(episodes)} episodes, {len(turns)} turns and {tokens:,} tokens{texts}"

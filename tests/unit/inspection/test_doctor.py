@@ -1,0 +1,500 @@
+"""What the doctor finds in files with planted faults, and that it accuses no healthy file."""
+
+import asyncio
+import json
+import random
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from safetensors.numpy import load_file, save_file
+
+from strands_sglang import SGLangModel, credit
+from strands_sglang.cli import main
+from strands_sglang.inspection.doctor import KINDS, findings
+from strands_sglang.inspection.reading import read
+from strands_sglang.testing import ScriptedExperts, ScriptedSGLang
+from support.agents import make_agent
+from support.histories import PLANS, Player
+
+
+def record(tokenizer, number, answers=3):
+    """One episode: an agent that forks after its first answer, a summary, and a constrained call."""
+    experts = ScriptedExperts(layers=2, top_k=2)
+    texts = [f"Answer {number}-{turn}: 5 7 9 11." for turn in range(20)]
+    server = ScriptedSGLang(tokenizer, texts, weight_version="3", experts=experts)
+    model = SGLangModel(tokenizer=tokenizer, client=server.client(), return_routed_experts=True)
+    agent = make_agent(model, callback_handler=None)
+    for turn in range(answers):
+        server.update_weights(str(3 + turn))
+        agent(f"Question {turn} of a kind?")
+    other = make_agent(model, callback_handler=None)
+    other.messages = [*agent.messages[:2]]
+    other("Another way?")
+    return model.trajectory
+
+
+@pytest.fixture(scope="module")
+def healthy(chatml_tokenizer, tmp_path_factory):
+    """The folder of a training step: two groups of three episodes, with two rows each."""
+    folder = tmp_path_factory.mktemp("step") / "step-000003"
+    (folder / "trajectories").mkdir(parents=True)
+    episodes = []
+    for number, reward in enumerate((1.0, 0.0, 0.25, 0.5, 2.0, 0.75)):
+        trajectory = record(chatml_tokenizer, number, answers=3 if number % 2 else 2)
+        trajectory.note_end(outcome="task_complete", reward=reward)
+        episodes.append(credit.Episode(trajectory, reward, f"g{number // 3}", f"e{number}"))
+        trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(folder / "rows.safetensors")
+    return folder
+
+
+class Folder:
+    """A copy of a step folder that faults are planted in; a place is chosen by a number."""
+
+    def __init__(self, path, number):
+        self.path, self.random = path, random.Random(number)
+        self.number = number
+        self.episode = f"e{number % 6}"
+
+    def edit(self, change, name=None):
+        path = self.path / (name or "rows.safetensors")
+        content = path.read_bytes()
+        metadata = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
+        tensors = {key: value.copy() for key, value in load_file(path).items()}
+        key = "trajectory" if "trajectory" in tensors else "description"
+        facts = json.loads(tensors[key].tobytes())
+        result = change(tensors, facts)
+        tensors[key] = np.frombuffer(json.dumps(facts).encode(), "uint8")
+        save_file(tensors, path, metadata=metadata)
+        return result
+
+    def edit_trajectory(self, change):
+        return self.edit(change, f"trajectories/{self.episode}.safetensors")
+
+    def row(self, facts):
+        """Return the number of a row of the episode."""
+        own = [number for number, row in enumerate(facts["rows"]) if row["episode"] == self.episode]
+        return own[self.number % len(own)]
+
+    def turn(self, facts):
+        """Return the position of an answered turn."""
+        return self.random.choice([n for n, turn in enumerate(facts["turns"]) if turn["answer"]])
+
+
+def sampled_range(facts, position):
+    """Return where a turn's sampled tokens are in the tensors."""
+    counts = [turn["answer"]["sampled_tokens"] if turn["answer"] else 0 for turn in facts["turns"]]
+    start = sum(counts[:position])
+    return start, start + counts[position]
+
+
+def plant_shifted_rows(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        by = 1 if folder.number % 2 else -1
+        tensors["logprobs"][start:stop] = np.roll(tensors["logprobs"][start:stop], by)
+
+    folder.edit(change)
+
+
+def plant_shifted_turn(folder):
+    def change(tensors, facts):
+        start, stop = sampled_range(facts, folder.turn(facts))
+        own = tensors["logprobs"][start:stop]
+        tensors["logprobs"][start:stop] = [*own[1:], own[-1]] if folder.number % 2 else [0.0, *own[:-1]]
+
+    folder.edit_trajectory(change)
+
+
+def choose(folder, mask, value):
+    return int(folder.random.choice(np.flatnonzero(mask == value).tolist()))
+
+
+def plant_mask_on_prompt(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        row = facts["rows"][folder.row(facts)]
+        prompts, at = [], 0
+        for _, prompt, sampled, _ in row["spans"]:
+            prompts += range(at, at + prompt)
+            at += prompt + sampled
+        tensors["loss_mask"][start + folder.random.choice(prompts)] = 1
+
+    folder.edit(change)
+
+
+def plant_no_mask(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        tensors["loss_mask"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = 0
+
+    folder.edit(change)
+
+
+def plant_other_id(folder):
+    def change(tensors, facts):
+        start, stop = sampled_range(facts, folder.turn(facts))
+        at = folder.random.randrange(start, stop)
+        tensors["output_ids"][at] = (tensors["output_ids"][at] + 1 + folder.number) % 300
+
+    folder.edit_trajectory(change)
+
+
+def plant_other_id_in_row(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        at = start + choose(folder, tensors["loss_mask"][start:stop], 1)
+        tensors["token_ids"][at] = (tensors["token_ids"][at] + 1 + folder.number) % 300
+
+    folder.edit(change)
+
+
+def plant_other_text(folder):
+    def change(tensors, facts):
+        answer = facts["turns"][folder.turn(facts)]["answer"]
+        at = folder.random.randrange(len(answer["text"]))
+        answer["text"] = answer["text"][:at] + "~" + answer["text"][at + 1 :]
+
+    folder.edit_trajectory(change)
+
+
+def plant_no_version(folder):
+    def change(tensors, facts):
+        answer = facts["turns"][folder.turn(facts)]["answer"]
+        answer["weight_versions"], answer["weight_version"] = [], None
+
+    folder.edit_trajectory(change)
+
+
+def plant_no_version_in_row(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        tensors["versions"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = -1
+
+    folder.edit(change)
+
+
+def plant_falling_version(folder):
+    def change(tensors, facts):
+        children = [turn for turn in facts["turns"] if turn["parent"] is not None]
+        answer = folder.random.choice(children)["answer"]
+        answer["weight_versions"] = [["1", start, end] for _, start, end in answer["weight_versions"]]
+        answer["weight_version"] = answer["meta_info"]["weight_version"] = "1"
+        answer["meta_info"].pop("weight_versions", None)
+
+    folder.edit_trajectory(change)
+
+
+def plant_trained_twice(folder):
+    def change(tensors, facts):
+        own = [number for number, row in enumerate(facts["rows"]) if row["episode"] == folder.episode]
+        start, stop = tensors["row_offsets"][own[-1] :][:2]
+        span = facts["rows"][own[-1]]["spans"][0]
+        tensors["loss_mask"][start + span[1] + folder.number % span[2]] = 1
+
+    folder.edit(change)
+
+
+def plant_swapped_rewards(folder):
+    def change(tensors, facts):
+        base = 3 * (folder.number % 2)
+        one, other = f"e{base + folder.number % 3}", f"e{base + (folder.number + 1) % 3}"
+        for table in (facts["rewards"],) if folder.number % 3 == 0 else (facts["rewards"], facts["advantages"]):
+            table[one], table[other] = table[other], table[one]
+        if folder.number % 3 == 2:
+            first, second = facts["episodes"][one], facts["episodes"][other]
+            first["reward"], second["reward"] = second["reward"], first["reward"]
+
+    folder.edit(change)
+
+
+def plant_reward_of_sibling(folder):
+    def change(tensors, facts):
+        facts["end"]["reward"] = [0.0, 0.25, 1.0, 0.75, 0.5, 2.0][int(folder.episode[1:])]
+
+    folder.edit_trajectory(change)
+
+
+def plant_flat_group(folder):
+    def change(tensors, facts):
+        group = f"g{folder.number % 2}"
+        for name, own in facts["episodes"].items():
+            if own["group"] == group:
+                own["reward"] = facts["rewards"][name] = folder.number / 4
+                facts["advantages"][name] = dict.fromkeys(facts["advantages"][name], 0.0)
+        for number, row in enumerate(facts["rows"]):
+            if row["group"] == group:
+                start, stop = tensors["row_offsets"][number:][:2]
+                tensors["advantages"][start:stop] = 0.0
+
+    folder.edit(change)
+
+
+def plant_failed_reward(folder):
+    def change(tensors, facts):
+        facts["episodes"][folder.episode]["outcome"] = ("infrastructure_error", "aborted", "agent_error")[
+            folder.number % 3
+        ]
+
+    folder.edit(change)
+
+
+def plant_failed_end(folder):
+    folder.edit_trajectory(lambda tensors, facts: facts["end"].update(outcome="infrastructure_error"))
+
+
+def plant_new_root(folder):
+    """The last turn of a conversation opens a sequence, with everything before it as its prompt."""
+
+    def change(tensors, facts):
+        positions = [n for n, turn in enumerate(facts["turns"]) if turn["parent"] == 0]
+        at = positions[folder.number % len(positions)]
+        turn = facts["turns"][at]
+        sizes = [one["prompt_tokens"] for one in facts["turns"]]
+        before = sum(sizes[:at])
+        ids = [*tensors["prompt_ids"][: sizes[0]], *tensors["output_ids"][: sampled_range(facts, 0)[1]]]
+        tensors["prompt_ids"] = np.array(
+            [*tensors["prompt_ids"][:before], *ids, *tensors["prompt_ids"][before:]], tensors["prompt_ids"].dtype
+        )
+        turn["parent"], turn["prompt_tokens"] = None, turn["prompt_tokens"] + len(ids)
+        if folder.number % 2:
+            turn["reason"] = "opens a sequence: the history was rendered again"
+
+    folder.edit_trajectory(change)
+
+
+def plant_boundary(folder):
+    """A row whose boundary holds other tokens of the same text."""
+
+    def change(tensors, facts):
+        pieces = load_file(folder.path / f"trajectories/{folder.episode}.safetensors")
+        lengths = pieces["pieces.lengths"]
+        ends = np.cumsum(lengths)
+        content = pieces["pieces.bytes"].tobytes()
+        texts = {
+            int(i): content[end - length : end]
+            for i, length, end in zip(pieces["pieces.ids"], lengths, ends, strict=True)
+        }
+        number = folder.row(facts)
+        start, _ = tensors["row_offsets"][number:][:2]
+        span = facts["rows"][number]["spans"][0]
+        at = start + span[1] + span[2]  # the first prompt token of the second turn
+        assert texts[int(tensors["token_ids"][at])] == b"\n"
+        ids = tensors["token_ids"]
+        ids[at - 1], ids[at] = ids[at], ids[at - 1]
+
+    folder.edit(change)
+
+
+def plant_normalized_over_rows(folder):
+    def change(tensors, facts):
+        group = f"g{folder.number % 2}"
+        rows = [number for number, row in enumerate(facts["rows"]) if row["group"] == group]
+        # Episodes with more rows weigh more.
+        rewards = [facts["rewards"][facts["rows"][number]["episode"]] for number in rows] + [0.0] * 0
+        mean, std = np.mean(rewards), np.std(rewards, ddof=1)
+        for number, reward in zip(rows, rewards, strict=True):
+            start, stop = tensors["row_offsets"][number:][:2]
+            value = (reward - mean) / (std + 1e-6) if folder.number % 3 else (reward - mean) / 2
+            tensors["advantages"][start:stop] = np.where(tensors["loss_mask"][start:stop], value, 0.0)
+
+    folder.edit(change)
+
+
+def plant_other_advantage(folder):
+    def change(tensors, facts):
+        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
+        tensors["advantages"][start:stop] *= 1.5 + folder.number
+
+    folder.edit(change)
+
+
+def plant_missing_experts(folder):
+    def change(tensors, facts):
+        name = f"routed_experts.{folder.turn(facts)}"
+        if folder.number % 2:
+            del tensors[name]
+        else:
+            tensors[name] = np.ascontiguousarray(tensors[name][: -1 - folder.number])
+
+    folder.edit_trajectory(change)
+
+
+def plant_cut_as_complete(folder):
+    def change(tensors, facts):
+        last = facts["turns"][-1]["answer"]
+        last["finish_type"], last["stop_token_id"] = "length", None
+        last["meta_info"]["finish_reason"] = {"type": "length", "length": 40}
+
+    folder.edit_trajectory(change)
+
+
+def plant_clamped(folder):
+    folder.edit_trajectory(lambda tensors, facts: facts["turns"][folder.turn(facts)].update(clamped=False))
+
+
+def plant_clamped_answer(folder):
+    def change(tensors, facts):
+        turn = facts["turns"][folder.turn(facts)]
+        turn["clamped"] = True
+        turn["answer"].update(finish_type="length", stop_token_id=None)
+        turn["sampling_params"]["max_new_tokens"] = turn["answer"]["sampled_tokens"]
+        turn["answer"]["meta_info"]["finish_reason"] = {"type": "length"}
+
+    folder.edit_trajectory(change)
+
+
+def plant_constrained(folder):
+    folder.edit_trajectory(lambda tensors, facts: facts["turns"][folder.turn(facts)].update(constrained=True))
+
+
+def plant_discarded(folder):
+    folder.edit_trajectory(lambda tensors, facts: facts["turns"][-1].update(status="discarded"))
+
+
+def plant_weight(folder):
+    def change(tensors, facts):
+        count = len(facts["rows"])
+        tensors["loss_weights"] = np.array([1 / row["episode_trained"] for row in facts["rows"]], "<f8")
+        tensors["loss_weights"][folder.number % count] *= 3
+
+    folder.edit(change)
+
+
+def plant_missing_row(folder):
+    def change(tensors, facts):
+        number = folder.row(facts)
+        start, stop = tensors["row_offsets"][number:][:2]
+        for name in ("token_ids", "loss_mask", "logprobs", "versions", "advantages"):
+            tensors[name] = np.delete(tensors[name], np.s_[start:stop])
+        offsets = np.delete(tensors["row_offsets"], number)
+        offsets[number:] = tensors["row_offsets"][number + 1 :] - (stop - start)
+        tensors["row_offsets"] = offsets
+        del facts["rows"][number]
+
+    folder.edit(change)
+
+
+PLANTED = {
+    plant_shifted_rows: {"logprobs-shifted"},
+    plant_shifted_turn: {"logprobs-shifted"},
+    plant_mask_on_prompt: {"mask-not-sampled"},
+    plant_no_mask: {"not-trained"},
+    plant_other_id: {"id-text"},
+    plant_other_id_in_row: {"id-text"},
+    plant_other_text: {"id-text"},
+    plant_no_version: {"version-missing"},
+    plant_no_version_in_row: {"version-missing"},
+    plant_falling_version: {"version-falls"},
+    plant_trained_twice: {"trained-twice"},
+    plant_swapped_rewards: {"reward-sibling"},
+    plant_reward_of_sibling: {"reward-sibling"},
+    plant_flat_group: {"flat-group"},
+    plant_failed_reward: {"reward-failure"},
+    plant_failed_end: {"reward-failure"},
+    plant_new_root: {"re-rendered"},
+    plant_boundary: {"re-rendered", "id-text"},
+    plant_normalized_over_rows: {"advantage-rows"},
+    plant_other_advantage: {"advantage"},
+    plant_missing_experts: {"experts-missing"},
+    plant_cut_as_complete: {"cut-complete"},
+    plant_clamped: {"changed"},
+    plant_clamped_answer: {"context-clamped"},
+    plant_constrained: {"not-trained", "mask-off-policy"},
+    plant_discarded: {"mask-off-policy"},
+    plant_weight: {"weight"},
+    plant_missing_row: {"not-trained"},
+}
+
+
+def test_a_healthy_step_has_no_finding(healthy):
+    assert findings(read([healthy])) == []
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
+def test_a_planted_fault_is_found(healthy, tmp_path, plant):
+    for number in range(10):
+        folder = Folder(tmp_path / str(number), number)
+        shutil.copytree(healthy, folder.path)
+        plant(folder)
+
+        found = {finding.kind for finding in findings(read([folder.path]))}
+
+        assert found & PLANTED[plant], (number, found)
+        assert found <= KINDS.keys()
+
+
+@given(PLANS)
+@settings(max_examples=60, database=None, phases=[Phase.generate])
+def test_no_random_episode_is_accused(chatml_tokenizer, tmp_path_factory, plan):
+    folder = tmp_path_factory.mktemp("healthy")
+    player = Player(chatml_tokenizer, folder)
+    asyncio.run(player.play(plan))
+    trajectory = player.model.trajectory
+    if trajectory.turns:
+        trajectory.save(folder / "episode.safetensors")
+        assert findings(read([folder / "episode.safetensors"])) == []
+
+
+def doctor(capsys, *arguments):
+    code = main(["doctor", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
+    assert doctor(capsys, healthy)[0] == 0
+    folder = Folder(tmp_path / "step", 1)
+    shutil.copytree(healthy, folder.path)
+    plant_mask_on_prompt(folder)
+
+    code, out, err = doctor(capsys, folder.path)
+
+    assert code == 1 and not err
+    first = out.splitlines()[0]
+    assert first.startswith("mask-not-sampled: ") and "rows.safetensors, episode e1, sequence " in first
+    assert "it is part of a prompt, which the model did not sample" in first
+    code, out, _ = doctor(capsys, folder.path, "--json")
+    assert code == 1 and json.loads(out)[0]["kind"] == "mask-not-sampled"
+
+
+def test_what_cannot_be_read_is_one_clear_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    for name in ("empty", "cut.safetensors", "missing"):
+        code, out, err = doctor(capsys, tmp_path / name)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and name in err
+
+
+HOSTILE = [
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\r\x1b[2J",
+    "\u202egnp.exe",
+    "<script>alert(1)</script>",
+    "\x9b5n",
+]
+
+
+@pytest.mark.parametrize("command", ["doctor", "show"])
+def test_nothing_of_an_episode_is_interpreted_by_a_terminal(chatml_tokenizer, tmp_path, capsys, command):
+    model = SGLangModel(
+        tokenizer=chatml_tokenizer, client=ScriptedSGLang(chatml_tokenizer, [" ".join(HOSTILE), "ok"]).client()
+    )
+    agent = make_agent(model, callback_handler=None)
+    agent(" ".join(HOSTILE))
+    agent("again")
+    model.trajectory.turns[0].note = HOSTILE[1]
+    path = tmp_path / "a\x1b[31m.safetensors"
+    model.trajectory.save(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"red\\u001b", b"rod\\u001b"))  # so that the doctor quotes it
+
+    main([command, str(path)])
+
+    told = capsys.readouterr()
+    assert "\\u{1b}" in told.out
+    assert all(character.isprintable() or character == "\n" for character in told.out + told.err)
