@@ -62,6 +62,15 @@ class Episode:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     outcome: TerminationReason | None = None
 
+    def __post_init__(self) -> None:
+        """Take an outcome as it stands in files.
+
+        Raises:
+            ValueError: No episode ends this way.
+        """
+        if self.outcome is not None:
+            object.__setattr__(self, "outcome", TerminationReason(self.outcome))
+
 
 class RowsFileError(ValueError):
     """A file holds no training rows, is truncated, or has a version that this library does not know."""

@@ -447,3 +447,9 @@ def test_a_group_that_is_no_data_is_refused(tmp_path):
     with pytest.raises(TypeError, match="the group <object .*> cannot be saved"):
         training_rows(batch(1.0, 0.0, group=object())).save(tmp_path / "rows.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_outcome_may_be_the_text_that_files_have():
+    assert Episode(plain(), 1.0, "g", outcome="infrastructure_error").outcome is TerminationReason.INFRASTRUCTURE_ERROR
+    with pytest.raises(ValueError, match="'tired' is not a valid TerminationReason"):
+        Episode(plain(), 1.0, "g", outcome="tired")
