@@ -13,6 +13,8 @@ from strands_sglang.protocol.generation import Generation
 from support.agents import assistant, user
 from support.recorder import Recorder
 
+torch.set_num_threads(1)  # the model is tiny, and two threads wait for each other on a busy machine
+
 VOCABULARY = 1600
 NORMALIZERS = ("episode_mean", "token_mean", "constant")
 CONSTANT = 64

@@ -49,7 +49,7 @@ def expected(reference, episodes):
 
 @pytest.fixture
 def log(caplog):
-    """The adapter's log: AReaL sets up the root's handlers anew."""
+    """The adapter's log: AReaL sets up the root's handlers again."""
     adapter.logger.addHandler(caplog.handler)
     yield caplog
     adapter.logger.removeHandler(caplog.handler)
