@@ -180,6 +180,8 @@ def model_factory(settings: Settings, base_url: str) -> Callable[[], Any]:
             "top_k": settings.top_k,
             "max_new_tokens": settings.max_new_tokens,
         },
+        # With a finite top_k the server tells which ids each token was sampled from; the trainer needs them.
+        request_fields={"return_sampling_mask": True} if settings.top_k > 0 else {},
         on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
     )
 

@@ -31,6 +31,7 @@ from trl.experimental.async_grpo.packing import TreeRow
 from strands_env.core import StepResult
 from strands_sglang.credit import Episode, TrainingRow, TrainingRows
 from strands_sglang.drift import measure_drift
+from strands_sglang.mismatch import masked_logprobs, under_sampling_mask
 from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
 
 CLIP = 0.2
@@ -41,10 +42,13 @@ PROBE = "What is 98 + 47 - 60? I call the calculator with the expression 98 + 47
 class Watched(AsyncGRPOTrainer):
     """The trainer, with an eye on what it trains.
 
-    Its data loader does not read ahead, and its logprobs before an update are kept with the rows.
+    Its data loader does not read ahead, and its logprobs before an update are kept with the rows. Under top-k, with or
+    without top-p, its logprobs are over the ids that each token was sampled from, as the sampler's are: TRL's own, over
+    the whole vocabulary, would belong to another distribution.
 
     Attributes:
         batch: The rows of the micro-batch under way, with the trainer's logprobs once it has them.
+        gap_without_masks: Largest difference of TRL's own logprobs from the sampler's, under top-k; else NaN.
     """
 
     def __init__(self, *, rollouts: AsyncGRPORollouts, **options: Any) -> None:
@@ -53,15 +57,38 @@ class Watched(AsyncGRPOTrainer):
         self.rollouts = rollouts
         self.batch: list[TrainingRow] = []
         self._samples: list[dict[str, Any]] = []
-        self._log_probs: torch.Tensor | None = None
-        self.model.register_forward_hook(self._keep_log_probs)
+        self.gap_without_masks = math.nan
+        self._terms = torch.zeros(0, dtype=torch.long)  # the packed position that predicts each trained token
+        self._log_probs = torch.zeros(0)
+        self._hidden = torch.zeros(0)
+        self.model.model.register_forward_hook(self._keep_hidden)
+        self.model.register_forward_hook(self._replace_log_probs)
         # Shortly before the gradient is there, sampling continues: the push then interrupts it.
         layers = self.model.model.layers
         layers[len(layers) // 4].register_full_backward_hook(lambda *_: rollouts.next_step())
 
-    def _keep_log_probs(self, module: Any, arguments: Any, output: Any) -> None:
-        if (log_probs := getattr(output, "log_probs", None)) is not None:
-            self._log_probs = log_probs.detach().flatten()
+    def _keep_hidden(self, module: Any, arguments: Any, output: Any) -> None:
+        self._hidden = output.last_hidden_state
+
+    def _replace_log_probs(self, module: Any, arguments: Any, output: Any) -> None:
+        """Give TRL's loss one logprob for each trained token, in order, under its sampling mask if it has one."""
+        if getattr(output, "log_probs", None) is None:
+            return
+        own = output.log_probs.flatten()[self._terms]
+        trained = [(row, at) for row in self.batch for at, mask in enumerate(row.loss_mask) if mask]
+        masks = {id(row): list(row.tokens.sampling_mask.rows()) for row in self.batch if row.tokens.sampling_mask}
+        if masks:
+            sampled = torch.tensor([row.logprobs[at] for row, at in trained])
+            self.gap_without_masks = float((own.detach() - sampled).abs().max())
+            own = masked_logprobs(
+                module.lm_head(self._hidden[0, self._terms]).float(),
+                torch.tensor([row.token_ids[at] for row, at in trained]),
+                [masks[id(row)][at] for row, at in trained],
+                temperature=self.temperature,
+            )
+        output.log_probs = own[None]
+        output.entropy = output.entropy.flatten()[self._terms][None]
+        self._log_probs = own.detach()
 
     def get_train_dataloader(self) -> DataLoader:
         """Return TRL's own loader, without the reading ahead of accelerate's.
@@ -79,16 +106,27 @@ class Watched(AsyncGRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
         """Return the loss; note the logprob of each trained token."""
-        loss = super().compute_loss(model, inputs, **options)
-        assert self._log_probs is not None
-        known = iter(self._log_probs[inputs["token_index"][inputs["token_index"] >= 0]].tolist())
         taken = {id(sample.input_ids): row for sample, row in self.rollouts.taken}
         self.rollouts.taken.clear()
-        self.batch = []
-        for sample in self._samples:
-            row = taken[id(sample["input_ids"])]
-            own = [next(known) if mask else 0.0 for mask in row.loss_mask]
-            self.batch.append(replace(row, trainer_logprobs=own, loss_weight=1.0))
+        rows = [taken[id(sample["input_ids"])] for sample in self._samples]
+        self.batch = [row if row.tokens.sampling_mask is None else under_sampling_mask(row) for row in rows]
+        is_term = inputs["token_index"] >= 0
+        self._terms = inputs["token_index"][is_term]
+        sampled = [value for row in self.batch for value, mask in zip(row.logprobs, row.loss_mask, strict=True) if mask]
+        loss = super().compute_loss(
+            model,
+            {
+                **inputs,
+                "token_index": inputs["token_index"].masked_scatter(is_term, torch.arange(len(self._terms))),
+                "old_log_probs": inputs["old_log_probs"].masked_scatter(is_term, torch.tensor(sampled)),
+            },
+            **options,
+        )
+        known = iter(self._log_probs.tolist())
+        self.batch = [
+            replace(row, trainer_logprobs=[next(known) if mask else 0.0 for mask in row.loss_mask], loss_weight=1.0)
+            for row in self.batch
+        ]
         return loss
 
     def score(self, ids: list[int]) -> torch.Tensor:
@@ -269,6 +307,7 @@ class Recorder(TrainerCallback):
             "gap_mean": mean(fresh),
             "gap_stale_max": max((abs(gap) for gap, age in tokens if age), default=0.0),
             "kl": mean(math.expm1(gap) - gap for gap, _ in tokens),
+            "gap_without_masks": self.trainer.gap_without_masks,
             "clipped": mean(abs(math.expm1(gap)) > CLIP for gap, _ in tokens),
             "push_difference": self.weights.difference,
         }
