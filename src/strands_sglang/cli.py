@@ -165,8 +165,8 @@ def add_tokenizer(command: argparse.ArgumentParser) -> None:
     """Add the option that names the tokenizer of recorded episodes."""
     command.add_argument(
         "--tokenizer",
-        metavar="MODEL",
-        help="the model's Hugging Face folder, or its name on the Hub: measure drift, and show text that files lack",
+        metavar="FOLDER",
+        help="folder of the model's tokenizer: measure drift, and show the text of tokens where files lack it",
     )
 
 
@@ -246,8 +246,7 @@ def view(arguments: argparse.Namespace) -> int:
             from .viewer import PageTooLargeError, render
 
             groups = read(arguments.files, tokenizer=arguments.tokenizer)
-            tokenizer = next((group.facts["tokenizer"] for group in groups if "tokenizer" in group.facts), None)
-            page = render(groups, findings(groups), tokenizer=tokenizer)
+            page = render(groups, findings(groups))
     except (UnreadableError, PageTooLargeError) as error:
         tell(visible(str(error)))
         return WRONG_USAGE

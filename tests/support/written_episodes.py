@@ -242,8 +242,6 @@ def _checker(author, opening, first):
 
 def _episode(name, turns, *, reward, number):
     episode = Episode(name, turns, [], file="step-000012", outcome="task_complete", reward=reward, seconds=3.5 + number)
-    if number == 6:
-        episode.outcome = "aborted"
     parents = {turn.parent for turn in turns}
     trained = set()
     for position, turn in enumerate(turns):
@@ -261,47 +259,60 @@ def _episode(name, turns, *, reward, number):
     return episode
 
 
-def with_credit(group):
-    """Give the sequences of a group advantages, the reward minus the mean, and the weights of an episode mean."""
+def with_credit(group, batch=None):
+    """Give the sequences of a group advantages, the reward minus the mean, and the weights of an episode mean.
+
+    `batch` is the number of episodes in the batch, by default those of the group.
+    """
     mean = np.mean([episode.reward for episode in group.episodes])
     for episode in group.episodes:
         trained = sum(int(sequence.mask.sum()) for sequence in episode.sequences)
         for sequence in episode.sequences:
             kept = sequence.mask > 0
             sequence.advantages = np.where(kept, episode.reward - mean, 0.0)
-            sequence.weights = np.where(kept, 1 / (len(group.episodes) * trained), 0.0)
+            sequence.weights = np.where(kept, 1 / ((batch or len(group.episodes)) * trained), 0.0)
     return group
 
 
-def group_of_jars(image=None):
-    """Eight siblings with rewards, advantages, weights and the trainer's logprobs."""
+def groups_of_jars(image=None):
+    """Eight siblings with rewards, advantages, weights and the trainer's logprobs, and two with equal rewards."""
     vocabulary = Vocabulary()
     episodes = [jars(vocabulary, i, answer=answer, image=image if i == 0 else None) for i, answer in enumerate(ANSWERS)]
-    return with_credit(Group("jars on lorries", episodes, "step", "step-000012", vocabulary.texts, is_scored=True))
+    equal = [jars(vocabulary, i, answer=12096) for i in (8, 10)]
+    return [
+        with_credit(Group(name, own, "step", "step-000012", vocabulary.texts, is_scored=True), batch=10)
+        for name, own in (("jars on lorries", episodes), ("jars again", equal))
+    ]
+
+
+def group_of_jars(image=None):
+    """The eight siblings."""
+    return groups_of_jars(image)[0]
 
 
 def findings_of_jars():
-    """Three findings: at a token, at a turn, and at a group."""
+    """What is wrong with them: at a token, at a turn, and in a group."""
     where = {"file": "step-000012", "group": "jars on lorries"}
+    step = group_of_jars().episodes[3].sequences[0].steps[2]
     return [
         Finding(
             "version-falls",
-            "weight version 12 follows 13 in one sequence",
+            "version 12 sampled these tokens after version 13 had sampled the end of turn 1",
             **where,
             episode="jars-3",
-            turn=1,
+            turn=2,
             sequence=0,
-            token=140,
-            count=6,
+            token=step.sampled,
+            count=step.stop - step.sampled,
         ),
         Finding(
-            "cut-called-complete",
-            "the request was aborted, but the outcome says aborted",
+            "cut-complete",
+            "the server aborted the last request, but the outcome is task_complete",
             **where,
             episode="jars-6",
             turn=2,
         ),
-        Finding("flat-group", "all rewards are equal", **where),
+        Finding("flat-group", "both rewards are 1.0, so the group trains nothing", "step-000012", "jars again"),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..credit import LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
 from ..inspection.records import Episode, Group, SequenceRecord
 from ..trajectory.tokens import TokenManager
-from .stores import fitted
+from .stores import fitted, short_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,7 +77,7 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
     longest = max(map(len, rows))
     batch = Batch(rows, micro_batches=[list(range(len(rows)))], max_length=longest)
     return {
-        "name": file,
+        "name": short_name(file),
         "caption": (
             f"{batch.episodes} episodes in {len(rows)} rows, {batch.trained:,} trained tokens. Weights are those of "
             f"one micro-batch and a maximum length of {longest:,} tokens; advantages are the file's, else the reward "

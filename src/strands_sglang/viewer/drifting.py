@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..drift import find_differences
 from ..inspection.records import Group, SequenceRecord
-from ..templates.encoder import Encoder, get_encoder
+from ..templates.encoder import Encoder
 from .stores import places_of, starts_of
 
 if TYPE_CHECKING:
@@ -45,18 +45,20 @@ class Drifts:
         return {name: getattr(self, name) for name in ("rows", "tokens", "all", "sequences", "cut")}
 
 
-def measure(groups: Sequence[Group], tokenizer: Any) -> Drifts | None:
-    """Measure the drift of all exported sequences; None without a tokenizer."""
+def measure(groups: Sequence[Group]) -> Drifts | None:
+    """Measure the drift of all exported sequences of the groups with a tokenizer; None without any."""
     import numpy as np
 
-    if tokenizer is None:
+    if not any("encoder" in group.facts for group in groups):
         return None
-    encoder = get_encoder(tokenizer)
     found = Drifts()
     number = -1
     for group in groups:
+        encoder: Encoder | None = group.facts.get("encoder")
         for episode in group.episodes:
             number += 1
+            if encoder is None:
+                continue
             starts, length = starts_of(episode)
             marks = np.zeros(length, np.uint8)
             for at, sequence in enumerate(episode.sequences):

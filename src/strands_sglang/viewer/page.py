@@ -14,11 +14,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from ..inspection.records import Finding, Group
 from .blocks import Blocks
 from .payload import page_index
+from .stores import short_name
 
 FRONT = Path(__file__).parent / "front"
 
@@ -36,16 +36,13 @@ class PageTooLargeError(ValueError):
     """The files hold more tokens than a page can show; the message says how many."""
 
 
-def render(
-    groups: Sequence[Group], findings: Sequence[Finding] | None = None, *, title: str = "", tokenizer: Any = None
-) -> str:
+def render(groups: Sequence[Group], findings: Sequence[Finding] | None = None, *, title: str = "") -> str:
     """Return recorded episodes as an HTML page.
 
     Args:
         groups: The episodes, such as `inspection.reading.read` returns.
         findings: What the doctor found; None if nothing was examined.
         title: Title of the page; by default the names of the files.
-        tokenizer: The model's tokenizer, to measure drift with; None for none.
 
     Raises:
         PageTooLargeError: They hold more tokens than a page can show.
@@ -58,9 +55,9 @@ def render(
             f"{tokens:,} tokens are more than the {MOST_TOKENS:,} that a page can show: name fewer files"
         )
     blocks = Blocks()
-    names = dict.fromkeys(Path(group.file).name or group.file for group in groups)
+    names = dict.fromkeys(short_name(group.file) for group in groups)
     title = title or ", ".join([*list(names)[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
-    index = page_index(groups, findings, blocks, tokenizer)
+    index = page_index(groups, findings, blocks)
     blocks.json({"title": title, **index}, "index")
     style = (FRONT / "style.css").read_text(encoding="utf-8")
     script = bundle()

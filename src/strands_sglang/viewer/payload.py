@@ -29,21 +29,18 @@ MOST_IMAGE_BYTES = 8_000_000
 _IMAGE_FORMATS = ("png", "jpeg", "webp", "gif")
 
 
-def page_index(
-    groups: Sequence[Group], findings: Sequence[Finding] | None, blocks: Blocks, tokenizer: Any
-) -> dict[str, Any]:
+def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, blocks: Blocks) -> dict[str, Any]:
     """Return the index of a page, and add what it refers to.
 
     Args:
         groups: The episodes.
         findings: What the doctor found; None if nothing was examined.
         blocks: Where the values go.
-        tokenizer: The model's tokenizer; None for none.
     """
     import numpy as np
 
     page = _Page(blocks)
-    drift = measure(groups, tokenizer)
+    drift = measure(groups)
     entries: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, str], int] = {}

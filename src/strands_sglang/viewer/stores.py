@@ -1,8 +1,9 @@
-"""Where tokens stand: an episode's store holds each token once, turn after turn; sequences are paths through it."""
+"""Where tokens are: an episode's store holds each token once, turn after turn; sequences are paths through it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..inspection.records import Episode, SequenceRecord
@@ -43,3 +44,9 @@ def fitted(values: NDArray[Any], length: int, fill: float) -> NDArray[Any]:
     column = np.full(length, fill, np.float64)
     column[: min(length, len(values))] = values[:length]
     return column
+
+
+def short_name(file: str) -> str:
+    """Return what people call a file: the step for the rows of a step."""
+    path = Path(file)
+    return path.parent.name or path.name if path.name == "rows.safetensors" else path.name or file

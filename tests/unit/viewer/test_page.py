@@ -15,6 +15,7 @@ import pytest
 from strands_sglang import cli
 from strands_sglang.credit import LOSSES
 from strands_sglang.inspection.records import Episode, Finding, Group, Tokens, TurnRecord
+from strands_sglang.templates.encoder import get_encoder
 from strands_sglang.viewer import PageTooLargeError, page as page_module, render
 from support import written_episodes as written
 
@@ -48,7 +49,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def jars():
-    return Page(render([written.group_of_jars()], written.findings_of_jars()))
+    return Page(render(written.groups_of_jars(), written.findings_of_jars()))
 
 
 def test_the_logic_of_the_front_end():
@@ -160,7 +161,7 @@ def test_drift_lists_both_ways_to_encode(chatml_tokenizer):
     steps = episode.steps(0)
     mask = np.r_[np.zeros(len(whole), np.uint8), np.ones(len(apart), np.uint8)]
     episode.sequences.append(written.SequenceRecord(steps, mask))
-    page = Page(render([Group("g", [episode])], [], tokenizer=chatml_tokenizer))
+    page = Page(render([Group("g", [episode], facts={"encoder": get_encoder(chatml_tokenizer)})], []))
     drift = page.index["drift"]
     assert drift["all"] == len(whole) + len(apart)
     assert (drift["tokens"] > 0) == (whole != apart)

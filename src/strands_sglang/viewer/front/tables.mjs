@@ -44,7 +44,7 @@ export class Overview {
     const table = new Table("Episodes", 34, (row) => {
       if (row.group !== undefined) {
         const group = index.groups[row.group];
-        return [[".wide", h("b", {}, group.name), ` · ${count(group.episodes.length)} episodes · `, group.episodes.length > 1 ? h("a", { href: `#siblings-${row.group}` }, "side by side") : "no siblings", group.note ? ` · ${group.note}` : ""]];
+        return [[".wide", "Group ", h("b", {}, group.name), ` · ${count(group.episodes.length)} episodes · `, group.episodes.length > 1 ? h("a", { href: `#siblings-${row.group}` }, "side by side") : "no siblings", group.note ? ` · ${group.note}` : ""]];
       }
       const episode = index.episodes[row.episode];
       return [
@@ -65,8 +65,8 @@ export class Overview {
       "section.overview",
       { "aria-label": "Overview" },
       ...index.notes.map((note) => h("p.note", {}, note)),
-      h("h2", {}, many ? `${count(many)} ${many === 1 ? "finding" : "findings"}` : index.examined ? "No findings" : "Not examined"),
-      many ? findings : h("p.empty", {}, index.examined ? "The doctor found nothing wrong in these files." : "The doctor did not look at these files."),
+      index.examined && h("h2", {}, many ? `${count(many)} ${many === 1 ? "finding" : "findings"}` : "No findings"),
+      index.examined && (many ? findings : h("p.empty", {}, "The doctor found nothing wrong in these files.")),
       h("h2", {}, `${count(index.episodes.length)} ${index.episodes.length === 1 ? "episode" : "episodes"}`),
       table.viewport,
     );
