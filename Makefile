@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs bench bench-full clean
+.PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs screenshots bench bench-full clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -24,6 +24,7 @@ help:
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
+	@echo "make screenshots       the screenshots of docs/guides/viewer.md"
 	@echo "make bench             what requests and agents cost, against other clients (five minutes); bench-full: everything"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
@@ -82,6 +83,9 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zensical build --clean --strict --config-file docs/zensical.toml
+
+screenshots: $(VENV)/.installed-dev
+	@$(BIN)/python tests/docs/screenshots.py
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python benchmarks

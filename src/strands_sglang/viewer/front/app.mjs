@@ -1,6 +1,6 @@
 // The page: what it shows follows the address after #, so every place has a link.
 
-import { PROPERTIES, available } from "./colors.mjs";
+import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Store } from "./data.mjs";
 import { h } from "./dom.mjs";
 import { EpisodeView, sequenceOf } from "./episode.mjs";
@@ -26,9 +26,10 @@ class SiblingsView {
     this.group = h("select", { "aria-label": "Group", onchange: (event) => app.go(`siblings-${event.target.value}`) });
     this.color = h("select", { "aria-label": "Color by", onchange: () => this.open(this.at) });
     this.summary = h("p.caption");
+    this.legend = h("span");
     this.body = h("div.aligned-body");
     this.life = h("p.caption.pointed");
-    this.element = h("section.siblings", { "aria-label": "Siblings" }, h("div.bar", {}, this.group, h("label", {}, "color ", this.color)), this.summary, this.body, this.life);
+    this.element = h("section.siblings", { "aria-label": "Siblings" }, h("div.bar", {}, this.group, h("label", {}, "color ", this.color), this.legend), this.summary, this.body, this.life);
     this.strip = new Siblings(this.body, {
       point: (lane, at) => this.describe(lane, at),
       choose: (lane, at) => app.go(`episode-${this.lanes[lane].episode}-sequence-0-token-${at}`),
@@ -77,6 +78,8 @@ class SiblingsView {
       this.summary.textContent = "This prompt has one episode with tokens; siblings need two.";
       return;
     }
+    const shown = this.lanes.find((lane) => available(lane.columns).includes(this.chosen));
+    this.legend.replaceChildren(...(shown ? [legend(this.chosen, app.index, shown.columns)] : []));
     this.strip.show(this.lanes);
     const more = group.episodes.length - episodes.length;
     this.summary.textContent = this.strip.summary + (more > 0 ? `; ${more} more episodes are not shown here` : "");

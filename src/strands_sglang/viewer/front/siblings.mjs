@@ -63,7 +63,7 @@ export class Siblings {
 
   layOut() {
     const lanes = this.lanes;
-    const width = Math.max(170, Math.floor((this.viewport.clientWidth - 16) / lanes.length));
+    const width = Math.max(148, Math.floor((this.viewport.clientWidth - 16) / lanes.length));
     const limit = Math.max(8, Math.floor((width - 14) / columnWidth(this.viewport)));
     const visibleRows = Math.ceil(this.viewport.clientHeight / ROW_HEIGHT) + 6;
     const most = Math.max(2, Math.floor(MOST_TOKENS / lanes.length / visibleRows));
@@ -107,6 +107,8 @@ export class Siblings {
 
   /** In words: where the siblings differ first. */
   get summary() {
-    return `${count(this.lanes.length)} episodes; the first ${count(this.aligned.at)} tokens are equal in all, the marked row begins at the first difference`;
+    const { at } = this.aligned;
+    if (this.lanes.every((lane) => lane.tokens.length === at)) return `${count(this.lanes.length)} episodes with the same ${count(at)} tokens`;
+    return `${count(this.lanes.length)} episodes; the first ${count(at)} tokens are equal in all, the marked row begins at the first difference`;
   }
 }
