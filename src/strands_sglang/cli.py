@@ -243,9 +243,10 @@ def view(arguments: argparse.Namespace) -> int:
     names = ", ".join(map(str, arguments.files[:3])) + (", ..." if len(arguments.files) > 3 else "")
     try:
         with waiting(f"reading {names}"):
-            from .viewer import PageTooLargeError, render
+            from .viewer import PageTooLargeError, check_size, render
 
             groups = read(arguments.files, tokenizer=arguments.tokenizer)
+            check_size(groups)
             page = render(groups, findings(groups))
     except (UnreadableError, PageTooLargeError) as error:
         tell(visible(str(error)))

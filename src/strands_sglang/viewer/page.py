@@ -47,13 +47,7 @@ def render(groups: Sequence[Group], findings: Sequence[Finding] | None = None, *
     Raises:
         PageTooLargeError: They hold more tokens than a page can show.
     """
-    tokens = sum(
-        len(turn.prompt) + len(turn.sampled) for group in groups for episode in group.episodes for turn in episode.turns
-    )
-    if tokens > MOST_TOKENS:
-        raise PageTooLargeError(
-            f"{tokens:,} tokens are more than the {MOST_TOKENS:,} that a page can show: name fewer files"
-        )
+    check_size(groups)
     blocks = Blocks()
     names = dict.fromkeys(short_name(group.file) for group in groups)
     title = title or ", ".join([*list(names)[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
@@ -76,6 +70,21 @@ def render(groups: Sequence[Group], findings: Sequence[Finding] | None = None, *
     return template.substitute(
         policy=policy, title=html.escape(title), style=style, script=script, blocks="\n".join(blocks.html)
     )
+
+
+def check_size(groups: Sequence[Group]) -> None:
+    """Check that a page can hold the episodes, before anything is derived from them.
+
+    Raises:
+        PageTooLargeError: They hold more tokens than a page can show.
+    """
+    tokens = sum(
+        len(turn.prompt) + len(turn.sampled) for group in groups for episode in group.episodes for turn in episode.turns
+    )
+    if tokens > MOST_TOKENS:
+        raise PageTooLargeError(
+            f"{tokens:,} tokens are more than the {MOST_TOKENS:,} that a page can show: name fewer files"
+        )
 
 
 def bundle() -> str:
