@@ -427,8 +427,7 @@ def _ends(episode: Episode) -> Iterator[Facts]:
             yield {"kind": "cut-complete", "why": why, "turn": turn.number}
     if not turns:
         return
-    root = _root(episode, turns[0])
-    last = [turn for turn in turns if _root(episode, turn) is root][-1]
+    last = turns[-1]
     if episode.outcome == "task_complete" and (last.finish in ("length", "abort") or last.is_cut):
         end = "was aborted" if last.finish == "abort" or last.is_cut else "was cut off at its length"
         yield {
@@ -439,9 +438,3 @@ def _ends(episode: Episode) -> Iterator[Facts]:
     if episode.reward is not None and last.status == "failed" and (last.failure or "").startswith(_INFRASTRUCTURE):
         why = f"the episode has the reward {episode.reward:g}, but its last call failed: {last.failure}"
         yield {"kind": "reward-failure", "why": why, "turn": last.number}
-
-
-def _root(episode: Episode, turn: TurnRecord) -> TurnRecord:
-    while turn.parent is not None:
-        turn = episode.turns[turn.parent]
-    return turn
