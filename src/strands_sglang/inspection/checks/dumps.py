@@ -20,10 +20,33 @@ def check_sample(group: Group, episode: Episode) -> Iterator[Facts]:
     if group.kind != "slime":
         return
     for kind, why in episode.problems:
-        yield {"kind": "structure", "why": why} if kind == "row-turns" else {"kind": kind, "why": why}
+        if kind == "row-turns":
+            yield {"kind": "structure", "why": why}
+    yield from _twice(episode)
     for number, sequence in enumerate(episode.sequences):
         for facts in _sample(group, episode, sequence):
             yield {"sequence": number, **facts}
+
+
+def _twice(episode: Episode) -> Iterator[Facts]:
+    """Find tokens that two samples of a rollout share and both train."""
+    rows = [(np.asarray(one.row["token_ids"]), one.mask > 0) for one in episode.sequences[:64]]
+    for later in range(1, len(rows)):
+        for earlier in range(later):
+            (ids, mask), (other, other_mask) = rows[later], rows[earlier]
+            shared = min(len(ids), len(other))
+            apart = np.flatnonzero(ids[:shared] != other[:shared])
+            shared = int(apart[0]) if len(apart) else shared
+            both = np.flatnonzero(mask[:shared] & other_mask[:shared])
+            if len(both):
+                why = f"sample {earlier} of the same rollout trains it, too"
+                yield {
+                    "kind": "trained-twice",
+                    "why": why,
+                    "sequence": later,
+                    "token": int(both[0]),
+                    "count": len(both),
+                }
 
 
 def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterator[Facts]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ...messages import message_digest
 from ...outcomes import TerminationReason
 from ..formats.evaluations import seal_of
-from ..records import Episode, Group
+from ..records import Episode, Group, SequenceRecord, Writer
+from .rows import shifted
 from .turns import Facts
 
 
@@ -19,6 +22,9 @@ def check_record(group: Group, episode: Episode) -> Iterator[Facts]:
         return
     if record.get("seal") is not None and seal_of(record) != record["seal"]:
         yield _changed(group, episode, record)
+    if record["reward"] is not None and (record.get("reward_error") or record.get("reward_error_is_infrastructure")):
+        told = record.get("reward_error") or "by the infrastructure"
+        yield {"kind": "reward-failure", "why": f"it has the reward {record['reward']}, but scoring failed: {told}"}
     yield from _answers(episode, record)
     tokens = record["observation"].get("tokens") if isinstance(record["observation"], Mapping) else None
     sampled = sum(len(turn.sampled) for turn in episode.turns)
@@ -74,12 +80,51 @@ def _answers(episode: Episode, record: Mapping[str, Any]) -> Iterator[Facts]:
 
 
 def _tokens(episode: Episode, tokens: Mapping[str, Any]) -> Iterator[Facts]:
-    ids, mask = tokens.get("token_ids"), tokens.get("loss_mask")
-    if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
+    """Compare the tokens in a record with the trajectory's sequence of the same conversation."""
+    try:
+        ids, mask = np.asarray(tokens["token_ids"], np.int64), np.asarray(tokens["loss_mask"], np.int64)
+        logprobs = np.array([np.nan if value is None else value for value in tokens["logprobs"]], np.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        yield {"kind": "structure", "why": f"the tokens of its record cannot be read: {error!r}"}
         return
-    for sequence in episode.sequences:
-        own = episode.column(sequence, "ids").astype(int).tolist()
-        if own[: len(ids)] == ids or ids[: len(own)] == own:
-            return
-    if episode.sequences:
-        yield {"kind": "ids", "why": "the tokens in its record are no sequence of its trajectory"}
+    if not len(ids) == len(mask) == len(logprobs):
+        why = f"the record has {len(ids)} token ids, {len(mask)} masks and {len(logprobs)} logprobs"
+        yield {"kind": "structure", "why": why}
+        return
+    leaves = [
+        steps for position in range(len(episode.turns)) if (steps := episode.steps(position))[-1].stop == len(ids)
+    ]
+    paths = [SequenceRecord(steps, np.zeros(len(ids), np.uint8)) for steps in leaves]
+    if not paths:
+        if episode.turns:
+            yield {"kind": "ids", "why": "the tokens of its record are no sequence of its trajectory"}
+        return
+    path = min(paths, key=lambda one: int((episode.column(one, "ids") != ids).sum()))
+    writers, known = episode.column(path, "writers"), episode.column(path, "logprobs")
+    differing = np.flatnonzero(episode.column(path, "ids") != ids)
+    trained = np.zeros(len(ids), bool)
+    for step in path.steps:
+        turn = episode.turns[step.turn]
+        trained[step.sampled : step.stop] = not (turn.is_constrained or turn.is_discarded)
+    stray = np.flatnonzero((mask > 0) & (writers != Writer.MODEL))
+    excluded = np.flatnonzero((mask > 0) & (writers == Writer.MODEL) & ~trained)
+    missing = np.flatnonzero((mask == 0) & trained)
+    given = np.flatnonzero((writers == Writer.MODEL) & (logprobs != known) & ~(np.isnan(logprobs) & np.isnan(known)))
+    where = shifted(logprobs, known, given)
+    for kind, positions, why in (
+        ("id-text", differing, "the token in its record is not that of its trajectory"),
+        ("mask-not-sampled", stray, "its record trains it, but the model did not sample it"),
+        ("mask-off-policy", excluded, "its record trains it, but its answer is constrained or discarded"),
+        ("not-trained", missing, "the model sampled it, but its record does not train it"),
+        (
+            "logprobs" if where is None else "logprobs-shifted",
+            given,
+            f"its logprob is not its own: {where or 'another'}",
+        ),
+    ):
+        if len(positions):
+            at = int(positions[0])
+            step = next(step for step in path.steps if step.start <= at < step.stop)
+            place = {"turn": episode.turns[step.turn].number, "token": at, "count": len(positions)}
+            number = next((n for n, one in enumerate(episode.sequences) if list(one.steps) == list(path.steps)), None)
+            yield {"kind": kind, "why": why, "sequence": number, **place}

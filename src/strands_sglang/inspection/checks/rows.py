@@ -137,7 +137,7 @@ def _row_logprobs(episode: Episode, sequence: SequenceRecord, derived: SequenceR
         return
     first, last = int(different[0]), int(different[-1])
     at = {"turn": _turn_at(episode, sequence, first), "token": first, "count": last - first + 1}
-    where = _shift(given, turns, different[derived.mask[different] > 0])
+    where = shifted(given, turns, different[derived.mask[different] > 0])
     if where is not None:
         why = f"the logprobs from here are those of the token {where} each: shifted by one"
         yield {"kind": "logprobs-shifted", "why": why, **at}
@@ -146,7 +146,7 @@ def _row_logprobs(episode: Episode, sequence: SequenceRecord, derived: SequenceR
     yield {"kind": "logprobs", "why": why, **at}
 
 
-def _shift(given: Any, known: Any, positions: Any) -> str | None:
+def shifted(given: Any, known: Any, positions: Any) -> str | None:
     """Return whose logprobs the tokens at some positions have: "before", "after", or None for neither."""
     for step, where in ((-1, "before"), (1, "after")):
         inside = positions[(positions + step >= 0) & (positions + step < len(known))]

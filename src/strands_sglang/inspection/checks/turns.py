@@ -24,8 +24,8 @@ ALMOST_ALL = 0.9
 def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
     """Check every turn of an episode."""
     for kind, why in episode.problems:
-        if kind not in ("row-turns",):
-            yield {"kind": "structure", "why": why}
+        if kind != "row-turns":
+            yield {"kind": kind, "why": why}
     for turn in episode.turns:
         pieces = episode.facts.get("pieces") or group.vocabulary
         checks = (_tokens(turn, pieces, group), _logprobs(turn), _facts(episode, turn), _experts(episode, turn))
@@ -45,7 +45,9 @@ def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iter
     text = None if turn.text is None else joined(sampled.ids.tolist(), pieces)
     changed = np.zeros(0, np.int64)
     if sampled.seals is not None:
-        changed = np.flatnonzero(seal_ids(sampled.ids) != (sampled.seals & _HIGH))
+        shorter = min(len(sampled), len(sampled.seals))
+        differs = seal_ids(sampled.ids)[:shorter] != (sampled.seals[:shorter] & _HIGH)
+        changed = np.flatnonzero(np.append(differs, [True] * (len(sampled) - shorter)))
     if len(changed):
         first = int(changed[0])
         if turn.text is not None and text is not None and _same(text, turn.text):
@@ -123,6 +125,8 @@ def _logprobs(turn: TurnRecord) -> Iterator[Facts]:
                 why = f"a logprob of {values[bad[0]]:g} is no logarithm of a probability"
                 yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
         return
+    if len(seals) != count:  # other tokens were put in or taken out, which has been told
+        return
     if values is None:
         if count and (seals & _LOW).any():
             yield {"kind": "logprobs", "why": "the sampled tokens have lost their logprobs", "token": 0, "count": count}
@@ -168,6 +172,12 @@ def _facts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
             )
             told.add(kind)
             yield {"kind": kind, "why": why}
+    counted = meta.get("completion_tokens")
+    if answer is not None and not turn.is_resumed and isinstance(counted, int) and counted != len(turn.sampled):
+        why = f"it has {len(turn.sampled)} sampled tokens, but the server reported {counted}"
+        text = None if turn.text is None else joined(turn.sampled.ids.tolist(), episode.facts.get("pieces", {}))
+        kind = "drift" if text is not None and _same(text, turn.text or "") else "id-text"
+        yield {"kind": kind, "why": why}
     seal = turn.facts.get("seal")
     if seal is None or seal == turn.facts["seal_now"]:
         return
@@ -209,6 +219,8 @@ def _restored(episode: Episode, turn: TurnRecord, recorded: Any, was: Mapping[st
     answer = recorded.generation
     if answer is not None:
         yield from _restored_answer(answer, was, fits)
+    if recorded.parent_kept is not None and fits(parent_kept=None):
+        yield "re-rendered", f"only {recorded.parent_kept} tokens of the answer before precede it; all were recorded to"
     others = [other.facts["turn"] for other in episode.turns if "turn" in other.facts]
     now = None if recorded.parent is None else recorded.parent.index
     for parent in (None, *(other.index for other in others if other.index < recorded.index)):

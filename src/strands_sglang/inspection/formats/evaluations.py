@@ -106,5 +106,5 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> tu
         try:
             episode.said = said_in(messages)
         except (KeyError, TypeError, AttributeError) as error:
-            episode.problems.append(("messages", f"its messages are no Strands messages: {error!r}"))
+            episode.problems.append(("structure", f"its messages are no Strands messages: {error!r}"))
     return episode, pieces

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...credit import Episode as Imported
-from ..records import Group
+from ..records import Episode, Group
 from .trajectories import episode_of
 
 
@@ -29,8 +29,15 @@ def read_imported(path: Path) -> list[Group]:
             kind, episodes = _imported(value)
         except ImportError as error:
             raise ImportedFileError(f"{path}{where}: {error}") from error
-        except Exception as error:
-            raise ImportedFileError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        except ImportedFileError as error:
+            raise ImportedFileError(f"{path}{where}: {error}") from error
+        except ValueError as error:  # the file is of this kind, but what it says cannot be
+            lost = Episode(where.strip(", ") or path.stem, [], [], file=str(path))
+            lost.problems.append((_kind(str(error)), str(error)))
+            groups.setdefault(where, Group(where.strip(", "), [], kind="imported", file=str(path))).episodes.append(
+                lost
+            )
+            continue
         for one in episodes:
             name = str(one.group)
             group = groups.setdefault(name, Group(name, [], kind=kind, file=str(path)))
@@ -70,4 +77,14 @@ def _imported(value: Any) -> tuple[str, list[Imported]]:
         from ...trainers.verifiers import from_record
 
         return "verifiers", from_record(value)
-    raise ValueError("no TrainingTrace of OpenEnv, and no episode or trace of verifiers")
+    raise ImportedFileError("no TrainingTrace of OpenEnv, and no episode or trace of verifiers")
+
+
+def _kind(why: str) -> str:
+    """Return the kind of finding that an importer's refusal is, by its words."""
+    words = {
+        "did not sample": "mask-not-sampled",
+        "logprob": "logprobs",
+        "does not begin with the tokens": "re-rendered",
+    }
+    return next((kind for word, kind in words.items() if word in why), "structure")
