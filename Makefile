@@ -37,8 +37,10 @@ rl-demo: $(VENV)/.installed-dev
 
 test: test-unit test-property test-families test-integration test-strands test-trainers test-docs
 
-# What measures CPU time runs alone: two tests at once on two threads of one core slow each other down.
+# What measures CPU time runs alone: two tests at once on two threads of one core slow each other down. tmux comes from
+# the system's packages.
 test-unit: $(VENV)/.installed-dev
+	@command -v tmux >/dev/null || { echo "installing tmux"; apt-get update -qq && apt-get install -y -qq tmux >/dev/null; }
 	$(BIN)/python -m pytest -n 2 --ignore tests/unit/tool_parsers/test_linear_time.py tests/unit
 	$(BIN)/python -m pytest tests/unit/tool_parsers/test_linear_time.py
 

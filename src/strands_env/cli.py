@@ -133,6 +133,21 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     report.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
+    watching = commands.add_parser(
+        "watch",
+        help="show an evaluation or a training run while it is written",
+        usage="strands-env watch DIR [OPTIONS]",
+        description="Show how fast an evaluation runs, when it will be done, its metrics, failures\n"
+        "and slowest episodes, until it is done or Ctrl-C is pressed. DIR may also be a\n"
+        "training run with a metrics.csv. The files are only read. Where standard output\n"
+        "is no terminal, print the state once.",
+        epilog="example:\n  strands-env watch results/qwen3-8b",
+        formatter_class=raw,
+    )
+    watching.set_defaults(run=watch_run)
+    watching.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
+    watching.add_argument("--success-threshold", **_THRESHOLD)
+
     score = commands.add_parser(
         "score",
         help="score the saved episodes of an evaluation with another reward",
@@ -493,6 +508,22 @@ def report_metrics(arguments: argparse.Namespace) -> int:
         return say(as_json(metrics))
     title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
     return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
+
+
+def watch_run(arguments: argparse.Namespace) -> int:
+    """Show a run until it is over; return the exit code."""
+    from .eval import CheckpointError
+    from .watch import watch
+
+    try:
+        view = watch(arguments.folder, success_threshold=arguments.success_threshold)
+    except CheckpointError as error:
+        raise UsageError(error) from error
+    except OSError as error:  # standard output cannot be written
+        return terminal.NO_READER if isinstance(error, BrokenPipeError) else say(code=FAILED)
+    if view is None:
+        raise UsageError(f"{arguments.folder}: neither results of an evaluation nor metrics.csv of a training run")
+    return 0
 
 
 def score_results(arguments: argparse.Namespace) -> int:

@@ -497,21 +497,69 @@ def read_results(path: str | os.PathLike[str]) -> tuple[Run, Results]:
     Raises:
         CheckpointError: The files are missing or damaged.
     """
-    run = read_run(path)
-    file = results_file(path)
-    samples: dict[str, EvalSample | None] = {}
-    for records, is_finished in ((side_file(file, ".failures.jsonl"), False), (file, True)):
-        if records.exists():
-            samples.update(_samples(records, run, is_finished=is_finished))
-    results: Results = {prompt: [] for prompt in run.prompts}
-    for key, (prompt, _) in run.sample_keys.items():
-        sample = samples.get(key)
-        if sample is not None:
-            results[prompt].append(sample)
-    return run, results
+    return ResultsReader(path).read()
 
 
-def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, EvalSample | None]:
+class ResultsReader:
+    """Reads an evaluation that may be running; each time only what was added since."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Set the files; nothing is read yet.
+
+        Args:
+            path: Results file, or its folder.
+        """
+        self.path = Path(path)
+        file = results_file(path)
+        self._files = {side_file(file, ".failures.jsonl"): False, file: True}
+        self._ends = dict.fromkeys(self._files, 0)
+        self._samples: dict[Path, dict[str, EvalSample]] = {one: {} for one in self._files}
+        self._run: Run | None = None
+
+    @property
+    def state(self) -> Any:
+        """Something that equals an earlier state if nothing was added since."""
+        counts = [len(samples) for samples in self._samples.values()]
+        return (*self._ends.values(), *counts, id(self._run))
+
+    def read(self) -> tuple[Run, Results]:
+        """Read what was added, and return the whole, as `read_results` does.
+
+        Raises:
+            CheckpointError: The files are missing or damaged.
+        """
+        run = read_run(self.path)
+        if run != self._run:  # a later run may have more samples
+            self._run = run
+        run = self._run
+        for file, is_finished in self._files.items():
+            if file.exists():
+                self._read_file(file, is_finished)
+        results: Results = {prompt: [] for prompt in run.prompts}
+        failed, finished = self._samples.values()
+        for key, (prompt, _) in run.sample_keys.items():
+            sample = finished.get(key) or failed.get(key)
+            if sample is not None:
+                sample.prompt_id = prompt
+                results[prompt].append(sample)
+        return run, results
+
+    def _read_file(self, file: Path, is_finished: bool) -> None:
+        if file.stat().st_size < self._ends[file]:  # another evaluation has replaced it
+            self._ends[file] = 0
+            self._samples[file].clear()
+        for place, record in read_records(file, self._ends[file]):
+            try:
+                sample = EvalSample.from_record(record, is_finished=is_finished)
+            except ValueError as error:
+                raise CheckpointError(f"{file}, byte {place.start}: damaged: {error}") from error
+            _leave_tokens(sample, place)
+            self._samples[file][sample.key] = sample
+            if place.is_complete:  # else its newline will follow
+                self._ends[file] = place.start + place.length
+
+
+def _samples(path: Path, run: Run) -> dict[str, EvalSample | None]:
     """Return the last sample of each key; None for keys that do not belong to the run."""
     keys = run.sample_keys
     samples: dict[str, EvalSample | None] = {}
@@ -520,7 +568,7 @@ def _samples(path: Path, run: Run, *, is_finished: bool = True) -> dict[str, Eva
             samples[record["key"]] = None
             continue
         try:
-            sample = EvalSample.from_record(record, is_finished=is_finished)
+            sample = EvalSample.from_record(record)
         except ValueError as error:
             raise CheckpointError(f"{path}, line {number}: damaged: {error}") from error
         _leave_tokens(sample, place)
@@ -547,11 +595,12 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The position of a record: its file, and its bytes in the file."""
+    """The position of a record: its file, its bytes in the file, and whether its newline is written, too."""
 
     path: Path
     start: int
     length: int
+    is_complete: bool = True
 
 
 class CheckpointError(Exception):
@@ -735,23 +784,29 @@ def lock_file(path: Path) -> FileLock:
     return lock
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def read_records(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Read the complete records of a results file with their positions. An incomplete last line is ignored.
+
+    Args:
+        path: The file.
+        start: Byte to start from, at the start of a record.
 
     Raises:
         CheckpointError: A line is not a record, or the file cannot be read.
     """
-    path, start = Path(path), 0
+    path, began = Path(path), start
     try:
         with open(path, "rb") as file:
+            file.seek(start)
             for number, line in enumerate(file, 1):
                 try:
                     record = _record_of(line)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         return
-                    raise CheckpointError(f"{path}, line {number}: damaged: {error}") from error
-                yield Place(path, start, len(line)), record
+                    where = f"line {number}" if not began else f"byte {start}"
+                    raise CheckpointError(f"{path}, {where}: damaged: {error}") from error
+                yield Place(path, start, len(line), line.endswith(b"\n")), record
                 start += len(line)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

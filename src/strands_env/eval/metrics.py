@@ -586,7 +586,7 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     }
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
     counted = [f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in counts if name in metrics]
-    return [*table_lines(rows), "", *_wrapped(f"counts: {', '.join(counted)}"), *others]
+    return [*table_lines(rows), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
 
 
 def end_lines(results: Results) -> list[str]:
@@ -597,7 +597,7 @@ def end_lines(results: Results) -> list[str]:
     """
     samples = [sample for row in results.values() for sample in row]
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
-    lines = _wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
+    lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
     for what, those in (
         ("dropped", [sample for sample in samples if not sample.is_finished]),
         ("errored", [sample for sample in samples if sample.is_errored]),
@@ -607,13 +607,13 @@ def end_lines(results: Results) -> list[str]:
             for sample in those
         )
         for cause, count in causes.most_common(_MAX_SHOWN):
-            lines += _wrapped(f"{what}: {count} x {cause}")
+            lines += wrapped(f"{what}: {count} x {cause}")
         if len(causes) > _MAX_SHOWN:
             lines.append(f"{what}: {len(causes) - _MAX_SHOWN} other causes")
     return lines
 
 
-def _wrapped(line: str) -> list[str]:
+def wrapped(line: str) -> list[str]:
     """Wrap a line at 80 columns; further lines are indented."""
     return textwrap.wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
@@ -640,7 +640,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         )
     lines = [*table_lines(rows), ""]
     only = comparison.only_first or comparison.only_second
-    lines += _wrapped(
+    lines += wrapped(
         f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, in B only: {comparison.only_second}"
         f"{'; only those in both are compared' if only else ''}"
     )
@@ -651,11 +651,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     ):
         shown = [f"{task.prompt} {task.first_reward:.4g} -> {task.second_reward:.4g}" for task in those[:_MAX_SHOWN]]
         shown += [f"{len(those) - _MAX_SHOWN} more"] if len(those) > _MAX_SHOWN else []
-        lines += _wrapped(f"{title}: {', '.join(shown)}") if shown else []
+        lines += wrapped(f"{title}: {', '.join(shown)}") if shown else []
     moved = [f"{name} {first} -> {second}" for name, (first, second) in comparison.ends.items() if first != second]
-    lines += _wrapped(f"ends: {', '.join(moved)}") if moved else []
+    lines += wrapped(f"ends: {', '.join(moved)}") if moved else []
     for name, (first, second) in comparison.configuration.items():
-        lines += _wrapped(f"{name}: {first!r:.60} -> {second!r:.60}")
+        lines += wrapped(f"{name}: {first!r:.60} -> {second!r:.60}")
     return lines
 
 

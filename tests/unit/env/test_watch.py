@@ -1,0 +1,236 @@
+"""The live view of evaluations and training runs."""
+
+import asyncio
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from strands_env.cli import main
+from strands_env.eval import CheckpointError, Evaluator, read_results
+from strands_env.eval.checkpoint import ResultsReader
+from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
+from strands_sglang.credit import TrainingRows
+from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from support.environments import StubEnvironment, sample, step_result, tasks
+
+# --- reading what was added ---
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of a finished evaluation with dropped samples, and the bytes of its results."""
+    folder = tmp_path_factory.mktemp("written")
+    results = iter([step_result(1.0), step_result(0.0), step_result(None, reason="infrastructure_error")] * 4)
+    asyncio.run(Evaluator(StubEnvironment(lambda a: next(results)).factory, 3, output_path=folder).run(tasks(4)))
+    return folder
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_reader_sees_what_a_fresh_one_sees(written, tmp_path_factory, data):
+    """Also between the bytes of a record, and after what a killed process left."""
+    folder = tmp_path_factory.mktemp("read")
+    shutil.copy(written / "results.run.json", folder)
+    content = (written / "results.jsonl").read_bytes()
+    reader = ResultsReader(folder)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5))) + [len(content)]:
+        (folder / "results.jsonl").write_bytes(content[:end])
+        assert reader.read() == read_results(folder)
+    (folder / "results.jsonl").write_bytes(content[: len(content) // 3])  # written from the start again
+    assert reader.read() == read_results(folder)
+
+
+def test_samples_of_a_larger_run_are_seen(tmp_path):
+    stub = StubEnvironment()
+    asyncio.run(Evaluator(stub.factory, 1, output_path=tmp_path).run(tasks(2)))
+    reader = ResultsReader(tmp_path)
+    assert sum(map(len, reader.read()[1].values())) == 2
+    asyncio.run(Evaluator(stub.factory, 3, output_path=tmp_path).run(tasks(2)))
+    assert sum(map(len, reader.read()[1].values())) == 6
+
+
+def test_a_damaged_line_is_an_error_with_its_place(written, tmp_path, capsys):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    reader = ResultsReader(tmp_path)
+    reader.read()
+    size = (tmp_path / "results.jsonl").stat().st_size
+    with (tmp_path / "results.jsonl").open("ab") as file:
+        file.write(b"{broken\n")
+    with pytest.raises(CheckpointError, match=f"byte {size}: damaged"):
+        reader.read()
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+# --- what it shows ---
+
+
+def ended(times):
+    return [sample(1.0, ended_at=at) for at in times]
+
+
+@pytest.mark.parametrize(
+    ("times", "missing", "now", "told"),
+    [
+        ([], 4, 100, "no sample yet"),
+        ([None, None], 4, 100, "rate: unknown"),
+        ([90], 4, 100, "last sample 10 s ago"),
+        ([40, 60, 80, 100], 6, 100, "3.0 samples a minute, 2 min left, last sample 0 s ago"),
+        ([40, 60, 80, 100], 6, 160, "1.5 samples a minute, 4 min left, last sample 1 min ago"),
+        ([40, 60, 80, 100], 0, 100, "3.0 samples a minute, last sample 0 s ago"),
+        ([0, 1, 2, 9000, 9030, 9060], 1, 9060, "2.0 samples a minute, 30 s left, last sample 0 s ago"),
+        ([40, 100], 1, 90, "1.0 samples a minute, 1 min left, last sample 0 s ago"),
+        ([40, 100], 1, 9100, "last sample 2 h 30 min ago"),
+    ],
+)
+def test_the_rate_is_that_of_the_last_minutes(times, missing, now, told):
+    assert pace_lines(ended(times), missing, now) == [told]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (90, "2 min"), (3900, "1 h 05 min")])
+def test_durations_are_short(seconds, told):
+    assert duration(seconds) == told
+
+
+def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
+    assert main(["report", str(written)]) == 0
+    report = capsys.readouterr().out.splitlines()
+    assert main(["watch", str(written)]) == 0
+    out = capsys.readouterr().out
+    shown = [line.rstrip() for line in out.splitlines()]
+    assert [line for line in report if line.strip() and line.rstrip() not in shown] == []
+    assert "8/12" in out and "slowest: " in out and max(map(len, shown)) <= 80
+
+
+def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "neither results of an evaluation nor metrics.csv" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
+    shutil.copy(written / "results.run.json", tmp_path)
+    view = EvaluationView(tmp_path)(time.time())
+    assert (view.done, view.total, view.is_over) == (0, 12, False) and view.lines[0] == "no sample yet"
+
+
+def training(folder, rows, *, total=6, torn=""):
+    (folder / "steps").mkdir(exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps({"steps": total}))
+    header = "step,version,reward,kl,seconds,staleness_mean,a_long_name_of_a_metric,another_long_name,more\n"
+    text = "".join(f"{n},{n - 1},{reward},nan,{seconds},0.5,1,2,3\n" for n, reward, seconds in rows)
+    (folder / "metrics.csv").write_text(header + text + torn)
+    return folder
+
+
+def test_a_training_run_is_shown_by_step(tmp_path):
+    folder = training(tmp_path, [(1, 0.25, 60), (2, 0.5, 90), (3, "nan", 30)], torn="4,3,0.")
+    episode = {"group": "g", "reward": None, "turn_rewards": {}, "outcome": "timeout"}
+    rows = TrainingRows([], {"e1": "aborted", "e2": "aborted"}, [], {}, {}, episodes={"e1": episode})
+    (folder / "steps" / "step-000003").mkdir()
+    rows.save(folder / "steps" / "step-000003" / "rows.safetensors")
+    view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
+    text = "\n".join(view.lines)
+    assert (view.done, view.total, view.is_over) == (3, 6, False)
+    assert "1 min a step, 3 min left, last step 5 s ago" in text and "slowest steps: 2 2 min, 1 1 min, 3 30 s" in text
+    assert re.search(r"step +version +reward +staleness_mean +seconds +kl +a_long", text)
+    assert re.search(r"3 +2 +nan +0\.5 +30 +nan", text) and "reward         ▁█   0.25 -> 0.5" in text
+    assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
+    assert max(map(len, view.lines)) <= 80
+
+
+def test_a_finished_or_strange_training_run_is_shown(tmp_path):
+    assert open_run(training(tmp_path, [(1, 1, 1)], total=1))(time.time()).is_over
+    (tmp_path / "settings.json").write_text("[")
+    (tmp_path / "metrics.csv").write_text("")
+    (tmp_path / "steps" / "step-000001").mkdir()
+    (tmp_path / "steps" / "step-000001" / "rows.safetensors").write_bytes(b"torn")
+    view = open_run(tmp_path)(time.time())
+    assert (view.done, view.total) == (0, None) and view.lines[0].startswith("step-000001:")
+
+
+@given(st.text(alphabet="0123456789.,\n nan-", max_size=200))
+def test_any_text_is_read_as_steps(text):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "metrics.csv")
+        path.write_text(text)
+        names, steps = read_steps(path)
+    assert all(set(step) == set(names) for step in steps)
+    assert all(len(line) <= 80 for line in step_table(names, steps))
+
+
+def test_bars_show_values_and_gaps():
+    assert spark([0.0, math.nan, 1.0]) == "▁ █" and spark([math.nan]) == "" and spark([2.0, 2.0]) == "▁▁"
+
+
+# --- in a terminal ---
+
+
+def pane(socket):
+    return subprocess.run(["tmux", "-L", socket, "capture-pane", "-p"], capture_output=True, text=True).stdout
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None and not os.environ.get("CI"), reason="tmux is not installed")
+def test_a_run_is_watched_in_tmux_while_it_is_killed_and_resumed(chatml_tokenizer, tmp_path, capsys):
+    def answer(request):
+        number = int(re.findall(r"What is (\d+)", request.text)[-1])
+        return ScriptedAnswer(rf"\boxed{{{2 * number if number % 3 else 7}}}", latency_s=0.05)
+
+    chatml_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"id": f"t{n}", "question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(12)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, socket = tmp_path / "out", f"watch-{os.getpid()}"
+    results, program = out / "results.jsonl", [sys.executable, "-m", "strands_env.cli"]
+    watching = f"{sys.executable} -m strands_env.cli watch {out}; echo exit code $?; read wait"
+
+    def finished():
+        return results.read_bytes().count(b"\n") if results.exists() else 0
+
+    def has(text):
+        return lambda: text in pane(socket)
+
+    with ScriptedSGLang(chatml_tokenizer, answer).serve() as base_url:
+        command = [
+            *(*program, "eval", "--dataset", tmp_path / "tasks.jsonl", "--env", "calculator", "--base-url", base_url),
+            *("--tokenizer", tmp_path / "tokenizer", "--n-samples", "2", "--concurrency", "1", "--output", out),
+        ]
+        subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "80", "-y", "24", watching], check=True)
+        try:
+            until(has("nothing"), lambda: pane(socket))
+            with subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL) as process:
+                until(lambda: finished() >= 5 or process.poll() is not None, lambda: "no samples")
+                os.kill(process.pid, signal.SIGKILL)
+            with results.open("ab") as file:
+                file.write(b'{"key":"torn')
+            before = {path.name: path.read_bytes() for path in out.iterdir()}
+            assert 5 <= finished() < 24
+            until(has(f"{finished()}/24"), lambda: pane(socket))
+            assert main(["report", str(out)]) == 0
+            value = re.search(r"pass@1 .*", capsys.readouterr().out)[0].rstrip()
+            until(has(value), lambda: f"{value}\n{pane(socket)}")
+            assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+            assert subprocess.run(list(map(str, command)), capture_output=True).returncode == 0
+            until(has("exit code 0"), lambda: pane(socket))
+            shown = pane(socket)
+        finally:
+            subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
+    assert main(["report", str(out)]) == 0
+    report = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in report if line and line not in shown] == [] and "24/24" in shown
