@@ -1,0 +1,177 @@
+"""Write the page and the plots of a study from its files.
+
+    python examples/grpo_cpu/study_report.py OUT --page docs/understand/exactness.md --plot docs/assets/exactness.svg
+
+The text around the tables stays in the page: only what is between the two marks is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+WAYS = ("exact", "openai", "rerendered")
+COLORS = dict(zip(WAYS, ("#1b7837", "#d95f02", "#7570b3"), strict=True))
+START, END = "<!-- written by study_report.py -->", "<!-- end -->"
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""97.5 % quantile of Student's t by number of values, for intervals of 95 %."""
+
+Rows = list[dict[str, float]]
+
+
+def main() -> int:
+    """Write both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--page", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, required=True)
+    options = parser.parse_args()
+    runs = {
+        (way, int(path.stem.rpartition("-")[2])): read(path)
+        for way in WAYS
+        for path in sorted(options.out.glob(f"train-{way}-*.csv"))
+    }
+    drift: dict[tuple[str, str], Rows] = {}
+    for path in sorted(options.out.glob("drift-*.csv")):
+        _, setting, way, _ = path.stem.split("-")
+        drift.setdefault((setting, way), []).extend(read(path))
+    for (way, _), rows in runs.items():
+        drift.setdefault(("base", way), []).append(rows[0])
+    text = "\n".join([*training_table(runs), "", *drift_table(drift), "", *mask_table(options.out / "masks.csv")])
+    page = options.page.read_text(encoding="utf-8")
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    options.page.write_text(f"{before}{START}\n\n{text}\n{END}{after}", encoding="utf-8")
+    plot(runs, drift, options.plot)
+    return 0
+
+
+def read(path: Path) -> Rows:
+    """Return the rows of a file as numbers; NaN for what is empty."""
+    with path.open(newline="") as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    number: Callable[[str], float] = lambda text: float(text == "True") if text in ("True", "False") else float(text)  # noqa: E731
+    return [{name: number(text) if text else math.nan for name, text in row.items()} for row in rows]
+
+
+def shown(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the mean with its interval of 95 % over the seeds."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "-"
+    mean = f"{statistics.fmean(known):{form}}"
+    if len(known) < 2:
+        return mean
+    half = STUDENT_T.get(len(known), 2.0) * statistics.stdev(known) / math.sqrt(len(known))
+    return f"{mean} ± {half:{form.lstrip('+')}}"
+
+
+def training_table(runs: dict[tuple[str, int], Rows]) -> list[str]:
+    """Return the table of the trained runs, by way."""
+    steps = max((len(rows) for rows in runs.values()), default=0)
+    head = [*(f"reward, batch {number}" for number in range(steps)), "held-out rate after", "worst gap", "clipped"]
+    lines = ["| Way | runs | " + " | ".join(head) + " |", "|---|" + "---|" * (len(head) + 1)]
+    for way in WAYS:
+        own = [rows for (name, _), rows in sorted(runs.items()) if name == way]
+        if not own:
+            continue
+        cells = [shown([rows[number]["reward"] for rows in own if len(rows) > number]) for number in range(steps)]
+        cells.append(shown([rows[-1]["held_out"] for rows in own]))
+        cells.append(f"{max(row['max_gap'] for rows in own for row in rows):.1g}")
+        cells.append(f"{statistics.fmean(row['clipped'] for rows in own for row in rows):.1%}")
+        lines.append(f"| `{way}` | {len(own)} | " + " | ".join(cells) + " |")
+    seeds = sorted({seed for _, seed in runs})
+    for way in WAYS[1:]:
+        both = [seed for seed in seeds if (way, seed) in runs and ("exact", seed) in runs]
+        if both:
+            found = [runs[way, seed][-1]["held_out"] - runs["exact", seed][-1]["held_out"] for seed in both]
+            lines += ["", f"Held-out rate of `{way}` minus that of `exact`, by seed: {shown(found, '+.2f')}."]
+    return lines
+
+
+FIGURES = (
+    ("episodes drifted", "drifted", ".0%"),
+    ("with another answer", "other_answers", ".0%"),
+    ("tokens never sampled", "never_sampled", ".1%"),
+    ("mean gap", "mean_gap", ".1g"),
+    ("largest gap", "max_gap", ".1g"),
+    ("KL (k3)", "k3", ".1g"),
+    ("ratio beyond 1 ± 0.2", "outside", ".1%"),
+)
+
+
+def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
+    """Return the table of what drifts before any update."""
+    names = [title for title, _, _ in FIGURES]
+    lines = ["| Setting | Way | episodes | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
+    for setting in dict.fromkeys(["base", *sorted(name for name, _ in drift)]):
+        for way in WAYS:
+            rows = drift.get((setting, way))
+            if not rows:
+                continue
+            count = sum(row["episodes"] for row in rows)
+            cells = []
+            for _, name, form in FIGURES:
+                values = [max(row[name], 0.0) for row in rows]
+                weight = "episodes" if name in ("drifted", "other_answers") else "tokens"
+                total = sum(row[weight] for row in rows)
+                mean = sum(value * row[weight] for value, row in zip(values, rows, strict=True)) / total
+                cells.append(f"{max(values) if name == 'max_gap' else mean:{form}}")
+            lines.append(f"| {setting} | `{way}` | {count:.0f} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def mask_table(path: Path) -> list[str]:
+    """Return the table of what sampling masks remove; empty before it was measured."""
+    if not path.exists():
+        return []
+    lines = ["| Trainer's logprobs | tokens | mean gap | largest gap | KL (k3) |", "|---|---|---|---|---|"]
+    for row in read(path):
+        name = "under the sampling mask" if row["under_mask"] else "over the whole vocabulary"
+        values = " | ".join(f"{max(row[key], 0.0):.1g}" for key in ("mean_gap", "max_gap", "k3"))
+        lines.append(f"| {name} | {row['tokens']:.0f} | {values} |")
+    return lines
+
+
+def plot(runs: dict[tuple[str, int], Rows], drift: dict[tuple[str, str], Rows], path: Path) -> None:
+    """Write three panels: reward by batch, gap by setting, drifted episodes by setting."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "exactness", "font.size": 9})
+    figure, (rewards, gaps, shares) = plt.subplots(1, 3, figsize=(11, 3.2))
+    settings = list(dict.fromkeys(["base", *sorted(name for name, _ in drift)]))
+    for place, way in enumerate(WAYS):
+        own = [rows for (name, _), rows in sorted(runs.items()) if name == way]
+        lines = [[row["reward"] for row in rows] + [rows[-1]["held_out"]] for rows in own]
+        for line in lines:
+            rewards.plot(range(len(line)), line, color=COLORS[way], alpha=0.35, linewidth=1)
+        if lines:
+            mean = [statistics.fmean(column) for column in zip(*lines, strict=True)]
+            rewards.plot(range(len(mean)), mean, color=COLORS[way], label=way, linewidth=2)
+        for axes, name in ((gaps, "mean_gap"), (shares, "other_answers")):
+            values = [
+                statistics.fmean(row[name] for row in drift[setting, way]) if (setting, way) in drift else math.nan
+                for setting in settings
+            ]
+            axes.bar([at + 0.27 * (place - 1) for at in range(len(settings))], values, 0.25, color=COLORS[way])
+    rewards.set(title="reward", xlabel="updates (the last is held out)", ylim=(0, 1))
+    rewards.legend(frameon=False)
+    gaps.set(title="mean |trainer - sampler|, nats", yscale="log")
+    shares.set(title="episodes with an answer trained otherwise", ylim=(0, 1))
+    for axes in (gaps, shares):
+        axes.set_xticks(range(len(settings)), settings)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
