@@ -46,8 +46,18 @@ def _row(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterator[F
     yield from _mask(episode, sequence, derived)
     yield from _row_logprobs(episode, sequence, derived)
     yield from _row_versions(episode, sequence, derived)
+    yield from _ends(episode, sequence)
     if sequence.trainer_logprobs is not None:
         yield from _trainer(episode, sequence, derived)
+
+
+def _ends(episode: Episode, sequence: SequenceRecord) -> Iterator[Facts]:
+    for step, (*_, told) in zip(sequence.steps, sequence.row.get("spans") or (), strict=False):
+        turn = episode.turns[step.turn]
+        ended = turn.finish if step.stop > step.sampled else None
+        if told != ended:
+            why = f"the row says that its answer ended with {told!r}, and its turn with {ended!r}"
+            yield {"kind": "cut-complete" if told == "stop" else "changed", "why": why, "turn": turn.number}
 
 
 def _derived(episode: Episode, sequence: SequenceRecord) -> SequenceRecord | None:

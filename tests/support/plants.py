@@ -1,0 +1,742 @@
+"""Plants faults in healthy files: one function per kind, written from docs/reference/files.md and from what goes wrong.
+
+A function gets a folder, changes one place of one file there, and returns what it did; None if nothing there can have
+the fault. It knows the formats of the files and nothing of what reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+Plant = Callable[[Path, Random], "str | None"]
+
+TRAJECTORY_FAULTS: dict[str, Plant] = {}
+STEP_FAULTS: dict[str, Plant] = {}
+EVALUATION_FAULTS: dict[str, Plant] = {}
+
+
+def into(table: dict[str, Plant]) -> Callable[[Plant], Plant]:
+    def note(plant: Plant) -> Plant:
+        table[plant.__name__] = plant
+        return plant
+
+    return note
+
+
+class Tensors:
+    """A safetensors file that is changed: its tensors, and the JSON in one of them."""
+
+    def __init__(self, path: Path, described: str) -> None:
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        self.path, self.described, self.metadata = path, described, header["__metadata__"]
+        self.tensors = {name: values.copy() for name, values in load_file(path).items()}
+        self.json = json.loads(self.tensors[described].tobytes())
+
+    def save(self) -> None:
+        self.tensors[self.described] = np.frombuffer(json.dumps(self.json).encode(), "uint8")
+        save_file(self.tensors, self.path, self.metadata)
+
+
+class Recorded(Tensors):
+    """A trajectory: where each turn's entries stand in the tensors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "trajectory")
+        self.turns = self.json["turns"]
+        self.answered = [turn for turn in self.turns if turn["answer"] and turn["answer"]["sampled_tokens"]]
+
+    def slice(self, name: str, turn: dict[str, Any]) -> slice:
+        at = 0
+        for other in self.turns:
+            answer = other["answer"] or {}
+            count = {
+                "prompt_ids": other["prompt_tokens"],
+                "output_ids": answer.get("sampled_tokens", 0),
+                "logprobs": answer.get("sampled_tokens", 0) if answer.get("has_logprobs") else 0,
+                "seals": answer.get("sampled_tokens", 0) if answer.get("has_seals") else 0,
+            }[name]
+            if other is turn:
+                return slice(at, at + count)
+            at += count
+        raise ValueError("no such turn")
+
+    def insert(self, name: str, at: int, value: Any) -> None:
+        self.tensors[name] = np.insert(self.tensors[name], at, value).astype(self.tensors[name].dtype)
+
+    def remove(self, name: str, at: int) -> None:
+        self.tensors[name] = np.delete(self.tensors[name], at)
+
+    def pieces(self) -> dict[int, bytes]:
+        ends = np.cumsum(self.tensors["pieces.lengths"])
+        data = self.tensors["pieces.bytes"].tobytes()
+        starts = ends - self.tensors["pieces.lengths"]
+        return {
+            int(token): data[start:end]
+            for token, start, end in zip(self.tensors["pieces.ids"], starts, ends, strict=True)
+        }
+
+    def simple(self, turn: dict[str, Any]) -> bool:
+        """Whether tokens can be added to the turn's answer without changing tensors that this class does not know."""
+        answer = turn["answer"]
+        return not (answer["has_sampling_mask"] or answer.get("has_sampling_logprobs")) and not any(
+            name.startswith("routed_experts") for name in self.tensors
+        )
+
+
+def recorded(folder: Path, random: Random) -> list[Recorded]:
+    paths = sorted(folder.rglob("*.safetensors"))
+    paths = [path for path in paths if path.name != "rows.safetensors"]
+    random.shuffle(paths)
+    return [Recorded(path) for path in paths]
+
+
+def in_a_turn(
+    folder: Path, random: Random, fits: Callable[[Recorded, dict[str, Any]], bool], change: Callable[..., Any]
+) -> str | None:
+    """Change one answered turn that fits, of any trajectory in the folder."""
+    for file in recorded(folder, random):
+        turns = [turn for turn in file.answered if fits(file, turn)]
+        if turns:
+            turn = random.choice(turns)
+            what = change(file, turn)
+            file.save()
+            return f"{file.path.name}, turn {turn['index']}: {what or ''}"
+    return None
+
+
+def has_logprobs(file: Recorded, turn: dict[str, Any]) -> bool:
+    return bool(turn["answer"]["has_logprobs"]) and turn["answer"]["sampled_tokens"] > 2
+
+
+@into(TRAJECTORY_FAULTS)
+def logprobs_shifted_by_one(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        by = random.choice([-1, 1])
+        where = file.slice("logprobs", turn)
+        file.tensors["logprobs"][where] = np.roll(file.tensors["logprobs"][where], by)
+        return f"by {by}"
+
+    def differ(file: Recorded, turn: dict[str, Any]) -> bool:
+        return has_logprobs(file, turn) and len(set(file.tensors["logprobs"][file.slice("logprobs", turn)])) > 1
+
+    return in_a_turn(folder, random, differ, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def prompt_token_called_sampled(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        last = file.slice("prompt_ids", turn).stop - 1
+        token = file.tensors["prompt_ids"][last]
+        for name, value in (("output_ids", token), ("logprobs", -0.5), ("seals", 7)):
+            where = file.slice(name, turn)
+            if where.stop > where.start:
+                file.insert(name, where.start, value)
+        file.remove("prompt_ids", last)
+        turn["prompt_tokens"] -= 1
+        turn["answer"]["sampled_tokens"] += 1
+
+    return in_a_turn(folder, random, lambda file, turn: file.simple(turn) and turn["prompt_tokens"] > 2, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def sampled_token_called_prompt(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        first = file.slice("output_ids", turn).start
+        token = file.tensors["output_ids"][first]
+        for name in ("output_ids", "logprobs", "seals"):
+            where = file.slice(name, turn)
+            if where.stop > where.start:
+                file.remove(name, where.start)
+        file.insert("prompt_ids", file.slice("prompt_ids", turn).stop, token)
+        turn["prompt_tokens"] += 1
+        turn["answer"]["sampled_tokens"] -= 1
+
+    return in_a_turn(
+        folder, random, lambda file, turn: file.simple(turn) and turn["answer"]["sampled_tokens"] > 2, change
+    )
+
+
+@into(TRAJECTORY_FAULTS)
+def id_changed(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        where = file.slice("output_ids", turn)
+        at = random.randrange(where.start, where.stop)
+        pieces = file.pieces()
+        old = int(file.tensors["output_ids"][at])
+        file.tensors["output_ids"][at] = random.choice([token for token in pieces if pieces[token] != pieces.get(old)])
+        return f"token {at - where.start}"
+
+    return in_a_turn(folder, random, lambda file, turn: True, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def text_changed(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        text = turn["answer"]["text"]
+        at = random.randrange(len(text))
+        turn["answer"]["text"] = text[:at] + ("x" if text[at] != "x" else "y") + text[at + 1 :]
+
+    return in_a_turn(folder, random, lambda file, turn: bool(turn["answer"]["text"]), change)
+
+
+@into(TRAJECTORY_FAULTS)
+def prompt_id_changed(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        where = file.slice("prompt_ids", turn)
+        at = random.randrange(where.start, where.stop)
+        old = int(file.tensors["prompt_ids"][at])
+        file.tensors["prompt_ids"][at] = random.choice([token for token in file.pieces() if token != old])
+
+    return in_a_turn(folder, random, lambda file, turn: turn["prompt_tokens"] > 0, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def version_missing(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        turn["answer"] |= {"weight_version": None, "weight_versions": []}
+
+    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["weight_version"] is not None, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def version_falls(folder: Path, random: Random) -> str | None:
+    for file in recorded(folder, random):
+        if len(file.answered) < 2:
+            continue
+        at = random.randrange(1, len(file.answered))
+        for number, turn in enumerate(file.answered):
+            version = "3" if number == at else "9" if number < at else "12"
+            answer = turn["answer"]
+            answer["weight_version"] = version
+            answer["weight_versions"] = [[version, *span[1:]] for span in answer["weight_versions"]]
+        file.save()
+        return f"{file.path.name}, turn {file.answered[at]['index']}"
+    return None
+
+
+@into(TRAJECTORY_FAULTS)
+def boundary_rendered_again(folder: Path, random: Random) -> str | None:
+    """The prompt behind an answer begins with the answer's last token, as if the history had been rendered again."""
+
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        parent = file.turns[turn["parent"]]
+        last = file.tensors["output_ids"][file.slice("output_ids", parent).stop - 1]
+        file.insert("prompt_ids", file.slice("prompt_ids", turn).start, last)
+        turn["prompt_tokens"] += 1
+
+    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
+        return turn["parent"] is not None and file.turns[turn["parent"]] in file.answered and file.simple(turn)
+
+    return in_a_turn(folder, random, fits, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def encoded_again(folder: Path, random: Random) -> str | None:
+    """A sampled token becomes two others of the same text, as when text is encoded again."""
+
+    def splits(file: Recorded, turn: dict[str, Any]) -> list[tuple[int, int, int]]:
+        pieces = file.pieces()
+        ids = {piece: token for token, piece in pieces.items() if piece}
+        where = file.slice("output_ids", turn)
+        return [
+            (at, ids[piece[:cut]], ids[piece[cut:]])
+            for at in range(where.start, where.stop)
+            if (piece := pieces.get(int(file.tensors["output_ids"][at]), b""))
+            for cut in range(1, len(piece))
+            if piece[:cut] in ids and piece[cut:] in ids
+        ]
+
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        at, left, right = random.choice(splits(file, turn))
+        inside = at - file.slice("output_ids", turn).start
+        for name in ("logprobs", "seals"):
+            where = file.slice(name, turn)
+            if where.stop > where.start:
+                file.insert(name, where.start + inside, file.tensors[name][where.start + inside])
+        file.tensors["output_ids"][at] = right
+        file.insert("output_ids", at, left)
+        turn["answer"]["sampled_tokens"] += 1
+
+    return in_a_turn(folder, random, lambda file, turn: file.simple(turn) and bool(splits(file, turn)), change)
+
+
+@into(TRAJECTORY_FAULTS)
+def rows_of_experts_missing(folder: Path, random: Random) -> str | None:
+    for file in recorded(folder, random):
+        names = sorted(name for name in file.tensors if name.startswith("routed_experts."))
+        if names:
+            name = random.choice(names)
+            if len(names) > 1 and random.random() < 0.5:
+                del file.tensors[name]
+            else:
+                file.tensors[name] = file.tensors[name][: -random.randint(1, 3)].copy()
+            file.save()
+            return f"{file.path.name}: {name}"
+    return None
+
+
+@into(TRAJECTORY_FAULTS)
+def cut_answer_called_complete(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        turn["answer"]["finish_type"] = "stop"
+        if turn["status"] == "cut":
+            turn["status"] = "answered"
+
+    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["finish_type"] in ("length", "abort"), change)
+
+
+@into(TRAJECTORY_FAULTS)
+def end_of_answer_lost(folder: Path, random: Random) -> str | None:
+    """The answer says that it stopped at a token, and the token is not there."""
+
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        for name in ("output_ids", "logprobs", "seals"):
+            where = file.slice(name, turn)
+            if where.stop > where.start:
+                file.remove(name, where.stop - 1)
+        turn["answer"]["sampled_tokens"] -= 1
+
+    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
+        answer = turn["answer"]
+        return answer["finish_type"] == "stop" and answer["sampled_tokens"] > 2 and file.simple(turn)
+
+    return in_a_turn(folder, random, fits, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def context_clamped(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        turn["clamped"] = True
+        turn["answer"]["finish_type"] = "length"
+
+    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["finish_type"] == "stop", change)
+
+
+@into(TRAJECTORY_FAULTS)
+def logprob_not_a_logprob(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        where = file.slice("logprobs", turn)
+        value = random.choice([float("nan"), float("-inf"), 0.7])
+        file.tensors["logprobs"][random.randrange(where.start, where.stop)] = value
+        return str(value)
+
+    return in_a_turn(folder, random, has_logprobs, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def untrained_answer_called_trained(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        if turn["status"] == "discarded":
+            turn["status"] = "final"
+            return "discarded"
+        name = "constrained" if turn["constrained"] else "is_auxiliary"
+        turn[name] = False
+        return name
+
+    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
+        return turn["constrained"] or turn["is_auxiliary"] or turn["status"] == "discarded"
+
+    return in_a_turn(folder, random, fits, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def trained_answer_called_untrained(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        name = random.choice(["constrained", "is_auxiliary"])
+        turn[name] = True
+        return name
+
+    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
+        return not (turn["constrained"] or turn["is_auxiliary"] or turn["status"] == "discarded")
+
+    return in_a_turn(folder, random, fits, change)
+
+
+@into(TRAJECTORY_FAULTS)
+def wrong_parent(folder: Path, random: Random) -> str | None:
+    def others(file: Recorded, turn: dict[str, Any]) -> list[int]:
+        earlier = range(file.turns.index(turn))
+        return [at for at in earlier if file.turns[at] in file.answered and at != turn["parent"]]
+
+    def change(file: Recorded, turn: dict[str, Any]) -> None:
+        turn["parent"] = random.choice(others(file, turn))
+
+    return in_a_turn(folder, random, lambda file, turn: bool(others(file, turn)), change)
+
+
+@into(TRAJECTORY_FAULTS)
+def infrastructure_rewarded(folder: Path, random: Random) -> str | None:
+    for file in recorded(folder, random):
+        if file.json["end"] and file.json["end"]["outcome"] != "infrastructure_error":
+            file.json["end"] |= {"outcome": "infrastructure_error", "reward": random.choice([0.0, 1.0])}
+            file.save()
+            return file.path.name
+    return None
+
+
+@into(TRAJECTORY_FAULTS)
+def reward_changed(folder: Path, random: Random) -> str | None:
+    for file in recorded(folder, random):
+        if file.json["end"] and file.json["end"]["reward"] is not None:
+            file.json["end"]["reward"] += 0.5
+            file.save()
+            return file.path.name
+    return None
+
+
+class Rows(Tensors):
+    """The rows of a training step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(next(iter(sorted(folder.rglob("rows.safetensors")))), "description")
+        self.offsets = [int(at) for at in self.tensors["row_offsets"]]
+        self.rows = self.json["rows"]
+
+    def slice(self, number: int) -> slice:
+        return slice(self.offsets[number], self.offsets[number + 1])
+
+    def of_episode(self, name: str) -> list[int]:
+        return [number for number, row in enumerate(self.rows) if row["episode"] == name]
+
+    def positions(self, number: int, mask: int) -> list[int]:
+        where = self.slice(number)
+        return [at for at in range(where.start, where.stop) if self.tensors["loss_mask"][at] == mask]
+
+    def several(self) -> list[str]:
+        """Episodes of several rows."""
+        names = list(dict.fromkeys(row["episode"] for row in self.rows))
+        return [name for name in names if len(self.of_episode(name)) > 1]
+
+
+def row_fault(change: Callable[[Rows, Random], str | None]) -> Plant:
+    def plant(folder: Path, random: Random) -> str | None:
+        file = Rows(folder)
+        what = change(file, random)
+        if what is not None:
+            file.save()
+        return what
+
+    plant.__name__ = change.__name__
+    return into(STEP_FAULTS)(plant)
+
+
+@row_fault
+def row_logprobs_shifted_by_one(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    by = random.choice([-1, 1])
+    where = file.slice(number)
+    file.tensors["logprobs"][where] = np.roll(file.tensors["logprobs"][where], by)
+    return f"row {number} by {by}"
+
+
+@row_fault
+def trained_logprobs_shifted_by_one(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    at = file.positions(number, 1)
+    if len(set(file.tensors["logprobs"][at])) < 2:
+        return None
+    file.tensors["logprobs"][at] = np.roll(file.tensors["logprobs"][at], 1)
+    return f"row {number}"
+
+
+@row_fault
+def mask_on_a_prompt_token(file: Rows, random: Random) -> str | None:
+    """A token of the prompt or of a tool result is trained."""
+    number = random.randrange(len(file.rows))
+    free = file.positions(number, 0)
+    at = random.choice(free)
+    file.tensors["loss_mask"][at] = 1
+    file.tensors["logprobs"][at] = -0.5
+    file.tensors["advantages"][at] = file.tensors["advantages"][file.positions(number, 1)[0]]
+    file.tensors["versions"][at] = file.tensors["versions"][file.positions(number, 1)[-1]]
+    return f"row {number}, token {at - file.offsets[number]}"
+
+
+@row_fault
+def sampled_token_without_mask(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    at = random.choice(file.positions(number, 1))
+    for name in ("loss_mask", "logprobs", "advantages"):
+        file.tensors[name][at] = 0
+    return f"row {number}, token {at - file.offsets[number]}"
+
+
+@row_fault
+def row_id_changed(file: Rows, random: Random) -> str | None:
+    at = random.randrange(file.offsets[-1])
+    file.tensors["token_ids"][at] = int(file.tensors["token_ids"][at]) + random.choice([1, -1]) or 1
+    return f"token {at}"
+
+
+@row_fault
+def row_version_missing(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    at = [at for at in file.positions(number, 1) if file.tensors["versions"][at] >= 0]
+    if not at:
+        return None
+    file.tensors["versions"][random.choice(at)] = -1
+    return f"row {number}"
+
+
+@row_fault
+def row_version_falls(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    at = file.positions(number, 1)
+    if len(at) < 2:
+        return None
+    file.json["versions"] += ["90", "80"]
+    file.tensors["versions"][at] = len(file.json["versions"]) - 2
+    file.tensors["versions"][at[random.randrange(1, len(at)) :]] += 1
+    return f"row {number}"
+
+
+@row_fault
+def trained_twice(file: Rows, random: Random) -> str | None:
+    """Two rows train the tokens that they share."""
+    for name in random.sample(file.several(), len(file.several())):
+        first, second = file.of_episode(name)[:2]
+        ids = file.tensors["token_ids"]
+        for offset in range(min(file.slice(n).stop - file.slice(n).start for n in (first, second))):
+            mine, other = file.offsets[first] + offset, file.offsets[second] + offset
+            if ids[mine] != ids[other]:
+                break
+            if file.tensors["loss_mask"][mine] != file.tensors["loss_mask"][other]:
+                source, target = (mine, other) if file.tensors["loss_mask"][mine] else (other, mine)
+                for column in ("loss_mask", "logprobs", "advantages", "versions"):
+                    file.tensors[column][target] = file.tensors[column][source]
+                return f"{name}, token {offset}"
+    return None
+
+
+def siblings(file: Rows, random: Random) -> tuple[str, str] | None:
+    """Two episodes of a group with different rewards."""
+    by_group: dict[str, list[str]] = {}
+    for name, facts in file.json["episodes"].items():
+        if facts["reward"] is not None and name in file.json["rewards"]:
+            by_group.setdefault(json.dumps(facts["group"]), []).append(name)
+    pairs = [
+        (left, right)
+        for names in by_group.values()
+        for left in names
+        for right in names
+        if file.json["rewards"][left] != file.json["rewards"][right]
+    ]
+    return random.choice(pairs) if pairs else None
+
+
+@row_fault
+def reward_on_the_wrong_sibling(file: Rows, random: Random) -> str | None:
+    pair = siblings(file, random)
+    if pair is None:
+        return None
+    left, right = pair
+    rewards, facts = file.json["rewards"], file.json["episodes"]
+    rewards[left], rewards[right] = rewards[right], rewards[left]
+    facts[left]["reward"], facts[right]["reward"] = facts[right]["reward"], facts[left]["reward"]
+    return f"{left} and {right}"
+
+
+@row_fault
+def advantages_on_the_wrong_sibling(file: Rows, random: Random) -> str | None:
+    pair = siblings(file, random)
+    if pair is None or not all(file.of_episode(name) for name in pair):
+        return None
+    values = [file.tensors["advantages"][file.positions(file.of_episode(name)[0], 1)[0]] for name in pair]
+    if values[0] == values[1]:
+        return None
+    for name, value in zip(pair, reversed(values), strict=True):
+        for number in file.of_episode(name):
+            file.tensors["advantages"][file.positions(number, 1)] = value
+    return f"{pair}"
+
+
+@row_fault
+def group_without_variance(file: Rows, random: Random) -> str | None:
+    pair = siblings(file, random)
+    if pair is None:
+        return None
+    group = file.json["episodes"][pair[0]]["group"]
+    for name, facts in file.json["episodes"].items():
+        if facts["group"] == group and name in file.json["rewards"]:
+            facts["reward"] = file.json["rewards"][name] = 1.0
+            for number in file.of_episode(name):
+                file.tensors["advantages"][file.slice(number)] = 0.0
+    return str(group)
+
+
+@row_fault
+def infrastructure_failure_rewarded(file: Rows, random: Random) -> str | None:
+    names = [row["episode"] for row in file.rows if row["episode"] in file.json["episodes"]]
+    name = random.choice(names)
+    file.json["episodes"][name]["outcome"] = "infrastructure_error"
+    return name
+
+
+@row_fault
+def advantages_over_rows(file: Rows, random: Random) -> str | None:
+    """The baseline counts an episode of two rows twice."""
+    changed = None
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(file.rows):
+        groups.setdefault(json.dumps(row["group"]), []).append(number)
+    for name, numbers in groups.items():
+        rewards = [file.json["rewards"][file.rows[number]["episode"]] for number in numbers]
+        if len({file.rows[number]["episode"] for number in numbers}) == len(numbers) or len(set(rewards)) < 2:
+            continue
+        for number, reward in zip(numbers, rewards, strict=True):
+            value = reward - sum(rewards) / len(rewards)
+            if file.json["settings"].get("normalize_std"):
+                value /= np.std(rewards, ddof=1) + 1e-6
+            at = file.positions(number, 1)
+            if not np.allclose(file.tensors["advantages"][at], value):
+                changed = f"group {name}"
+            file.tensors["advantages"][at] = value
+    return changed
+
+
+@row_fault
+def advantage_divided_by_rows(file: Rows, random: Random) -> str | None:
+    names = [
+        name for name in file.several() if file.tensors["advantages"][file.positions(file.of_episode(name)[0], 1)].any()
+    ]
+    if not names:
+        return None
+    name = random.choice(names)
+    for number in file.of_episode(name):
+        file.tensors["advantages"][file.slice(number)] /= len(file.of_episode(name))
+    return name
+
+
+@row_fault
+def advantage_of_the_other_sign(file: Rows, random: Random) -> str | None:
+    numbers = [
+        number for number in range(len(file.rows)) if file.tensors["advantages"][file.positions(number, 1)].any()
+    ]
+    if not numbers:
+        return None
+    number = random.choice(numbers)
+    file.tensors["advantages"][file.slice(number)] *= -1
+    return f"row {number}"
+
+
+@row_fault
+def row_untrained(file: Rows, random: Random) -> str | None:
+    name = random.choice([row["episode"] for row in file.rows])
+    number = file.of_episode(name)[-1]
+    for column in ("loss_mask", "logprobs", "advantages"):
+        file.tensors[column][file.slice(number)] = 0
+    return f"row {number}, the last of {name}"
+
+
+@row_fault
+def row_missing(file: Rows, random: Random) -> str | None:
+    if len(file.rows) < 2:
+        return None
+    number = random.randrange(len(file.rows))
+    where = file.slice(number)
+    for column, values in list(file.tensors.items()):
+        if len(values) == file.offsets[-1] and column not in ("row_offsets", "description"):
+            file.tensors[column] = np.delete(values, where)
+    if "loss_weights" in file.tensors:
+        file.tensors["loss_weights"] = np.delete(file.tensors["loss_weights"], number)
+    lengths = np.delete(np.diff(file.offsets), number)
+    file.tensors["row_offsets"] = np.asarray([0, *np.cumsum(lengths)], "int64")
+    return f"row {number} of {file.rows.pop(number)['episode']}"
+
+
+@row_fault
+def row_logprob_not_a_logprob(file: Rows, random: Random) -> str | None:
+    number = random.randrange(len(file.rows))
+    file.tensors["logprobs"][random.choice(file.positions(number, 1))] = random.choice([float("nan"), 0.3])
+    return f"row {number}"
+
+
+@row_fault
+def cut_turn_called_complete(file: Rows, random: Random) -> str | None:
+    spans = [span for row in file.rows for span in row["spans"] if span[3] in ("length", "abort")]
+    if not spans:
+        return None
+    random.choice(spans)[3] = "stop"
+    return "a span"
+
+
+@row_fault
+def turn_of_another_call(file: Rows, random: Random) -> str | None:
+    rows = [row for row in file.rows if len(row["spans"]) > 1]
+    if not rows:
+        return None
+    row = random.choice(rows)
+    row["spans"][-1][1] += 1
+    row["spans"][-1][2] -= 1
+    return row["episode"]
+
+
+@into(STEP_FAULTS)
+def trajectories_exchanged(folder: Path, random: Random) -> str | None:
+    file = Rows(folder)
+    pair = siblings(file, random)
+    if pair is None:
+        return None
+    left, right = (next(folder.rglob(f"trajectories/{name}.safetensors")) for name in pair)
+    ours, theirs = left.read_bytes(), right.read_bytes()
+    left.write_bytes(theirs)
+    right.write_bytes(ours)
+    return f"{left.name} and {right.name}"
+
+
+def records(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    path = next(iter(sorted(folder.rglob("results.jsonl"))))
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def save_records(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@into(EVALUATION_FAULTS)
+def rewards_exchanged(folder: Path, random: Random) -> str | None:
+    path, lines = records(folder)
+    pairs = [
+        (left, right)
+        for left in lines
+        for right in lines
+        if left["prompt_id"] == right["prompt_id"] and left["reward"] != right["reward"] and left["reward"] is not None
+    ]
+    if not pairs:
+        return None
+    left, right = random.choice(pairs)
+    for name in ("reward", "reward_info"):
+        left[name], right[name] = right[name], left[name]
+    save_records(path, lines)
+    return f"{left['key']} and {right['key']}"
+
+
+@into(EVALUATION_FAULTS)
+def infrastructure_counted(folder: Path, random: Random) -> str | None:
+    path, lines = records(folder)
+    line = random.choice([line for line in lines if line["reward"] is not None])
+    line["termination_reason"] = "infrastructure_error"
+    save_records(path, lines)
+    return str(line["key"])
+
+
+@into(EVALUATION_FAULTS)
+def files_exchanged(folder: Path, random: Random) -> str | None:
+    paths = sorted(folder.rglob("*.safetensors"))
+    if len(paths) < 2:
+        return None
+    left, right = random.sample(paths, 2)
+    ours, theirs = left.read_bytes(), right.read_bytes()
+    if ours == theirs:
+        return None
+    left.write_bytes(theirs)
+    right.write_bytes(ours)
+    return f"{left.name} and {right.name}"
