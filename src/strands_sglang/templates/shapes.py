@@ -6,8 +6,8 @@ is kept, and later texts are filled in.
 
 This is exact, because a hole can only be written. A template that reads one (compares, measures, searches, cuts or
 encodes it) raises `HoleReadError`, and its shape is not used. A hole is a string to `is string`, but no function takes
-it for one, so that code outside the template cannot read it either. Two facts about the texts may be used: they are not
-empty, and they have no white space at their ends.
+it for one, so that code outside the template cannot read it either. A text may be stripped, which is done when it is
+filled in, and one fact about the texts may be used: they hold more than white space.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ Part = str | int
 
 NOW = -1
 """The hole for the current time, whose text changes between renders."""
+
+
+class Stripped(int):
+    """The number of a hole whose text is written without the white space at its ends."""
 
 
 class HoleReadError(BaseException):
@@ -61,10 +65,10 @@ class Hole:
         yield
 
     def strip(self, characters: str | None = None) -> Hole:
-        """Return the text itself: it has no white space at its ends."""
-        if characters is not None or not all(isinstance(part, int) for part in (self.parts[0], self.parts[-1])):
+        """Return one text without the white space at its ends."""
+        if characters is not None or len(self.parts) != 1 or isinstance(self.parts[0], str):
             _read(self)
-        return self
+        return Hole(Stripped(self.parts[0]))
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse all other methods of strings."""
@@ -128,9 +132,14 @@ def with_holes(template: Any, source: str) -> Callable[[Mapping[str, Any]], Rend
 
 def filled(parts: Sequence[Part], texts: Sequence[str]) -> str:
     """Return the text of parts whose holes are filled."""
-    return "".join([part if isinstance(part, str) else texts[part] for part in parts])
+    return "".join(
+        [
+            part if isinstance(part, str) else texts[part].strip() if type(part) is Stripped else texts[part]
+            for part in parts
+        ]
+    )
 
 
 def can_fill(text: str) -> bool:
-    """Whether a text has the properties that a template may rely on: it is not empty, and has no space at its ends."""
-    return type(text) is str and text != "" and not text[0].isspace() and not text[-1].isspace()
+    """Whether a text has the property that a template may rely on: it holds more than white space."""
+    return type(text) is str and text != "" and not text.isspace()
