@@ -166,6 +166,7 @@ class SGLangClient:
         cancel_signal: threading.Event | Cancellation | None = None,
         on_partial: Callable[[dict[str, Any]], None] | None = None,
         deadline: float | None = None,
+        flat_logprobs: bool = False,
         **fields: Any,
     ) -> dict[str, Any]:
         """Generate from a prompt of token ids.
@@ -187,11 +188,15 @@ class SGLangClient:
             on_partial: Function that receives the longest partial response of the attempts, at most once, right before
                 the call raises. Its finish reason is "abort", unless a complete response arrived just too late.
             deadline: Seconds for the whole call, instead of the client's.
+            flat_logprobs: Whether `meta_info` may have `flat_token_logprobs`, `[logprob, token_id, None, ...]` in one
+                list, instead of `output_token_logprobs`. It takes half the CPU to read. Partial responses never do, and
+                responses with the tokens' texts neither.
             **fields: Further top-level keys of `/generate`, such as `return_logprob`, `logprob_start_len` and
                 `return_routed_experts`. A `rid` becomes the prefix of each attempt's id.
 
         Returns:
-            The server's JSON object, unmodified. Its `meta_info.finish_reason.type` may be "abort".
+            The server's JSON object, unmodified without `flat_logprobs`. Its `meta_info.finish_reason.type` may be
+            "abort".
 
         Raises:
             ValueError: A token id is not an int in `[0, vocab_size)`, a stream or several samples are requested, or
@@ -215,7 +220,7 @@ class SGLangClient:
         session = await self._sessions.current()
         await session.turnstile.enter()
         body = encode_generate(input_ids, sampling_params, fields, vocab_size=vocab_size)
-        request = Request(session, self._servers, cancellation, "POST", "/generate")
+        request = Request(session, self._servers, cancellation, "POST", "/generate", flat_logprobs=flat_logprobs)
         attempt = partial(
             generate_once,
             request,

@@ -63,6 +63,7 @@ class Request:
         method: HTTP method.
         path: Path below a server's address.
         only: Server to ask; None for any.
+        flat_logprobs: As for `decode_generation`.
         server: Server of the latest attempt.
         failure: Failure of the latest attempt; None if it has not failed.
         partial: Longest partial response of the aborted attempts; None if there is none.
@@ -75,6 +76,7 @@ class Request:
     method: str
     path: str
     only: Server | None = None
+    flat_logprobs: bool = False
     server: Server = field(init=False)
     failure: Failure | None = field(init=False, default=None)
     partial: Answer | None = field(init=False, default=None)
@@ -218,7 +220,9 @@ async def generate_once(
                 await _recall(request, flight, grace)
                 raise
             if flight.answer.done():
-                outcome = await _outcome(request, flight.answer, decode_generation)
+                outcome = await _outcome(
+                    request, flight.answer, partial(decode_generation, flat_logprobs=request.flat_logprobs)
+                )
                 if isinstance(outcome, Failure) and outcome.maybe_running:
                     await session.abort(rid, (server.base_url,))
                 return outcome

@@ -370,6 +370,7 @@ class ModelCall:
                 routing_key=self._routing_key,
                 cancel_signal=self._cancellation,
                 on_partial=self._keep_partial,
+                flat_logprobs=True,
                 **fields,
             )
         except SGLangContextLengthError as error:

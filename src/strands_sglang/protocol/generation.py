@@ -18,10 +18,10 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..exceptions import SGLangDecodingError
+from .wire import FLAT_LOGPROBS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -236,7 +236,7 @@ class Generation:
 _ID_BYTES = 4
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
-    | {"output_token_sampling_mask", "output_token_sampling_logprobs"}
+    | {"output_token_sampling_mask", "output_token_sampling_logprobs", FLAT_LOGPROBS}
 )
 
 
@@ -268,9 +268,8 @@ def read_generation(
             # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
         aborted = finish_type == "abort"
-        entries = meta.get("output_token_logprobs")
-        wanted = logprobs_expected and (entries or output_ids)
-        logprobs = _read_logprobs(entries, output_ids) if wanted else None  # first: its error names the usual cause
+        # Read first: its error names the usual cause.
+        logprobs = _read_logprobs(meta, output_ids) if logprobs_expected else None
         masks, sampling = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
         for rows, what in ((masks, "masks"), (sampling, "logprobs")):
             if rows is not None and len(rows) != len(output_ids):
@@ -362,20 +361,24 @@ def _decoded_length(text: str) -> int:
     return len(text) // 4 * 3 - text[-2:].count("=")
 
 
-_first, _second = itemgetter(0), itemgetter(1)
-
-
-def _read_logprobs(entries: Any, output_ids: array[int]) -> array[float]:
+def _read_logprobs(meta: Mapping[str, Any], output_ids: array[int]) -> array[float] | None:
     """Return the logprobs of `[[logprob, token_id, text], ...]`, whose ids must be the returned ones in order."""
-    if not isinstance(entries, list) or len(entries) != len(output_ids):
+    entries, flat = meta.get("output_token_logprobs"), meta.get(FLAT_LOGPROBS)
+    if entries is None and flat is not None:
+        logprobs, token_ids = flat[::3], flat[1::3]
+    elif not entries and not output_ids:
+        return None
+    else:
         count = len(entries) if isinstance(entries, list) else "no"
-        raise SGLangDecodingError(
-            f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were requested; "
-            "a proxy that drops `return_logprob` causes this"
-        )
-    if list(map(_second, entries)) != output_ids.tolist():
+        if count != len(output_ids):
+            raise SGLangDecodingError(
+                f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were "
+                "requested; a proxy that drops `return_logprob` causes this"
+            )
+        logprobs, token_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
+    if token_ids != output_ids.tolist():
         raise SGLangDecodingError("the server's output_token_logprobs have other token ids than its output_ids")
-    return _numbers(map(_first, entries), "a logprob of a sampled token")
+    return _numbers(logprobs, "a logprob of a sampled token")
 
 
 def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:

@@ -186,13 +186,26 @@ def decode_object(body: bytes, url: str) -> dict[str, Any]:
     return value
 
 
-def decode_generation(body: bytes, url: str) -> dict[str, Any]:
+FLAT_LOGPROBS = "flat_token_logprobs"
+"""Key in `meta_info` for the `output_token_logprobs` of a response that was decoded with `flat_logprobs`."""
+
+_LOGPROBS = b'"output_token_logprobs":'
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'[],"{}'))
+
+
+def decode_generation(body: bytes, url: str, *, flat_logprobs: bool = False) -> dict[str, Any]:
     """Decode a `/generate` response: an object with `output_ids` and `meta_info.finish_reason`, otherwise unmodified.
+
+    Args:
+        body: The response.
+        url: Where it came from.
+        flat_logprobs: Whether `meta_info` may have the logprobs as one list `[logprob, id, None, ...]` at
+            `FLAT_LOGPROBS` instead. A list per token takes as long to collect as it takes to decode.
 
     Raises:
         SGLangDecodingError: It is something else. The message names what is missing.
     """
-    response = decode_object(body, url)
+    response = (_decode_flat(body) if flat_logprobs else None) or decode_object(body, url)
     meta_info = response.get("meta_info")
     missing = []
     if not isinstance(response.get("output_ids"), list):
@@ -206,6 +219,30 @@ def decode_generation(body: bytes, url: str) -> dict[str, Any]:
             f"{url} responded without {' and '.join(missing)}: {_excerpt(body)}; is this an SGLang server?"
         )
     return response
+
+
+def _decode_flat(body: bytes) -> dict[str, Any] | None:
+    """Decode a complete response with its logprobs flat; None if it is anything else, or its rows hold texts.
+
+    The value of the key is `[[x, y, z], ...]` if that is what remains of it without everything but brackets, commas,
+    braces and quotes: then no row holds a list, an object or a text. Without brackets inside, it is one flat list.
+    """
+    start = body.find(_LOGPROBS)
+    begin = start + len(_LOGPROBS)
+    rows = body[begin : body.find(b"]]", begin) + 2]
+    structure = rows.translate(None, _NO_STRUCTURE)
+    is_key = start > 0 and body[start - 1] != ord("\\")
+    if not is_key or structure != b"[[,,]" + b",[,,]" * (len(structure) // 5 - 1) + b"]":
+        return None
+    values = rows.translate(None, b"[]")
+    try:
+        response = orjson.loads(
+            b"".join((body[:start], b'"%s":[' % FLAT_LOGPROBS.encode(), values, b"]", body[begin + len(rows) :]))
+        )
+        is_complete = response["meta_info"]["finish_reason"]["type"] != "abort"
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+        return None
+    return response if is_complete else None
 
 
 def http_error(method: str, url: str, status: int, body: bytes, *, location: str | None = None) -> SGLangHTTPError:

@@ -1,6 +1,7 @@
 """SGLang's responses: what is read from them, and how their arrays are packed."""
 
 import base64
+import json
 import math
 import struct
 from array import array
@@ -11,7 +12,14 @@ from hypothesis import given, strategies as st
 
 from strands_sglang import SGLangDecodingError
 from strands_sglang.protocol.generation import join_parts, read_generation, sampling_params_of_the_rest
-from strands_sglang.protocol.wire import EncodedIds, decode_generation, encode_generate, encode_token_ids, error_message
+from strands_sglang.protocol.wire import (
+    FLAT_LOGPROBS,
+    EncodedIds,
+    decode_generation,
+    encode_generate,
+    encode_token_ids,
+    error_message,
+)
 
 # === generation ===
 
@@ -85,6 +93,59 @@ def test_response_aborted_in_the_queue_may_lack_keys():
 def test_incomplete_or_inconsistent_response_is_rejected(broken, message):
     with pytest.raises(SGLangDecodingError, match=message):
         read_generation(broken, logprobs_expected=True)
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1)
+ENTRIES = (
+    NUMBERS | st.none() | st.booleans() | st.sampled_from(["", "],[", '"', "\\", "output_token_logprobs"]) | st.text()
+)
+ROW = st.tuples(NUMBERS, st.integers(0, 2**31 - 1), st.none()).map(list)
+ROWS = st.lists(ROW) | st.lists(ROW | st.lists(ENTRIES, max_size=4))
+ENDS = ("stop", "length", "abort")
+PLACES = st.sampled_from(["output_token_logprobs", '\\"output_token_logprobs', "a"])
+
+
+@given(ROWS | ENTRIES, st.dictionaries(PLACES | st.text(max_size=3), ROWS | ENTRIES), st.text(), st.data())
+def test_flat_logprobs_equal_what_orjson_reads(rows, others, text, data):
+    meta = {**others, "output_token_logprobs": rows, "finish_reason": {"type": data.draw(st.sampled_from(ENDS))}}
+    answer = {"text": text + '"output_token_logprobs":[[1,2,null]]', **others, "output_ids": [1], "meta_info": meta}
+    dump = data.draw(st.sampled_from([orjson.dumps, lambda value: json.dumps(value).encode()]))
+    body = dump(answer)
+    flat = decode_generation(body, "u", flat_logprobs=True)
+    plain = decode_generation(body, "u")
+    for place in (flat, flat["meta_info"]):
+        values = place.pop(FLAT_LOGPROBS, None)
+        if values is not None:
+            place["output_token_logprobs"] = [values[i : i + 3] for i in range(0, len(values), 3)]
+    assert orjson.dumps(flat, option=orjson.OPT_SORT_KEYS) == orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)
+
+
+def test_flat_logprobs_are_those_of_complete_answers():
+    def is_flat(meta):
+        return (
+            FLAT_LOGPROBS
+            in decode_generation(json.dumps(response(meta=meta)).encode(), "u", flat_logprobs=True)["meta_info"]
+        )
+
+    assert is_flat({})
+    assert not is_flat({"finish_reason": {"type": "abort", "message": "m"}})
+    assert not is_flat({"output_token_logprobs": [[-0.5, 7, " a"], [-0.25, 2, " b"]]})
+
+
+@given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 3))
+def test_flat_logprobs_refuse_what_orjson_refuses(noise, place, cut):
+    body = orjson.dumps(response())
+    body = body[:place] + noise + body[place + cut :]
+    outcomes = []
+    for flat in (False, True):
+        try:
+            outcomes.append(read_generation(decode_generation(body, "u", flat_logprobs=flat), logprobs_expected=True))
+        except SGLangDecodingError as error:
+            outcomes.append(str(error))
+    if isinstance(outcomes[0], str):
+        assert outcomes[0] == outcomes[1]
+    else:
+        assert all(getattr(outcomes[0], name) == getattr(outcomes[1], name) for name in outcomes[0].__slots__)
 
 
 def test_logprobs_that_were_not_requested_may_be_missing():
