@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import random
 from array import array
@@ -141,8 +142,11 @@ async def ours(case: dict[str, Any]):
 
         kept = EncodedIds.of, EncodedIds.plus  # what a trajectory keeps of a prompt
 
+    accepted = inspect.signature(SGLangClient.generate).parameters
+    options = {"flat_logprobs": True} if "flat_logprobs" in accepted else {}  # as a model asks
+
     async def ask(prompt: Any) -> None:
-        await client.generate(prompt, **FIELDS)
+        await client.generate(prompt, **options, **FIELDS)
 
     async with SGLangClient(case["base_url"]) as client:
         yield await rounds_of(case, ask, *kept)

@@ -50,6 +50,8 @@ ONE_WRITE_BYTES = 2**20
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
 """Seconds between the aborts of one unanswered request: the first abort may have overtaken the request."""
 
+RawHeaders = tuple[tuple[bytes, bytes], ...]
+
 JSON_HEADERS = {"content-type": "application/json"}
 
 
@@ -59,6 +61,43 @@ parsed_url = lru_cache(maxsize=4096)(httpx.URL)
 
 class AttemptTimeoutError(Exception):
     """The time limit of one attempt is over."""
+
+
+class Reply(NamedTuple):
+    """A successful response of which only the body matters, for a tenth of the cost of an `httpx.Response`.
+
+    Attributes:
+        content: The decoded body.
+        is_success: True.
+    """
+
+    content: bytes
+    is_success: bool = True
+
+
+class Head:
+    """What the POST requests to one address have in common.
+
+    Attributes:
+        url: The address.
+        headers: Headers except those of the body.
+        bare_url: The address without credentials, which are among the headers.
+        items: The headers, as aiohttp takes them.
+    """
+
+    def __init__(self, url: httpx.URL, headers: httpx.Headers, timeout: dict[str, float | None]) -> None:
+        """Take what httpx has prepared."""
+        self.url, self.headers = url, headers
+        self.bare_url = str(url.copy_with(userinfo=b"") if url.userinfo else url)
+        self.items = headers.multi_items()
+        self._extensions = {"timeout": timeout}
+
+    def request(self, content: bytes) -> httpx.Request:
+        """Return a request for any transport."""
+        stream = httpx.ByteStream(content)
+        request = httpx.Request("POST", self.url, headers=self.headers, stream=stream, extensions=self._extensions)
+        request.headers["content-length"] = str(len(content))
+        return request
 
 
 class Flight(NamedTuple):
@@ -72,10 +111,10 @@ class Flight(NamedTuple):
 
     rid: str
     server: Server
-    answer: asyncio.Task[httpx.Response]
+    answer: asyncio.Task[httpx.Response | Reply]
 
     @property
-    def response(self) -> httpx.Response | None:
+    def response(self) -> httpx.Response | Reply | None:
         """The response, if it has arrived."""
         answer = self.answer
         return answer.result() if answer.done() and not answer.cancelled() and answer.exception() is None else None
@@ -105,8 +144,7 @@ class LoopSession:
             drop: Function that drops the connections after the loop was closed, when nothing can be awaited.
         """
         self.http = http
-        self._heads: dict[str, tuple[httpx.URL, httpx.Headers]] = {}
-        self._extensions = {"timeout": http.timeout.as_dict()}
+        self._heads: dict[str, Head] = {}
         self.turnstile = Turnstile()
         self.slots = asyncio.Semaphore(max_connections)
         self.flights: dict[str, Flight] = {}
@@ -136,19 +174,17 @@ class LoopSession:
             return await self.http.request(method, parsed_url(url), content=content, headers=headers)
         raise AttemptTimeoutError(f"the limit is {timeout:g} s")
 
-    def post(self, url: str, content: bytes) -> httpx.Request:
-        """Make a POST request as `http` does, but prepare what depends on the address only once: it costs 20 us."""
-        if url not in self._heads:
+    def head(self, url: str) -> Head:
+        """Prepare what depends on the address of a POST request, as `http` does, but only once: it costs 20 us."""
+        head = self._heads.get(url)
+        if head is None:
             prepared = self.http.build_request("POST", url, content=b"{}", headers=JSON_HEADERS)
             if prepared.url.userinfo:
                 credentials = httpx.BasicAuth(prepared.url.username, prepared.url.password)
                 prepared = next(credentials.auth_flow(prepared))
-            self._heads[url] = prepared.url, prepared.headers
-        parsed, headers = self._heads[url]
-        stream = httpx.ByteStream(content)
-        request = httpx.Request("POST", parsed, headers=headers, stream=stream, extensions=self._extensions)
-        request.headers["content-length"] = str(len(content))
-        return request
+            del prepared.headers["content-length"]
+            head = self._heads[url] = Head(prepared.url, prepared.headers, self.http.timeout.as_dict())
+        return head
 
     async def recall(self, flight: Flight, grace: float) -> None:
         """Abort a flight and wait up to `grace` seconds for the response with its partial tokens.
@@ -383,16 +419,35 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         url = request.url
         if url.userinfo:  # httpx sends it as a header, and aiohttp would refuse both
             url = url.copy_with(userinfo=b"")
-        body = request.content
+        status, headers, content = await self._send(
+            request.method, str(url), request.headers.multi_items(), request.content
+        )
+        return httpx.Response(status, headers=headers, content=content)
+
+    async def post(self, url: str, headers: list[tuple[str, str]], content: bytes) -> httpx.Response | Reply:
+        """Send a request without the objects of httpx, and read the response.
+
+        Args:
+            url: Full URL, without credentials.
+            headers: Headers except the length of the body.
+            content: Body.
+        """
+        status, received, body = await self._send("POST", url, headers, content)
+        if status == 200 and not any(name.lower() == b"content-encoding" for name, _ in received):
+            return Reply(body)
+        return httpx.Response(status, headers=received, content=body)
+
+    async def _send(
+        self, method: str, url: str, headers: list[tuple[str, str]], body: bytes
+    ) -> tuple[int, RawHeaders, bytes]:
         async with self._session.request(
-            request.method,
-            str(url),
-            headers=request.headers.multi_items(),
+            method,
+            url,
+            headers=headers,
             data=io.BytesIO(body) if len(body) > ONE_WRITE_BYTES else body or None,
             allow_redirects=False,
         ) as response:
-            content = await response.read()
-        return httpx.Response(response.status, headers=response.raw_headers, content=content)
+            return response.status, response.raw_headers, await response.read()
 
     async def aclose(self) -> None:
         """Close the connections."""

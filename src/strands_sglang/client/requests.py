@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
+import os
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +27,11 @@ from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, d
 from .balancer import Server, Servers
 from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
 from .connections import (
+    AiohttpTransport,
     AttemptTimeoutError,
     Flight,
     LoopSession,
+    Reply,
     failure_kind,
     root_cause,
 )
@@ -45,6 +47,8 @@ from .retries import (
 
 PROBE_TIMEOUT_S = 10.0
 """Time limit of a health probe of a server out of rotation."""
+
+ROUTING_HEADER = "x-smg-routing-key"
 
 ROUTER_ERROR_HEADER = "x-smg-error-code"
 """Header of a router's own errors; a value that begins with "call_upstream" means that a worker got the request."""
@@ -208,7 +212,7 @@ async def generate_once(
         for due in servers.due():
             session.background(("probe", due.base_url), partial(_probe, session, servers, due))
         server = servers.choose(key, avoid=None if request.failure is None else request.server)
-        request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{uuid.uuid4().hex}"
+        request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{os.urandom(16).hex()}"
         over = asyncio.get_running_loop().create_future()
         sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key, over))
         flight = session.flights[rid] = Flight(rid, server, sent)
@@ -242,7 +246,7 @@ async def generate_once(
 
 async def _exchange(
     session: LoopSession, url: str, content: bytes, key: str | None, over: asyncio.Future[None]
-) -> httpx.Response:
+) -> httpx.Response | Reply:
     """Send a generation and read the whole response, without the layers of httpx's client.
 
     Its redirects, cookies and hooks are of no use here, and cost more than the transport.
@@ -255,17 +259,24 @@ async def _exchange(
         over: Future to set at the end, which wakes its waiter an iteration earlier than the end of this task would.
     """
     try:
-        request = session.post(url, content)
-        await request.aread()
-        if key is not None:
-            request.headers["x-smg-routing-key"] = key
+        head = session.head(url)
         # The client is only asked for its transport: this is where respx replaces it.
-        response = await session.http._transport_for_url(request.url).handle_async_request(request)
-        try:
-            await response.aread()
-        except BaseException:
-            await response.aclose()
-            raise
+        transport = session.http._transport_for_url(head.url)
+        response: httpx.Response | Reply
+        if isinstance(transport, AiohttpTransport):
+            headers = head.items if key is None else [*head.items, (ROUTING_HEADER, key)]
+            response = await transport.post(head.bare_url, headers, content)
+        else:
+            request = head.request(content)
+            await request.aread()
+            if key is not None:
+                request.headers[ROUTING_HEADER] = key
+            response = await transport.handle_async_request(request)
+            try:
+                await response.aread()
+            except BaseException:
+                await response.aclose()
+                raise
         await session.turnstile.enter()  # the caller decodes it
         return response
     finally:
@@ -307,7 +318,7 @@ async def _recall(request: Request, flight: Flight, grace: float) -> Answer | No
 
 
 async def _outcome(
-    request: Request, sent: Awaitable[httpx.Response], decode: Callable[[bytes, str], Answer]
+    request: Request, sent: Awaitable[httpx.Response | Reply], decode: Callable[[bytes, str], Answer]
 ) -> Answer | Failure:
     """Return the decoded response of one attempt, or its failure."""
     method, server = request.method, request.server
@@ -317,8 +328,8 @@ async def _outcome(
     except Exception as error:
         return _network_failure(method, url, error)
     server.answered = True
-    status = response.status_code
-    if not response.is_success:
+    if not isinstance(response, Reply) and not response.is_success:
+        status = response.status_code
         code = response.headers.get(ROUTER_ERROR_HEADER, "")
         return Failure(
             FailureKind.REFUSED if status in RETRIED_STATUSES else FailureKind.FINAL,

@@ -370,7 +370,7 @@ def _read_logprobs(meta: Mapping[str, Any], output_ids: array[int]) -> array[flo
         return None
     else:
         count = len(entries) if isinstance(entries, list) else "no"
-        if count != len(output_ids):
+        if not isinstance(entries, list) or count != len(output_ids):
             raise SGLangDecodingError(
                 f"the server returned {len(output_ids)} token ids with {count} logprobs, although logprobs were "
                 "requested; a proxy that drops `return_logprob` causes this"
