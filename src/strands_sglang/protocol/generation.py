@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
 
 from ..exceptions import SGLangDecodingError
 from .wire import FLAT_LOGPROBS
@@ -138,7 +141,7 @@ class Generation:
         sampling_logprobs: Logprobs of the sampled tokens among those ids only, shape `(T,)`; NaN where unknown, None
             if not requested or not returned.
         latency_s: Seconds from request to response, measured by the server; 0.0 if not reported.
-        meta_info: The server's `meta_info` without its per-token lists.
+        meta_json: The server's `meta_info` without its per-token lists, as JSON: half the memory of the objects.
     """
 
     output_ids: array[int]
@@ -158,7 +161,13 @@ class Generation:
     sampling_mask: SamplingMask | None = None
     sampling_logprobs: array[float] | None = None
     latency_s: float = 0.0
-    meta_info: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    meta_json: bytes = field(default=b"{}", repr=False)
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """The server's `meta_info` without its per-token lists, decoded at each access."""
+        meta: dict[str, Any] = json.loads(self.meta_json)
+        return meta
 
     @property
     def completion_tokens(self) -> int:
@@ -233,6 +242,14 @@ class Generation:
         raise ValueError(f"the server's top-p ids and offsets do not fit {self.completion_tokens} sampled tokens")
 
 
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Return an object that was read from JSON as JSON."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # an int beyond 64 bits
+        return json.dumps(value).encode()
+
+
 _ID_BYTES = 4
 _PER_TOKEN_KEYS = frozenset(
     {"input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs", "routed_experts"}
@@ -297,7 +314,7 @@ def read_generation(
             # The mode "support" returns lists instead.
             sampling_logprobs=None if sampling is None else _numbers(sampling, "a sampling logprob"),
             latency_s=float(meta.get("e2e_latency") or 0.0),
-            meta_info={key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS},
+            meta_json=to_json({key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS}),
         )
         check_routed_rows(generation)
         return generation
@@ -505,7 +522,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         sampling_mask=joined_mask((_kept_ids_or_none(part), part.completion_tokens) for part in parts),
         sampling_logprobs=_joined("d", sampling_logprobs) if has_sampling_logprobs else None,
         latency_s=sum(part.latency_s for part in parts),
-        meta_info={key: value for key, value in last.meta_info.items() if key not in TOP_P_KEYS},
+        meta_json=to_json({key: value for key, value in last.meta_info.items() if key not in TOP_P_KEYS}),
     )
     check_routed_rows(joined)
     return joined

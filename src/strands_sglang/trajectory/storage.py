@@ -36,7 +36,7 @@ from typing import Any
 
 from ..messages.content import Picture
 from ..messages.said import Said
-from ..protocol.generation import Generation, SamplingMask, VersionSpan
+from ..protocol.generation import Generation, SamplingMask, VersionSpan, to_json
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
@@ -54,6 +54,9 @@ _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
     *("weight_version", "weight_versions", "request_id", "resumed_ids", "latency_s", "meta_info"),
 )
+
+
+_CONVERTED = frozenset({"weight_versions", "resumed_ids", "meta_info"})
 
 
 class TrajectoryFileError(ValueError):
@@ -244,7 +247,8 @@ class _Reader:
             lengths = self._next("sampling_mask.lengths", count)
             mask = SamplingMask(self._next("sampling_mask.ids", sum(lengths)), lengths)
         return Generation(
-            **{name: answer[name] for name in _GENERATION_FIELDS if name not in ("weight_versions", "resumed_ids")},
+            **{name: answer[name] for name in _GENERATION_FIELDS if name not in _CONVERTED},
+            meta_json=to_json(answer["meta_info"]),
             weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
             resumed_ids=tuple(answer["resumed_ids"]),
             output_ids=self._next("output_ids", count),

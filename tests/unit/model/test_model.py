@@ -49,7 +49,7 @@ from strands_sglang import (
 from strands_sglang.messages import UnsupportedContentError
 from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
-from strands_sglang.protocol.generation import Generation
+from strands_sglang.protocol.generation import Generation, to_json
 from strands_sglang.templates.chat_template import ChatTemplateError
 from strands_sglang.testing import (
     ScriptedAnswer,
@@ -2187,12 +2187,12 @@ def test_an_earlier_turn_without_experts_sets_no_width(config):
 
 @pytest.mark.parametrize("details", [None, {"device": 4, "host": 0}, {"device": 4, "host": 0, "storage": 0}])
 def test_expert_rows_from_the_first_cache_tier_are_accepted(details):
-    check_answer(generation(meta_info={"cached_tokens_details": details}), ASKED, 5, 5)
+    check_answer(generation(meta_json=to_json({"cached_tokens_details": details})), ASKED, 5, 5)
 
 
 @pytest.mark.parametrize("tiers", [{"host": 4}, {"host": 0, "storage": 4, "storage_backend": "file"}])
 def test_expert_rows_from_other_cache_tiers_are_an_error(tiers):
-    answer = generation(meta_info={"cached_tokens_details": {"device": 0, **tiers}})
+    answer = generation(meta_json=to_json({"cached_tokens_details": {"device": 0, **tiers}}))
     with pytest.raises(SGLangDecodingError, match="tiers.*: 4.*--enable-hierarchical-cache"):
         check_answer(answer, ASKED, 5, 5)
     check_answer(answer, ModelConfig(), 5, 5)

@@ -26,7 +26,7 @@ from strands.agent.conversation_manager import NullConversationManager, SlidingW
 from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import OUTCOMES, TerminationReason, Trajectory
-from strands_sglang.protocol.generation import joined_mask
+from strands_sglang.protocol.generation import joined_mask, to_json
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers import slime
 from strands_sglang.trainers.slime import (
@@ -1243,7 +1243,7 @@ async def test_inconsistent_top_p_ids_mask_their_tokens(chatml_tokenizer):
     episode = await play(chatml_tokenizer, [CALL, ANSWER])
     for turn in episode.trajectory.turns:
         meta = {**turn.generation.meta_info, "top_p_token_ids": [1], "top_p_token_offsets": [0, 1]}
-        turn.generation = replace(turn.generation, meta_info=meta)
+        turn.generation = replace(turn.generation, meta_json=to_json(meta))
     sample = export(episode, chatml_tokenizer, "max_tokens_reached", args=slime_args(rollout_top_p=0.9))
     assert not any(sample.loss_mask)
 

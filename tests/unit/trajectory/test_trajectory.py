@@ -50,7 +50,7 @@ from strands_sglang import (
 )
 from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
-from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan
+from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan, to_json
 from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
@@ -1104,7 +1104,7 @@ async def test_server_reports_may_have_any_size(recorded):
     """All but the tokens was in the header, which safetensors limits to 100 MB."""
     generation = recorded.turns[0].generation
     large = {**generation.meta_info, "told": "x" * 101_000_000}
-    recorded.turns[0].generation = replace(generation, meta_info=large)
+    recorded.turns[0].generation = replace(generation, meta_json=to_json(large))
     loaded = Trajectory.from_bytes(recorded.to_bytes())
     assert len(loaded.turns[0].generation.meta_info["told"]) == 101_000_000
 
