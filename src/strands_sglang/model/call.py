@@ -609,10 +609,15 @@ class ModelCall:
                 chat.insert(0, {"role": "system", "content": self.chat.system})
             return self.template.opening(chat, self._tools())
 
-        # Calls of earlier answers have the names that their model wrote, which counting does not know.
+        # Tool calls and their results are shown as this trajectory recorded them.
+        blocks = (block for message in self.chat.messages for block in message["content"])
         has_answer = any(message["role"] == "assistant" for message in self.chat.messages)
-        exact = None if has_answer or self.images is not None else self.chat.conversation.exact
-        return self._counted_or(None if exact is None else (self.template, exact), render, ahead)
+        if has_answer or self.images is not None or any("toolResult" in block for block in blocks):
+            return render()
+        exact = self.chat.conversation.exact
+        if exact is None:
+            return render()
+        return self._counted_or((self.template, exact), lambda: self.template.shared_opening(exact, render), ahead)
 
     def _counted_or(self, key: Any, render: Callable[[], Prompt], ahead: bool) -> Prompt:
         """Render a prompt, or take the one that was just counted: Strands counts before every call.

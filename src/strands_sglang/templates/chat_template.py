@@ -192,6 +192,8 @@ class ChatTemplate:
         self._rewrites: dict[tuple[bool, bool], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self._shapes = Shapes(self)
+        self._openings: dict[Any, Prompt] = {}
+        self._lock = threading.Lock()
         self.self_check()
 
     # --- what is proven ---
@@ -426,6 +428,23 @@ class ChatTemplate:
             )
         encoded = self._encoded(text)
         return Prompt(_ids_of(encoded), encoded, pictures=pictures)
+
+    def shared_opening(self, key: Any, render: Callable[[], Prompt]) -> Prompt:
+        """Return a prompt that several conversations open with at about the same time, as samples of one prompt do.
+
+        Args:
+            key: What identifies the messages and tools of the prompt.
+            render: Returns the prompt.
+        """
+        prompt = self._openings.get(key)
+        if prompt is None:
+            prompt = render()
+            if "strftime_now" not in self.template_text:
+                with self._lock:
+                    self._openings[key] = prompt
+                    while len(self._openings) > _MAX_OPENINGS:
+                        del self._openings[next(iter(self._openings))]
+        return prompt
 
     def continuation(
         self,
@@ -690,6 +709,7 @@ class Shapes:
 _HOLES = frozenset({"content", "tool_call_id"})
 """The fields of messages whose texts differ from call to call."""
 _MAX_SHAPES = 256
+_MAX_OPENINGS = 8
 
 
 @dataclass(frozen=True)
