@@ -102,18 +102,11 @@ class Request:
     def until_set(self, over: asyncio.Future[None], timeout: float | None) -> asyncio.Future[None]:
         """Return `over`, which is also set once the call ends, or `timeout` seconds are over."""
         limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
-        timer = None if limit == math.inf else asyncio.get_running_loop().call_later(limit, settle, over)
-        wake = partial(settle, over)
+        if limit != math.inf:
+            timer = asyncio.get_running_loop().call_later(limit, settle, over)
+            over.add_done_callback(lambda _: timer.cancel())
         for signal in self.signaled:
-            signal.add_done_callback(wake)
-
-        def end(_: asyncio.Future[None]) -> None:
-            if timer is not None:
-                timer.cancel()
-            for signal in self.signaled:
-                signal.remove_done_callback(wake)
-
-        over.add_done_callback(end)
+            _follow(signal, over)
         return over
 
     def raise_if_over(self) -> None:
@@ -138,6 +131,17 @@ class Request:
 
     def _after_tokens(self) -> str:
         return "" if self.partial is None else f" after {len(self.partial['output_ids'])} tokens"
+
+
+def _follow(signal: asyncio.Future[Any], over: asyncio.Future[None]) -> None:
+    """Set `over` once `signal` is done."""
+    wake = partial(settle, over)
+
+    def end(_: asyncio.Future[None]) -> None:
+        signal.remove_done_callback(wake)
+
+    signal.add_done_callback(wake)
+    over.add_done_callback(end)
 
 
 async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: Request, policy: RetryPolicy) -> Answer:

@@ -106,16 +106,17 @@ class GenerateBody:
     The ids of a 32k prompt are 200 kB, and fresh memory costs more than copying. So only the latest body is kept.
     """
 
-    def __init__(self, *parts: bytes | memoryview) -> None:
+    def __init__(self, *parts: bytes) -> None:
         """Take the parts of the JSON object after its `rid`."""
         self._parts = parts
+        self._latest, self._start = b"", 0
 
     def with_rid(self, rid: str) -> bytes:
         """Return the body of one attempt."""
         head = b'{"rid":' + orjson.dumps(rid) + b","
-        body = b"".join((head, *self._parts))
-        self._parts = (memoryview(body)[len(head) :],)
-        return body
+        parts = (memoryview(self._latest)[self._start :],) if self._latest else self._parts
+        self._latest, self._start, self._parts = b"".join((head, *parts)), len(head), ()
+        return self._latest
 
 
 def encode_generate(
