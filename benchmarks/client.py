@@ -1,9 +1,10 @@
 """One request: what a client costs for a prompt of token ids, alone and among a thousand.
 
 All requests of a round start at once, on connections that are open already, against the instant server, which answers
-256 sampled tokens with logprobs after 0.2 s (a single request: at once). A one-off request has a new prompt. A
-continuing one repeats the last prompt and answer and adds 64 tokens. Responses are dropped as they come. `floor` is
-asyncio on a socket: headers written once, orjson for the body and the response, and no checks, retries or aborts.
+256 sampled tokens with logprobs after 1 s (a single request: at once). A one-off request has a new prompt. A
+continuing one repeats the last prompt and answer and adds 64 tokens. Responses are dropped as they come. `here` asks as
+`SGLangModel` does: prompts that are encoded once, logprobs as one flat list (`flat_logprobs`). `floor` is asyncio on a
+socket: headers written once, orjson for the body and the response, and no checks, retries or aborts.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def cases(size: str) -> list[dict[str, Any]]:
 
 def setting(case: dict[str, Any]) -> dict[str, Any]:
     """Return what workers need besides the case."""
-    delay_s = 0.2 if case["in flight"] > 1 else 0.0
+    delay_s = 1.0 if case["in flight"] > 1 else 0.0  # all are sent before the first is answered
     return {"server": {"text": " token" * OUTPUT_TOKENS, "output_ids": ANSWER, "delay_s": delay_s}}
 
 

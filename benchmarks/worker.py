@@ -58,7 +58,9 @@ SELECTOR = WatchingSelector()
 
 async def cost_of(run: Callable[[], Awaitable[Any]], count: int) -> dict[str, float]:
     """Return CPU milliseconds of all threads for each of `count` operations, the seconds, and the largest stall."""
+    gc.unfreeze()
     gc.collect()  # what the previous round left behind is not a cost of this one
+    gc.freeze()  # a full collection costs as much as the rest of the program has loaded, and open connections
     SELECTOR.restart()
     began, cpu = time.perf_counter(), time.process_time()
     await run()
@@ -78,10 +80,7 @@ async def main(subject: str, contender: str, report: Callable[[Any], None]) -> N
             try:
                 if "open" in command:
                     await case.aclose()
-                    gc.unfreeze()
                     round_ = await case.enter_async_context(enter(command["open"]))
-                    gc.collect()
-                    gc.freeze()  # a full collection costs as much as the rest of the program has loaded
                     report({})
                 else:
                     report(await round_())

@@ -1272,3 +1272,16 @@ def test_an_episode_without_images_needs_no_torch(monkeypatch):
     tokens.add_prompt([1, 2])
     assert tokens.multimodal_train_inputs is None
     assert multimodal_train_inputs([]) is None
+
+
+@pytest.mark.parametrize(("text", "renders"), [("{{ messages[0].content }}", 1), ("{{ strftime_now('%Y') }}", 2)])
+def test_openings_are_shared_unless_they_hold_the_time(chatml_tokenizer, text, renders):
+    template = ChatTemplate(copy.deepcopy(chatml_tokenizer), chat_template=chatml_tokenizer.chat_template + text)
+    prompts = []
+
+    def render():
+        prompts.append(template.opening([{"role": "user", "content": "hello"}], None))
+        return prompts[-1]
+
+    assert template.shared_opening("a", render) == template.shared_opening("a", render)
+    assert len(prompts) == renders
