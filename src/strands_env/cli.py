@@ -28,6 +28,7 @@ from strands_sglang import terminal
 from strands_sglang.terminal import paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
+from .trackers import TRACKERS
 
 if TYPE_CHECKING:
     from .core.types import Action
@@ -147,6 +148,30 @@ def build_parser() -> argparse.ArgumentParser:
     watching.set_defaults(run=watch_run)
     watching.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
     watching.add_argument("--success-threshold", **_THRESHOLD)
+
+    track = commands.add_parser(
+        "track",
+        help="send the metrics of an evaluation or a training run to a tracker",
+        usage="strands-env track DIR --to NAME [OPTIONS]",
+        description="Log the metrics of an evaluation, or of every step of a training run with a\n"
+        "metrics.csv, as a new run of TensorBoard (files in DIR/tensorboard), wandb,\n"
+        "mlflow or trackio.",
+        epilog="example:\n  strands-env track results/qwen3-8b --to wandb --project math",
+        formatter_class=raw,
+    )
+    track.set_defaults(run=track_run)
+    track.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
+    track.add_argument("--to", choices=TRACKERS, metavar="NAME", help=f"the tracker: {', '.join(TRACKERS)}")
+    track.add_argument("--project", default="strands-env", metavar="NAME", help="the project (default: %(default)s)")
+    track.add_argument("--name", metavar="NAME", help="name of the run (default: the folder's)")
+    track.add_argument(
+        "--step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="step of an evaluation, as of its weights (default: %(default)s)",
+    )
+    track.add_argument("--success-threshold", **_THRESHOLD)
 
     score = commands.add_parser(
         "score",
@@ -524,6 +549,45 @@ def watch_run(arguments: argparse.Namespace) -> int:
     if view is None:
         raise UsageError(f"{arguments.folder}: neither results of an evaluation nor metrics.csv of a training run")
     return 0
+
+
+def track_run(arguments: argparse.Namespace) -> int:
+    """Send metrics to a tracker; return the exit code."""
+    from .eval import CheckpointError, read_results, standard_metrics
+    from .eval.checkpoint import flat
+    from .trackers import open_tracker
+    from .watch import EvaluationView, open_run, read_steps
+
+    folder = Path(arguments.folder)
+    if arguments.to is None:
+        raise UsageError("--to must be given")
+    try:
+        opened = open_run(folder)
+        if opened is None:
+            raise ValueError(f"{folder}: neither results of an evaluation nor metrics.csv of a training run")
+        config: dict[str, Any] = {}
+        if isinstance(opened, EvaluationView):
+            run, results = read_results(folder)
+            config, threshold = flat(run.facts), arguments.success_threshold
+            n_samples = run.n_samples_per_prompt
+            metrics = standard_metrics(results, n_samples_per_prompt=n_samples, success_threshold=threshold)
+            steps = [(arguments.step, metrics)]
+        else:
+            _, rows = read_steps(folder / "metrics.csv")
+            numbers = [row.pop("step", math.nan) for row in rows]
+            steps = [
+                (int(at) if math.isfinite(at) else n, row)
+                for n, (at, row) in enumerate(zip(numbers, rows, strict=True), 1)
+            ]
+        place = (folder if folder.is_dir() else folder.parent) / "tensorboard"
+        name = arguments.name or folder.resolve().stem
+        tracker = open_tracker(arguments.to, project=arguments.project, run=name, folder=place, config=config)
+    except (CheckpointError, ValueError, ImportError) as error:
+        raise UsageError(error) from error
+    with tracker:
+        for step, metrics in steps:
+            tracker.log(metrics, step)
+    return say(f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} logged to {arguments.to} as {name}")
 
 
 def score_results(arguments: argparse.Namespace) -> int:

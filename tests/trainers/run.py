@@ -1,7 +1,8 @@
 """Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
 
-Each folder here is a trainer. Its tests run in their own environment with the trainer's published package, as
-requirements.txt pins it. Environments are made once per machine and list of packages, in the project's cache.
+Each folder here is a trainer, or `trackers`, to which runs are reported. Its tests run in their own environment with
+its published packages, as requirements.txt pins them. Environments are made once per machine and list of packages, in
+the project's cache.
 """
 
 import hashlib

@@ -19,6 +19,7 @@ from support.agents import call
 from support.environments import lines
 
 SAMPLES = 3
+FINISHED = Path(__file__).parent.parent.parent / "fixtures" / "0.5.0" / "command" / "out"
 
 
 def solve(request):
@@ -149,6 +150,23 @@ def test_wrong_options_of_scoring_are_one_line(command, tmp_path, monkeypatch, c
     assert told in error and len(error.splitlines()) == 1
     assert run(["score", tmp_path, "--reward", "exact", "--output", "other"]) == 2
     assert "no results of an evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([FINISHED], "--to must be given"),
+        ([FINISHED, "--to", "wandb"], "wandb is not installed: pip install wandb"),
+        ([FINISHED, "--to", "tensorboard"], "tensorboardX is not installed: pip install tensorboardX"),
+        (["nowhere", "--to", "mlflow"], "neither results of an evaluation nor metrics.csv"),
+    ],
+)
+def test_what_cannot_be_tracked_is_one_line(monkeypatch, capsys, arguments, told):
+    for package in ("tensorboardX", "wandb", "mlflow", "trackio"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert run(["track", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert told in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("changed", ["model_path", "weight_version"])
@@ -525,9 +543,6 @@ def test_model_and_tokenizer_may_be_the_servers(command, server, tokenizer_path,
     assert run([*given, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 0}']) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "http://127.0.0.1:9 does not say which model it serves" in error
-
-
-FINISHED = Path(__file__).parent.parent.parent / "fixtures" / "0.5.0" / "command" / "out"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
