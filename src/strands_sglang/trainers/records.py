@@ -1,4 +1,4 @@
-"""What the formats of other libraries share: which tokens of an episode they train, and how their calls become turns.
+"""What adapters share: which tokens of an episode are trained, and how calls of other libraries' records become turns.
 
 An imported call is a turn like any other, so its trajectory exports rows, is saved, and is shown. Turns are trained
 whole or not at all; a call whose mask changes inside its answer becomes one turn for each run of equal mask.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -23,6 +23,18 @@ def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
     scored = episode if episode.reward is not None else replace(episode, reward=0.0)
     rows = training_rows([scored], baseline=None, max_tokens=max_tokens)
     return next(iter(rows.left_out.values()), None)
+
+
+def newest_version(episodes: Iterable[Episode]) -> int:
+    """Return the highest version of the weights that sampled a token, as a number; 0 if none is a number."""
+    names = (
+        span.version
+        for episode in episodes
+        for turn in episode.trajectory.turns
+        if turn.generation is not None
+        for span in turn.generation.weight_versions
+    )
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def trained_turns(trajectory: Trajectory) -> list[tuple[Turn, int]]:

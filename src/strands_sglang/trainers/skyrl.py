@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..credit import Episode, training_rows
+from .records import newest_version
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +23,14 @@ RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Epi
 """Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""
 
 
-def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None) -> Any:
+def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, max_staleness: int | None = None) -> Any:
     """Return a SkyRL generator.
 
     Args:
         run_episode: Runs one episode. Its `group` and `id` do not matter. An exception of it ends the step.
         max_tokens: Maximum length of a row in tokens; longer episodes are left out.
+        max_staleness: Largest difference between the newest version of the weights in a batch and that of any token;
+            episodes with older tokens are left out.
 
     Returns:
         An instance of SkyRL's `GeneratorInterface`.
@@ -54,6 +58,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None) ->
                 [episode for episode, _ in ended],
                 input_batch["trajectory_ids"],
                 max_tokens=max_tokens,
+                max_staleness=max_staleness,
                 seconds=[seconds for _, seconds in ended],
             )
 
@@ -65,16 +70,19 @@ def generator_output(
     trajectory_ids: Sequence[Any],
     *,
     max_tokens: int | None = None,
+    max_staleness: int | None = None,
     seconds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return the rows of a batch of episodes as a step-wise `GeneratorOutput`.
 
-    Set `generator.step_wise_trajectories=true`. An episode that cannot be trained is left out, and the log says why.
+    Set `generator.step_wise_trajectories=true`. An episode that cannot be trained is left out, and the log says why. So
+    is one whose siblings are all left out: SkyRL would train it with a baseline of 0.
 
     Args:
         episodes: The episodes.
         trajectory_ids: SkyRL's `TrajectoryID` of each.
         max_tokens: Maximum length of a row in tokens.
+        max_staleness: Largest difference between the newest version of the weights and that of any token.
         seconds: Duration of each episode, for SkyRL's metrics.
 
     Raises:
@@ -83,11 +91,20 @@ def generator_output(
     if any(episode.turn_rewards for episode in episodes):
         raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
     named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
-    rows = training_rows(named, baseline=None, max_tokens=max_tokens)
-    for name, reason in rows.left_out.items():
+    newest = None if max_staleness is None else newest_version(named)
+    rows = training_rows(named, baseline=None, max_tokens=max_tokens, max_staleness=max_staleness, version=newest)
+    left_out = dict(rows.left_out)
+    groups = [str(one.instance_id) for one in trajectory_ids]
+    trained = Counter(groups[int(name)] for name in rows.advantages)
+    alone = [name for name in rows.advantages if trained[groups[int(name)]] == 1 < groups.count(groups[int(name)])]
+    if alone:
+        left_out.update((name, "the only episode of its group that can be trained") for name in alone)
+        kept = [episode for episode in named if episode.id not in left_out]
+        rows = training_rows(kept, baseline=None)
+    for name, reason in left_out.items():
         logger.warning("trajectory_id=<%s> | left out of training: %s", trajectory_ids[int(name)], reason)
     if not len(rows):
-        raise ValueError(f"no episode of the batch can be trained: {dict(rows.counts)}")
+        raise ValueError(f"no episode of the batch can be trained: {dict(Counter(left_out.values()))}")
     firsts = [row.loss_mask.index(1) for row in rows]
     ends = [*(row.episode for row in rows[1:]), None]
     return {
@@ -104,7 +121,7 @@ def generator_output(
         "trajectory_ids": [trajectory_ids[int(row.episode)] for row in rows],
         "is_last_step": [row.episode != following for row, following in zip(rows, ends, strict=True)],
         "rollout_metrics": {
-            "episodes_left_out": float(len(rows.left_out)),
+            "episodes_left_out": float(len(left_out)),
             "rows_per_episode": len(rows) / len(rows.advantages),
         },
         "trajectory_generation_times": None if seconds is None else [seconds[int(row.episode)] for row in rows],

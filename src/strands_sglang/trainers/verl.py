@@ -24,6 +24,7 @@ import orjson
 from ..client.client import SGLangClient
 from ..credit import Episode, TrainingRow, training_rows
 from ..model.model import SGLangModel
+from .records import newest_version
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,14 @@ def _response(request: httpx.Request, status: int, content: dict[str, Any]) -> h
     return httpx.Response(status, content=orjson.dumps(content), headers=headers, request=request)
 
 
-def agent_loop(name: str, **model_config: Any) -> Callable[[RunEpisode], type]:
+def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: Any) -> Callable[[RunEpisode], type]:
     """Make a function into an agent loop that verl finds by its name.
 
     verl imports the decorated function by its module and name, in its workers.
 
     Args:
         name: Name of the loop: `agent_name` in the dataset, or `rollout.agent.default_agent_loop`.
+        max_staleness: See `agent_loop_outputs`.
         **model_config: Arguments of the [`SGLangModel`][strands_sglang.SGLangModel], without its sampling parameters,
             which are verl's.
 
@@ -122,7 +124,10 @@ def agent_loop(name: str, **model_config: Any) -> Callable[[RunEpisode], type]:
                 episode = await run_episode(model, fields)
                 rollout = self.config.actor_rollout_ref.rollout
                 return agent_loop_outputs(
-                    episode, prompt_length=rollout.prompt_length, response_length=rollout.response_length
+                    episode,
+                    prompt_length=rollout.prompt_length,
+                    response_length=rollout.response_length,
+                    max_staleness=max_staleness,
                 )
 
         StrandsAgentLoop.__module__ = run_episode.__module__
@@ -135,7 +140,11 @@ def agent_loop(name: str, **model_config: Any) -> Callable[[RunEpisode], type]:
 
 
 def agent_loop_outputs(
-    episode: Episode, *, prompt_length: int | None = None, response_length: int | None = None
+    episode: Episode,
+    *,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    max_staleness: int | None = None,
 ) -> list[Any]:
     """Return the rows of an episode as verl's `AgentLoopOutput`s, for an agent loop of your own.
 
@@ -145,6 +154,7 @@ def agent_loop_outputs(
         episode: The episode.
         prompt_length: Maximum number of tokens before the first trained one, verl's `rollout.prompt_length`.
         response_length: Maximum number of tokens from there on, verl's `rollout.response_length`.
+        max_staleness: Largest difference between the versions of the weights that sampled the episode's tokens.
 
     Returns:
         The outputs; none if the episode cannot be trained. The log says why.
@@ -156,7 +166,9 @@ def agent_loop_outputs(
 
     if episode.turn_rewards:
         raise ValueError("verl takes one reward per episode, at its end: leave out turn_rewards")
-    rows = training_rows([episode if episode.reward is not None else replace(episode, reward=0.0)], baseline=None)
+    newest = None if max_staleness is None else newest_version([episode])
+    scored = episode if episode.reward is not None else replace(episode, reward=0.0)
+    rows = training_rows([scored], baseline=None, max_staleness=max_staleness, version=newest)
     reason = next(iter(rows.left_out.values()), None) or _too_long(rows, prompt_length, response_length)
     if reason is not None:
         logger.warning("episode=<%s> | left out of training: %s", episode.id, reason)

@@ -1,6 +1,11 @@
 """SkyRL's own validator, advantages and reductions on our rows: each episode counts once, each sampled token once."""
 
+import asyncio
+import math
+import runpy
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +18,11 @@ from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
+from strands_sglang.protocol.generation import VersionSpan
+from strands_sglang.testing import ScriptedSGLang
+from strands_sglang.trainers import skyrl as adapter
 from strands_sglang.trainers.skyrl import generator_output, make_generator
+from support.agents import build_chatml_tokenizer, call
 from trainers import paper
 
 REWARDS = (1.0, 0.0, 0.5, 1.0)
@@ -66,26 +75,54 @@ def batch_of(output):
     return data
 
 
-def test_the_rows_are_valid_and_whole(episodes):
-    output = generator_output(episodes, IDS)
+def check(output, episodes, by_std=True):
+    """Each token has the mask, logprob and advantage that it should, by SkyRL's own validator and estimator."""
     validate_generator_output(4, output, step_wise=True)
-    rows = training_rows(episodes)
-    pairs = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
-    assert [prompt + response for prompt, response in pairs] == [row.token_ids for row in rows]
-    assert sum(map(sum, output["loss_masks"])) == sum(row.trained for row in rows)
-    assert [one.repetition_id for one in output["trajectory_ids"]] == [0, 1, 1, 2, 2, 3, 3, 3]
-    assert output["is_last_step"] == [True, False, True, False, True, False, False, True]
+    done = trainer(grpo_norm_by_std=by_std).compute_advantages_and_returns(batch_of(output))
+    columns = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+    rows = training_rows(episodes, normalize_std=by_std)
+    for row, prompt, response, mask, logprobs, advantages in zip(
+        rows, *(output[name] for name in columns), done["advantages"], strict=True
+    ):
+        assert prompt + response == row.token_ids
+        assert mask == row.loss_mask[len(prompt) :]
+        assert logprobs == row.logprobs[len(prompt) :]
+        found = [float(one) for one, is_trained in zip(advantages, mask, strict=False) if is_trained]
+        assert found == pytest.approx([row.advantage] * row.trained, abs=1e-5)
 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_the_advantage_is_over_episodes_on_every_row(episodes, by_std):
     output = generator_output(episodes, IDS)
-    done = trainer(grpo_norm_by_std=by_std).compute_advantages_and_returns(batch_of(output))
-    for row, mask, advantages in zip(
-        training_rows(episodes, normalize_std=by_std), output["loss_masks"], done["advantages"], strict=True
-    ):
-        found = [float(one) for one, is_trained in zip(advantages, mask, strict=False) if is_trained]
-        assert found == pytest.approx([row.advantage] * row.trained, abs=1e-5)
+    check(output, episodes, by_std)
+    assert [one.repetition_id for one in output["trajectory_ids"]] == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert output["is_last_step"] == [True, False, True, False, True, False, False, True]
+
+
+def rewards_divided(output):
+    counts = Counter(one.repetition_id for one in output["trajectory_ids"])
+    for name, rewards in zip(output["trajectory_ids"], output["rewards"], strict=True):
+        rewards[-1] /= counts[name.repetition_id]
+
+
+def rows_as_episodes(output):
+    output["is_last_step"] = [True] * len(output["is_last_step"])
+
+
+@pytest.mark.parametrize("fault", [rewards_divided, rows_as_episodes])
+def test_faults_planted_in_the_output_are_noticed(episodes, fault):
+    output = generator_output(episodes, IDS)
+    fault(output)
+    with pytest.raises(AssertionError):
+        check(output, episodes)
+
+
+@pytest.mark.parametrize("fault", [paper.trained_twice, paper.shifted, paper.last_untrained])
+def test_faults_planted_in_the_rows_are_noticed(episodes, monkeypatch, fault):
+    monkeypatch.setattr(adapter, "training_rows", paper.planted(fault, training_rows))
+    output = generator_output(episodes, IDS)
+    with pytest.raises(AssertionError):
+        check(output, episodes)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
@@ -134,3 +171,55 @@ def test_what_skyrl_cannot_train_is_left_out(episodes, caplog):
         generator_output([failed], IDS[:1])
     with pytest.raises(ValueError, match="SkyRL takes one reward per episode"):
         generator_output([replace(episodes[0], turn_rewards={0: 1.0})], IDS[:1])
+
+
+def with_turns(episode, **changes):
+    """The episode, with changes of what its turns sampled."""
+    trajectory = type(episode.trajectory).from_bytes(episode.trajectory.to_bytes())
+    for turn in trajectory.turns:
+        turn.generation = replace(turn.generation, **{name: make(turn) for name, make in changes.items()})
+    return replace(episode, trajectory=trajectory)
+
+
+def test_bad_episodes_are_named_counted_and_left_out(episodes, caplog):
+    stale = with_turns(episodes[2], weight_versions=lambda turn: (VersionSpan("1", 0, len(turn.output_ids)),))
+    new = [
+        with_turns(one, weight_versions=lambda turn: (VersionSpan("4", 0, len(turn.output_ids)),)) for one in episodes
+    ]
+    nan = with_turns(new[0], logprobs=lambda turn: [math.nan] * len(turn.output_ids))
+    output = generator_output([nan, new[1], stale, new[3]], IDS, max_tokens=80, max_staleness=2)
+    assert {one.repetition_id for one in output["trajectory_ids"]} == {1, 3}
+    assert output["rollout_metrics"]["episodes_left_out"] == 2
+    assert "a trained token has no logprob" in caplog.text and "older than max_staleness=2" in caplog.text
+    with pytest.raises(ValueError, match="'longer than max_tokens=40': 4"):
+        generator_output(new, IDS, max_tokens=40)
+
+
+def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
+    failed = replace(episodes[0], reward=None)
+    ids = [TrajectoryID("u", 0), TrajectoryID("u", 1), TrajectoryID("v", 0), TrajectoryID("v", 1)]
+    output = generator_output([failed, *episodes[1:]], ids)
+    assert {one.instance_id for one in output["trajectory_ids"]} == {"v"}
+    assert "the only episode of its group that can be trained" in caplog.text
+    assert output["rollout_metrics"]["episodes_left_out"] == 2
+    one_each = [TrajectoryID(name, 0) for name in "abcd"]  # a setting without groups
+    assert len(generator_output(episodes, one_each)["response_ids"]) == 8
+
+
+def test_the_example_is_a_generator(tmp_path, monkeypatch):
+    tokenizer = build_chatml_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    answers = [call("calculator", expression="6 * 7")] * 2 + ["It is \\boxed{42}.", "It is \\boxed{41}."]
+    with ScriptedSGLang(tokenizer, answers).serve() as base_url:
+        monkeypatch.setenv("MODEL", str(tmp_path))
+        monkeypatch.setenv("SGLANG_URL", base_url)
+        example = runpy.run_path(str(Path(__file__).parents[3] / "examples/skyrl/calculator_generator.py"))
+        batch = {
+            "prompts": [[{"role": "user", "content": "What is 6 * 7?"}]] * 2,
+            "env_extras": [{"answer": "42"}] * 2,
+            "sampling_params": {"temperature": 1.0, "max_generate_length": 64},
+            "trajectory_ids": IDS[:2],
+        }
+        output = asyncio.run(example["generator"]().generate(batch))
+    validate_generator_output(2, output, step_wise=True)
+    assert sorted(rewards[-1] for rewards in output["rewards"]) == [0.0, 1.0]

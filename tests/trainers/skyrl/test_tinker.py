@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tinker.types import AdamParams
 
 from strands_sglang.credit import training_rows
 from strands_sglang.local.server import free_port
+from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers.tinker import to_data
 from support.agents import build_chatml_tokenizer
 from trainers import paper
@@ -78,8 +80,9 @@ def test_losses_of_other_trainers_are_refused(episodes):
 class Server:
     """SkyRL's Tinker server with a LoRA adapter that has made one step, so that no matrix is 0."""
 
-    def __init__(self, client, model, scratch, rows):
-        self.trainer = client.create_lora_training_client(base_model=str(model), rank=RANK)
+    def __init__(self, url, model, scratch, rows):
+        client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
+        self.url, self.trainer = url, client.create_lora_training_client(base_model=str(model), rank=RANK)
         self.folder, self.numbers = scratch / "checkpoints", itertools.count()
         self.step(to_data(rows, loss="tinker:skyrl:weights"), learning_rate=1e-2)
 
@@ -140,8 +143,7 @@ def server(folder, reference, episodes, tmp_path_factory):
             list(map(str, command)), env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-dummy")
-        yield Server(client, folder, scratch, training_rows(episodes))
+        yield Server(f"http://127.0.0.1:{port}", folder, scratch, training_rows(episodes))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -171,3 +173,11 @@ def test_planted_faults_change_the_gradient(server, adapted, plain, fault):
     expected = paper.gradient(adapted, training_rows(plain), "token_mean")
     faulty = paper.planted(fault, training_rows)(plain)
     assert error_of(server, adapted, faulty, expected, "token_mean", "tinker:skyrl:weights") > 100 * TOLERANCE
+
+
+def test_the_example_trains(server, folder, capsys, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-dummy")
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/tinker/train.py"))
+    with ScriptedSGLang(build_chatml_tokenizer(), ["It is \\boxed{1}."] * 31 + ["It is \\boxed{2"]).serve() as base_url:
+        example["main"](str(folder), base_url, server.url, steps=1)
+    assert "step 0: 32 rows, reward 0.0, left out {}" in capsys.readouterr().out

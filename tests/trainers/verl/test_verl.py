@@ -1,7 +1,9 @@
 """verl's own post-processing, advantages and loss on our rows: each episode counts once, each sampled token once."""
 
 import asyncio
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +17,10 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.rollout.replica import TokenOutput
 
 from strands_sglang import TerminationReason
-from strands_sglang.credit import Episode, training_rows
+from strands_sglang.credit import Episode, TrainingRows, training_rows
+from strands_sglang.trainers import verl as adapter
 from strands_sglang.trainers.verl import agent_loop, agent_loop_outputs
-from support.agents import build_chatml_tokenizer, make_agent
+from support.agents import build_chatml_tokenizer, call, make_agent
 from trainers import paper
 
 REWARDS = (1.0, 0.0, 0.5, 1.0)
@@ -65,9 +68,8 @@ def batch_of(kept):
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
-@pytest.mark.parametrize("by_std", [True, False])
-def test_the_advantage_is_over_episodes_on_every_row(episodes, processed, by_std):
-    kept = processed([agent_loop_outputs(episode) for episode in episodes])
+def check(kept, episodes, by_std=True):
+    """Each token has the mask, logprob and advantage that it should, by verl's own post-processing and estimator."""
     done = compute_advantage_for_multi_trajectories(
         batch_of(kept), list(kept), AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=by_std
     )
@@ -80,6 +82,45 @@ def test_the_advantage_is_over_episodes_on_every_row(episodes, processed, by_std
         assert field["rollout_log_probs"].tolist() == pytest.approx(row.logprobs[first:], rel=1e-6)
         found = (advantages[: len(row) - first] * field["response_mask"]).tolist()
         assert found == pytest.approx(row.advantages[first:], abs=1e-5)
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_the_advantage_is_over_episodes_on_every_row(episodes, processed, by_std):
+    check(processed([agent_loop_outputs(episode) for episode in episodes]), episodes, by_std)
+
+
+def rewards_divided(outputs):
+    for own in outputs:
+        own[-1].reward_score /= len(own)
+    return outputs
+
+
+def rows_as_episodes(outputs):
+    return [
+        [one.model_copy(update={"reward_score": own[-1].reward_score, "extra_fields": own[-1].extra_fields})]
+        for own in outputs
+        for one in own
+    ]
+
+
+@pytest.mark.parametrize("fault", [rewards_divided, rows_as_episodes])
+def test_faults_planted_in_the_outputs_are_noticed(episodes, processed, fault):
+    with pytest.raises(AssertionError):
+        check(processed(fault([agent_loop_outputs(episode) for episode in episodes])), episodes)
+
+
+@pytest.mark.parametrize("fault", [paper.trained_twice, paper.shifted, paper.last_untrained])
+def test_faults_planted_in_the_rows_are_noticed(episodes, processed, monkeypatch, fault):
+    faulty = fault(training_rows(episodes))
+
+    def planted(batch, **options):
+        made = training_rows(batch, **options)
+        own = [row for row in faulty if row.episode == batch[0].id]
+        return TrainingRows(own, made.left_out, made.flat_groups, made.advantages, made.rewards)
+
+    monkeypatch.setattr(adapter, "training_rows", planted)
+    with pytest.raises(AssertionError):
+        check(processed([agent_loop_outputs(episode) for episode in episodes]), episodes)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
@@ -165,3 +206,40 @@ async def test_an_agent_runs_on_verls_servers():
     assert sum(output.response_mask) == len(first) + len(second)
     assert output.extra_fields == {"min_global_steps": 3, "max_global_steps": 4, "reward_extra_info": {}}
     assert output.reward_score == 1.0
+
+
+def test_estimators_other_than_grpo_count_rows(episodes, processed):
+    """Why the guide says `grpo`: RLOO's baseline is over the rows of the batch."""
+    kept = processed([agent_loop_outputs(episode) for episode in episodes])
+    done = compute_advantage_for_multi_trajectories(batch_of(kept), list(kept), AdvantageEstimator.RLOO)
+    rewards = [episodes[int(key.split("_")[1])].reward for key in kept]
+    expected = [len(kept) / (len(kept) - 1) * (reward - sum(rewards) / len(kept)) for reward in rewards]
+    found = [float(one[0]) for one in done.batch["advantages"]]
+    assert found == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(AssertionError):
+        compute_advantage_for_multi_trajectories(batch_of(kept), list(kept), AdvantageEstimator.GRPO_PASSK)
+
+
+def test_a_group_of_one_has_its_reward_as_advantage(episodes, processed):
+    """verl trains an episode whose siblings are left out: its baseline is 0."""
+    kept = processed([agent_loop_outputs(replace(episodes[1], reward=0.5))])
+    data = batch_of(kept)
+    done = compute_advantage_for_multi_trajectories(data, list(kept), AdvantageEstimator.GRPO)
+    found = done.batch["advantages"][data.batch["response_mask"].bool()].tolist()
+    assert found == pytest.approx([0.5] * 46, abs=1e-5)
+
+
+def test_the_example_is_an_agent_loop():
+    path = Path(__file__).parents[3] / "examples/verl/calculator_loop.py"
+    tokenizer = build_chatml_tokenizer()
+    end = tokenizer.eos_token_id
+    answers = [
+        [*tokenizer.encode(text), end] for text in (call("calculator", expression="6 * 7"), "It is \\boxed{42}.")
+    ]
+    loop = object.__new__(runpy.run_path(str(path))["calculator"])
+    loop.server_manager = ServerManager(*((answer, "stop", 1) for answer in answers))
+    rollout = SimpleNamespace(prompt_length=2000, response_length=2000)
+    loop.tokenizer, loop.config = tokenizer, SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    task = {"raw_prompt": [{"role": "user", "content": "What is 6 * 7?"}], "reward_model": {"ground_truth": "42"}}
+    (output,) = asyncio.run(loop.run({"temperature": 1.0}, **task))
+    assert output.reward_score == 1.0 and sum(output.response_mask) == sum(map(len, answers))
