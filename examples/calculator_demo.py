@@ -1,9 +1,11 @@
 """24 rollouts of a calculator agent on a real SGLang server; `make demo` runs this.
 
-    python examples/calculator_demo.py [--svg FILE]
+    python examples/calculator_demo.py [--svg FILE] [--out FOLDER]
 
 Starts SGLang on this machine's CPU with SmolLM2-135M-Instruct, or uses the server at SGLANG_BASE_URL and its model.
 SGLANG_TOKENIZER is a local copy of the tokenizer, for servers whose own path is not on this machine.
+
+The trajectories go to FOLDER, and with them a page that explains every token of them.
 
 Exit codes: 0 success; 1 failure, with the reason in the last line; 130 stopped.
 """
@@ -15,6 +17,7 @@ import asyncio
 import copy
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -40,6 +43,7 @@ from strands_sglang import (
     local,
     termination_reason,
 )
+from strands_sglang.cli import main as strands_sglang
 
 SYSTEM_PROMPT = "You are a helpful assistant."
 
@@ -48,6 +52,8 @@ WORKED_EXAMPLES = (("15 * 12", "180"), ("98 + 47", "145"), ("84 - 29", "55"))
 
 OPERANDS = ((27, 43), (64, 18), (91, 36), (52, 77), (83, 25), (46, 39), (72, 58), (35, 14))
 EXPRESSIONS = [f"{left} {sign} {right}" for left, right in OPERANDS for sign in "*+-"]
+
+OUTPUT = Path(__file__).parents[1] / "out" / "calculator_demo"
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 40}
 
@@ -60,6 +66,9 @@ def main() -> int:
     """Run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description="24 rollouts of a calculator agent against a real SGLang server.")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the tokens of one rollout as a picture")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", default=OUTPUT, help="where the files go (default: out/calculator_demo)"
+    )
     options = parser.parse_args()
     # transformers advises to install PyTorch, which a tokenizer does not need.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -87,13 +96,27 @@ def main() -> int:
         print(f"the demo failed: the model sampled nothing in {len(rollouts)} rollouts ({ends})", file=sys.stderr)
         return 1
     shown = next((rollout for rollout in rollouts if rollout.is_right), rollouts[0])
-    print_rollout(shown)
+    files = save(rollouts, options.out / "trajectories")
+    print_rollout(shown, files[rollouts.index(shown)])
     if options.svg:
-        save_svg(shown, options.svg)
+        save_svg(shown, files[rollouts.index(shown)], options.svg)
     print_summary(rollouts, rollout_seconds)
     total = time.monotonic() - started
     print(f"server {start_seconds:.1f} s, rollouts {rollout_seconds:.1f} s, in all {total:.1f} s")
-    return 0
+    print("open this page to see every token of them:", flush=True)
+    return strands_sglang(["view", str(options.out / "trajectories"), "--output", str(options.out / "view.html")])
+
+
+def save(rollouts: list[Rollout], folder: Path) -> list[Path]:
+    """Write the trajectory of each rollout to a file, with its end and a reward of 1 for a right answer."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = [folder / f"{number:02}.safetensors" for number in range(1, len(rollouts) + 1)]
+    for rollout, file in zip(rollouts, files, strict=True):
+        trajectory = rollout.model.trajectory
+        trajectory.note_end(outcome=rollout.reason, reward=float(rollout.is_right))
+        trajectory.save(file)
+    return files
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:

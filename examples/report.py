@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,8 @@ from rich.text import Text
 from strands.types.content import Messages
 
 from strands_sglang import SGLangModel, TerminationReason
-
-PROMPT_STYLE = "dim"
-SAMPLED_STYLE = "bold green"
-LOGPROB_STYLE = "yellow"
-SHOWN_OF_THE_PROMPT = 40
-"""Number of tokens to show of the opening prompt; the rest is system prompt, tool specs and worked examples."""
+from strands_sglang.inspection.reading import read
+from strands_sglang.inspection.show import episode_lines
 
 console = Console(highlight=False)
 
@@ -83,17 +80,24 @@ def shorten(text: str, length: int = 50) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def save_svg(rollout: Rollout, path: Path) -> None:
+def save_svg(rollout: Rollout, file: Path, path: Path) -> None:
     """Write the output of `print_rollout` as an SVG picture."""
     picture = Console(highlight=False, record=True, width=100, force_terminal=True, file=io.StringIO())
-    print_rollout(rollout, picture)
+    os.environ["FORCE_COLOR"] = "1"
+    print_rollout(rollout, file, picture)
     # Without Rich's web font: opening the picture loads nothing.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", picture.export_svg(title="one rollout"), flags=re.DOTALL)
     path.write_text(svg.replace("Fira Code", "ui-monospace"), encoding="utf-8")
 
 
-def print_rollout(rollout: Rollout, console: Console = console) -> None:
-    """Print the conversation of a rollout as the agent saw it, and its tokens as a trainer gets them."""
+def print_rollout(rollout: Rollout, file: Path, console: Console = console) -> None:
+    """Print the conversation of a rollout as the agent saw it, and its tokens as `strands-sglang show` does.
+
+    Args:
+        rollout: The rollout.
+        file: Its saved trajectory.
+        console: Where to print.
+    """
     console.rule("the conversation of one rollout, after three worked examples")
     for message in rollout.messages:
         for block in message["content"]:
@@ -105,35 +109,9 @@ def print_rollout(rollout: Rollout, console: Console = console) -> None:
             elif "toolResult" in block:
                 texts = " ".join(content.get("text", "") for content in block["toolResult"]["content"])
                 console.print(Text(f"{'tool':>9}: {texts}", style="cyan"))
-    console.rule("its tokens")
-    console.print(
-        Text.assemble(
-            ("prompt and tool results: loss mask 0", PROMPT_STYLE),
-            "   ",
-            ("sampled by the model: loss mask 1", SAMPLED_STYLE),
-            " ",
-            ("with logprob", LOGPROB_STYLE),
-        )
-    )
-    console.print(token_text(rollout.model))
-
-
-def token_text(model: SGLangModel) -> Text:
-    """Return the tokens of the model's sequence, each in the style of its loss mask."""
-    manager = model.token_manager
-    hidden = max(0, manager.initial_prompt_length - SHOWN_OF_THE_PROMPT)
-    text = Text()
-    if hidden:
-        text.append(f"... {hidden} prompt tokens ... ", PROMPT_STYLE)
-    for token in manager.tokens[hidden:]:
-        piece = model.tokenizer.decode([token.token_id]).replace("\n", "\\n")
-        if token.loss_mask:
-            text.append(piece, SAMPLED_STYLE)
-            text.append(f"({token.logprob:.2f})" if token.logprob is not None else "(?)", LOGPROB_STYLE)
-        else:
-            # A line for each turn and tool result; sampled text stays unchanged.
-            text.append(piece + "\n" if piece.endswith("\\n") else piece, PROMPT_STYLE)
-    return text
+    console.rule("its turns, and the tokens of the last one with the logprobs of what was sampled")
+    for line in episode_lines(read([file]), color="logprob"):
+        console.print(Text.from_ansi(line))
 
 
 def print_summary(rollouts: list[Rollout], seconds: float) -> None:

@@ -1,7 +1,7 @@
 """What the commands `strands-sglang` and `strands-env` print: results, messages, tables of facts, progress.
 
 Results go to standard output, everything else to standard error. Texts fit into 80 columns. Colors and progress appear
-on a terminal only; `NO_COLOR` switches colors off (no-color.org).
+on a terminal only; `NO_COLOR` switches colors off (no-color.org), `FORCE_COLOR` on (force-color.org).
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ def paint(text: str, color: str) -> str:
         color: "bold", "red", "green" or "yellow".
 
     Returns:
-        The text itself where standard output is no terminal, or `NO_COLOR` is set.
+        The text itself where standard output is no terminal, or `NO_COLOR` is set; colored wherever `FORCE_COLOR` is.
     """
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout):
+    if not os.environ.get("FORCE_COLOR") and (
+        os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout)
+    ):
         return text
     return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
 

@@ -351,3 +351,24 @@ def test_the_readme_names_files_that_exist():
         assert (FOLDER / name).is_file(), name
     for target in re.findall(r"\]\((?!https:)([^)]+)\)", text):
         assert (FOLDER / target.partition("#")[0]).is_file(), target
+
+
+def test_the_demo_shows_a_rollout_and_names_its_page(chatml_tokenizer, tmp_path, monkeypatch):
+    chatml_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.setenv("SGLANG_TOKENIZER", str(tmp_path / "tokenizer"))
+
+    def answer(request):
+        return (
+            call(expression="27 * 43") if request.text.rstrip().endswith("What is 27 * 43?") else "The answer is 1161."
+        )
+
+    with ScriptedSGLang(chatml_tokenizer, answer).serve() as base_url:
+        monkeypatch.setenv("SGLANG_BASE_URL", base_url)
+        ended = run_example("calculator_demo", "--out", tmp_path / "out", "--svg", tmp_path / "one.svg")
+
+    assert ended.returncode == 0, ended.stderr
+    assert "turn 0 opens the first sequence" in ended.stdout and "\x1b" not in ended.stdout
+    page = Path(ended.stdout.splitlines()[-1])
+    assert page == tmp_path / "out" / "view.html" and page.stat().st_size
+    assert len(list((tmp_path / "out" / "trajectories").iterdir())) == 24
+    assert "<svg" in (tmp_path / "one.svg").read_text()

@@ -87,7 +87,7 @@ class Encoder:
             return text
 
     def pieces(self, token_ids: Iterable[int]) -> dict[int, bytes]:
-        """Return the bytes that each id stands for inside a text.
+        """Return the bytes of each id inside a text.
 
         Those of a sequence, joined, are the bytes of its text: several tokens may share a character. If a vocabulary is
         of an unknown kind, a piece is the text of the id on its own.

@@ -8,8 +8,8 @@ Layout (format version 2). Tensors hold the concatenated tokens of all turns: `p
 prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (the
 processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in the turn's description).
 
-`pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes that each id
-stands for. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since
+`pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes of each
+id. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since
 the first save.
 
 `trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and

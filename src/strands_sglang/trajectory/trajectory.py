@@ -142,7 +142,7 @@ class Trajectory:
         counted: The prompt that was counted last, with what it depends on, for the call that sends it.
         encoder: Encodes and decodes what is recorded; None before the first call, and once read from a file.
         end: How the episode ended, if that was noted.
-        pieces: The bytes that ids stand for, as read from a file; empty before.
+        pieces: The bytes of ids inside a text, as read from a file; empty before.
     """
 
     def __init__(self) -> None:

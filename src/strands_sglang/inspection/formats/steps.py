@@ -124,7 +124,7 @@ def _row(tensors: Mapping[str, Any], description: Mapping[str, Any], number: int
 
 
 def _add_rows(episode: Episode, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put the rows in the place of the sequences that they were made of."""
+    """Replace sequences by the rows that were made of them."""
     derived = {sequence.steps[-1].turn: sequence for sequence in episode.sequences if sequence.steps}
     numbers = {turn.number: position for position, turn in enumerate(episode.turns)}
     recorded = []
