@@ -44,7 +44,7 @@ KINDS: Mapping[str, str] = {
 """Kinds of findings, and what each means."""
 
 MOST = 200
-"""Most findings of one kind that are told of one file; the last of them says how many more there are."""
+"""Most findings of one kind in one file; a further one says how many more there are."""
 
 
 def findings(groups: Iterable[Group]) -> list[Finding]:

@@ -101,7 +101,7 @@ def _logprobs(sequence: SequenceRecord, logprobs: Any, prompt: int, *, contract:
     right = [end for end in ends if values[end + 1] != 0.0] and (values[starts] == 0.0).all()
     left = [start for start in starts if values[start - 1] != 0.0] and (values[ends] == 0.0).all()
     if len(stray) and (right or left):
-        why = "tokens that are not trained have logprobs, and trained ones beside them none"
+        why = "tokens that are not trained have logprobs, and trained ones next to them none"
         yield {"kind": "logprobs-shifted", "why": why, "token": int(response[stray[0]]), "count": len(stray)}
         return
     if len(stray):

@@ -61,7 +61,7 @@ def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iter
     elif turn.text is not None and text is not None and not _same(text, turn.text):
         at = _first_difference(sampled.ids.tolist(), pieces, turn.text)
         told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
-        yield {"kind": "id-text", "why": f"the ids stand for {told}", "token": at, "count": 1}
+        yield {"kind": "id-text", "why": f"the text of the ids is {told}", "token": at, "count": 1}
     elif turn.text is not None and text is None and pieces:
         unknown = next(i for i, token_id in enumerate(sampled.ids.tolist()) if token_id not in pieces)
         why = f"the file has no text for the sampled id {int(sampled.ids[unknown])}"
