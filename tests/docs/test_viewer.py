@@ -10,9 +10,14 @@ import time
 import pytest
 from playwright.sync_api import sync_playwright
 
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.local.install import home
 from strands_sglang.viewer import render
 from support import written_episodes as written
+from unit.inspection.test_doctor import PLANTED, Folder, healthy as step_folder
+
+healthy = step_folder  # a fixture
 
 AXE = ("axe-core@4.11.0", "39bed7d72308f6d620789c169d699bfd7e8da80f65b545821a6b2215c3e83107")
 VIEWS = ("overview", "episode-3", "siblings-0", "credit", "drift")
@@ -131,8 +136,7 @@ def test_scrolling_is_smooth_and_few_nodes_exist(address, viewport, long_page, o
 
 
 def test_each_finding_is_one_click_away(files, open_page):
-    findings = written.findings_of_jars()
-    for number, finding in enumerate(findings):
+    for number, finding in enumerate(written.findings_of_jars()):
         page = open_page(files / "jars.html")
         page.locator(".findings a.finding").nth(number).click()
         assert finding.why in page.locator("#banner").inner_text()
@@ -146,6 +150,29 @@ def test_each_finding_is_one_click_away(files, open_page):
         else:
             assert page.locator(".heads .head", has_text="reward 1").count() == 2
         page.close()
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
+def test_a_planted_fault_is_within_two_clicks(plant, healthy, tmp_path, open_page):
+    folder = Folder(tmp_path / "0", 0)
+    shutil.copytree(healthy, folder.path)
+    plant(folder)
+    groups = read([folder.path])
+    found = findings(groups)
+    (tmp_path / "page.html").write_text(render(groups, found), encoding="utf-8")
+    page = open_page(tmp_path / "page.html")
+    for number, finding in enumerate(found[:3]):
+        page.goto(f"{(tmp_path / 'page.html').as_uri()}#overview")
+        page.locator(f".overview a.finding[href='#finding-{number + 1}']").click()
+        assert finding.why in page.locator("#banner").inner_text()
+        if finding.token is not None:
+            page.locator(".t.hit").first.wait_for()
+        elif finding.turn is not None:
+            assert f"Turn {finding.turn} " in page.locator("button.turn.chosen").inner_text()
+        elif finding.episode is not None:
+            assert page.locator(".side select").evaluate("all => all.selectedOptions[0].text") == finding.episode
+        elif finding.group is not None:
+            assert page.locator(".heads .head").count() > 1
 
 
 def test_a_page_opens_at_a_finding(files, open_page):

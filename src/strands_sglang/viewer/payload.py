@@ -44,7 +44,6 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     entries: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, str], int] = {}
-    found = Counter((finding.file, finding.group, finding.episode) for finding in findings or ())
     for number, group in enumerate(groups):
         listed.append({"name": group.id, "file": group.file, "episodes": [], "note": _notes(group.problems)})
         advantages = advantages_of(group)
@@ -53,12 +52,14 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
             listed[-1]["episodes"].append(len(entries))
             marked = None if drift is None else drift.marks.get(len(entries))
             entry = page.episode(group, episode, advantages.get(episode.id), marked)
-            entry["found"] = found[(group.file, group.id, episode.id)]
             entries.append({"group": number, **entry})
-    episodes = [episode for group in groups for episode in group.episodes]
-    places = _Places(groups, episodes, numbers)
+    places = _Places(groups)
+    located = [places.finding(finding) for finding in findings or ()]
+    found = Counter(finding["episode"] for finding in located)
+    for number, entry in enumerate(entries):
+        entry["found"] = found[number]
     notes = []
-    if not any(group.vocabulary for group in groups) and episodes:
+    if not any(group.vocabulary for group in groups) and entries:
         notes.append("The files do not tell the text of their tokens, so ids are shown: view them with --tokenizer.")
     if page.left_out:
         notes.append(f"{page.left_out} images are too large for the page and are only named.")
@@ -75,7 +76,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         },
         "groups": listed,
         "episodes": entries,
-        "findings": [places.finding(finding) for finding in findings or ()],
+        "findings": located,
         "credit": audit_credit(groups, numbers),
         "drift": None if drift is None else drift.as_json(),
     }
@@ -321,12 +322,17 @@ class _Page:
 class _Places:
     """Says where in the page a finding is."""
 
-    def __init__(
-        self, groups: Sequence[Group], episodes: Sequence[Episode], numbers: Mapping[tuple[str, str, str], int]
-    ) -> None:
-        self._groups = {(group.file, group.id): number for number, group in reversed(list(enumerate(groups)))}
-        self._episodes = episodes
-        self._numbers = numbers
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups: dict[tuple[str, str], int] = {}
+        self._episodes: list[Episode] = []
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        for number, group in enumerate(groups):
+            self._groups.setdefault((group.file, group.id), number)
+            for episode in group.episodes:
+                for file in (group.file, episode.file):  # a finding names the file that it is in
+                    self._groups.setdefault((file, group.id), number)
+                    self._numbers.setdefault((file, group.id, episode.id), len(self._episodes))
+                self._episodes.append(episode)
 
     def finding(self, finding: Finding) -> dict[str, Any]:
         """Return a finding with the episode, sequence, turn and token at which the page opens."""
