@@ -131,6 +131,7 @@ def from_trace(
         outcome=TerminationReason(about["outcome"]) if about.get("outcome") else None,
     )
     name = about.get("id") if id is None else id
+    episode.trajectory.note_end(outcome=episode.outcome, reward=episode.reward, turn_rewards=episode.turn_rewards)
     return episode if name is None else replace(episode, id=name)
 
 

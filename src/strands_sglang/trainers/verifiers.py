@@ -180,13 +180,12 @@ def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
     rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
     is_trained = trace.get("ok") and trace["agent"].get("trainable", True) and rewards
     group = (record.get("group") or {}).get("id") or trace["task"].get("key") or trace["task"].get("hash")
-    return Episode(
-        Trajectory.of_turns(_turns(trace, info)),
-        math.fsum(one["score"] * one.get("weight", 1.0) for one in rewards) if is_trained else None,
-        group,
-        trace["id"],
-        outcome=TerminationReason(info["outcome"]) if info.get("outcome") else None,
-    )
+    reward = math.fsum(one["score"] * one.get("weight", 1.0) for one in rewards) if is_trained else None
+    outcome = TerminationReason(info["outcome"]) if info.get("outcome") else None
+    trajectory = Trajectory.of_turns(_turns(trace, info))
+    errors = [f"{error['type']}: {error['message']}" for error in trace.get("errors") or ()]
+    trajectory.note_end(outcome=outcome, reward=reward, error=errors[-1] if errors else None)
+    return Episode(trajectory, reward, group, trace["id"], outcome=outcome)
 
 
 @dataclass

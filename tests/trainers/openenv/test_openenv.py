@@ -10,7 +10,7 @@ from openenv.core.harness import TrainableSession
 from openenv.core.harness.capture.graph import RolloutGraph, TurnNode
 from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
-from strands_sglang import SGLangModel, TerminationReason
+from strands_sglang import SGLangModel, TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers.openenv import from_trace, to_trace
@@ -39,6 +39,8 @@ def test_the_rows_come_back(episodes):
     back = [from_trace(through_json(to_trace(episode))) for episode in episodes]
     assert columns(training_rows(back)) == columns(training_rows(episodes))
     assert [one.group for one in back] == ["g"] * 4
+    saved = [Trajectory.from_bytes(one.trajectory.to_bytes()) for one in back]  # a file tells the reward, too
+    assert [one.end.reward for one in saved] == [episode.reward for episode in episodes]
 
 
 def test_each_sampled_token_is_trained_once(episodes):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import queue
+import runpy
 import sys
 import threading
 from array import array
@@ -21,7 +22,8 @@ import strands_sglang.trainers.trl as adapter
 from strands_sglang import TerminationReason
 from strands_sglang.credit import Episode
 from strands_sglang.protocol.generation import Generation, VersionSpan
-from support.agents import assistant, build_chatml_tokenizer, user
+from strands_sglang.testing import ScriptedSGLang
+from support.agents import assistant, build_chatml_tokenizer, call, user
 from support.recorder import Recorder
 from trainers import paper
 
@@ -386,3 +388,17 @@ def test_rollouts_say_when_nothing_is_left_to_train(reference):
 def test_a_batch_that_cannot_be_trained_changes_nothing(grpo, reference):
     found = grpo([replace(one, reward=None) for one in paper.episodes(reference)])
     assert not any(gradient.any() for gradient in found.values())
+
+
+def test_the_grpo_example_trains(folder, reference, common, monkeypatch):
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/trl/grpo.py"))
+    tokenizer = build_chatml_tokenizer()
+    tokenizer.save_pretrained(folder)
+    pushed = []
+    for name in ("pause", "resume"):
+        monkeypatch.setattr(adapter.SGLangWeights, name, lambda self: None)
+    monkeypatch.setattr(adapter.SGLangWeights, "push", lambda self, weights, version: pushed.append(version))
+    answers = [call("calculator", expression="6 * 7")] * 8 + ["It is 1.", "It is 2."] * 4
+    with ScriptedSGLang(tokenizer, answers).serve() as base_url:
+        example["main"](str(folder), base_url, **common)
+    assert pushed == [0]
