@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _FACTS = (
     *("index", "parent_kept", "is_auxiliary", "constrained", "clamped", "agent", "cycle", "reasoning_open", "roles"),
-    *("sampling_params", "request_fields"),
+    *("sampling_params", "request_fields", "said", "answered"),
 )
 _ANSWER_FACTS = (
     *("finish_type", "stop_token_id", "stop_string", "prompt_tokens", "cached_tokens", "weight_version"),
@@ -68,9 +68,16 @@ def seal_tokens(ids: Sequence[int], logprobs: Sequence[float] | None) -> array[i
 
 
 def seal_prompt(turn: Turn) -> str:
-    """Return the digest of a turn's prompt ids, and their logprobs if there are any."""
-    known = b"" if turn.prompt_logprobs is None else turn.prompt_logprobs.tobytes()
-    return f"{zlib.crc32(known, zlib.crc32(turn.prompt_ids.tobytes())):08x}"
+    """Return the digest of a turn's prompt ids, with their logprobs and images if there are any."""
+    parts = [turn.prompt_ids.tobytes()]
+    if turn.prompt_logprobs is not None:
+        parts.append(turn.prompt_logprobs.tobytes())
+    if turn.images is not None:
+        parts += [turn.images.sent_ids.tobytes(), *(picture.data for picture in turn.images.pictures)]
+    digest = 0
+    for part in parts:
+        digest = zlib.crc32(part, digest)
+    return f"{digest:08x}"
 
 
 def seal_turn(turn: Turn, **changed: Any) -> str:
@@ -90,7 +97,10 @@ def seal_turn(turn: Turn, **changed: Any) -> str:
     if answer is not None:
         facts |= {name: getattr(answer, name) for name in _ANSWER_FACTS}
         facts["has_experts"] = answer.routed_experts is not None
-    data = orjson.dumps(facts | changed, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    facts |= changed
+    for name in ("weight_versions", "said", "answered"):  # orjson writes no named tuples
+        facts[name] = [list(entry) for entry in facts.get(name, ())]
+    data = orjson.dumps(facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

@@ -16,6 +16,7 @@ from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedExperts, ScriptedSGLang
+from support import specimens
 from support.agents import make_agent
 from support.histories import PLANS, Player
 
@@ -498,3 +499,127 @@ def test_nothing_of_an_episode_is_interpreted_by_a_terminal(chatml_tokenizer, tm
     told = capsys.readouterr()
     assert "\\u{1b}" in told.out
     assert all(character.isprintable() or character == "\n" for character in told.out + told.err)
+
+
+# === other kinds of files ===
+
+
+@pytest.fixture(scope="module")
+def evaluated(chatml_tokenizer, tmp_path_factory):
+    """The folder of an evaluation with two prompts of three samples."""
+    return specimens.write_evaluation(tmp_path_factory.mktemp("evaluation"), chatml_tokenizer, prompts=2, samples=3)
+
+
+def change_records(folder, change):
+    path = folder / "results.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    change(records)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def swap_rewards(records):
+    one, other = [record for record in records if record["prompt_id"] == records[0]["prompt_id"]][:2]
+    one["reward"], other["reward"] = other["reward"], one["reward"]
+
+
+def fail_infrastructure(records):
+    records[1]["termination_reason"] = "infrastructure_error"
+
+
+def fail_scoring(records):
+    records[1]["reward_error_is_infrastructure"] = True
+
+
+def change_answer(records):
+    records[2]["observation"]["messages"][-1]["content"][0]["text"] = "Something else."
+
+
+def train_the_prompt(records):
+    records[0]["observation"]["tokens"]["loss_mask"][3] = 1
+
+
+def leave_out_a_token(records):
+    records[0]["observation"]["tokens"]["loss_mask"][-2] = 0
+
+
+def shift_logprobs(records):
+    tokens = records[3]["observation"]["tokens"]
+    tokens["logprobs"] = [*tokens["logprobs"][1:], 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (swap_rewards, "reward-sibling"),
+        (fail_infrastructure, "reward-failure"),
+        (fail_scoring, "reward-failure"),
+        (change_answer, "id-text"),
+        (train_the_prompt, "mask-not-sampled"),
+        (leave_out_a_token, "not-trained"),
+        (shift_logprobs, "logprobs-shifted"),
+    ],
+)
+def test_a_fault_in_an_evaluation_is_found(evaluated, tmp_path, change, kind):
+    assert findings(read([evaluated])) == []
+    shutil.copytree(evaluated, tmp_path / "evaluation")
+    change_records(tmp_path / "evaluation", change)
+    assert kind in {finding.kind for finding in findings(read([tmp_path / "evaluation"]))}
+
+
+def slime_samples():
+    """Two rollouts of one prompt, as slime dumps them; the first has two samples, which share their start."""
+    ours = {"strands_sglang": {"outcome": "task_complete"}}
+    first = {"group_index": 0, "index": 1, "rollout_id": 1, "reward": 1.0, "status": "completed", "metadata": ours}
+    long = {"tokens": [*range(12)], "response_length": 8, "loss_mask": [1, 1, 0, 0, 1, 1, 1, 1]}
+    long["rollout_log_probs"] = [-1.0, -2.0, 0.0, 0.0, -3.0, -4.0, -5.0, -6.0]
+    short = {"tokens": [0, 1, 2, 3, 4, 5, 20, 21], "response_length": 4, "loss_mask": [0, 0, 0, 1]}
+    short["rollout_log_probs"] = [0.0, 0.0, 0.0, -2.5]
+    other = {**first, **long, "index": 2, "rollout_id": 2, "reward": 0.0, "weight_versions": ["1", "2"]}
+    return [{**first, **long}, {**first, **short}, other]
+
+
+@pytest.mark.parametrize(
+    ("number", "changed", "kind"),
+    [
+        (0, {"rollout_log_probs": [0.0, -1.0, -2.0, 0.0, 0.0, -3.0, -4.0, -5.0]}, "logprobs-shifted"),
+        (0, {"loss_mask": [1, 1, 1, 0, 1, 1, 1, 1], "rollout_log_probs": [0.0] * 8}, "mask-not-sampled"),
+        (0, {"loss_mask": [1, 1, 0, 0, 1, 1, 1, 0]}, "not-trained"),
+        (1, {"loss_mask": [1, 0, 0, 1], "rollout_log_probs": [-1.0, 0.0, 0.0, -2.5]}, "trained-twice"),
+        (2, {"weight_versions": ["2", "1"]}, "version-falls"),
+        (2, {"reward": 1.0}, "flat-group"),
+        (2, {"status": "failed"}, "reward-failure"),
+        (2, {"rollout_routed_experts": [[1]] * 10}, "experts-missing"),
+        (2, {"metadata": {"strands_sglang": {"outcome": "max_tokens_reached"}}}, "cut-complete"),
+        (2, {"loss_mask": [1, 1]}, "structure"),
+    ],
+)
+def test_a_fault_in_a_dump_of_slime_is_found(tmp_path, number, changed, kind):
+    torch = pytest.importorskip("torch")
+    samples = slime_samples()
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "healthy.pt")
+    assert findings(read([tmp_path / "healthy.pt"])) == []
+    samples[number] |= changed
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    assert kind in {finding.kind for finding in findings(read([tmp_path / "0.pt"]))}
+
+
+def test_what_an_importer_refuses_is_a_finding(tmp_path):
+    turn = {
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [3],
+        "loss_mask": [0, 1, 1],
+        "logprobs": [0.0, 0.0, -1.0],
+    }
+    trace = {"schema_version": 1, "turns": [turn]}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    found = findings(read([tmp_path / "trace.json"]))
+    assert {finding.kind for finding in found} <= {"mask-not-sampled", "structure"} and found
+
+
+@pytest.mark.parametrize("name", ["step", "trajectories"])
+def test_random_healthy_folders_have_no_finding(chatml_tokenizer, tmp_path, name):
+    if name == "step":
+        folder = specimens.write_step(tmp_path / name, chatml_tokenizer, seed=4)
+    else:
+        folder = specimens.write_trajectories(tmp_path / name, chatml_tokenizer, 40)
+    assert [finding.where + finding.why for finding in findings(read([folder]))] == []

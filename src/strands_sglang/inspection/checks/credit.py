@@ -334,6 +334,8 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
             why = f"its weight {weight:g} is not a number above 0"
             yield {"kind": "weight", "why": why, "group": group.id, "episode": episode.id, "sequence": number}
     yield from _weights(known)
+    for group in groups:
+        yield from _left_out(group)
     settings = groups[0].facts["settings"]
     most = settings.get("max_tokens")
     for group, episode, number, sequence in rows if most is not None else ():
@@ -345,6 +347,25 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
         trains = any(one.advantages is not None and one.advantages.any() for e in group.episodes for one in e.sequences)
         if group.id in flat and trains:
             yield {"kind": "advantage", "why": "it counts as flat, but has advantages", "group": group.id}
+
+
+def _left_out(group: Group) -> Iterator[Facts]:
+    """Compare the reasons why episodes are kept out with what is known of them."""
+    scored = _scored(group)
+    for episode in group.episodes:
+        reason = episode.left_out
+        if reason is None or not episode.facts.get("in_batch"):
+            continue
+        holds = {
+            "no reward": episode.reward is None,
+            "the only episode of its group with a reward": len(scored) < 2,
+            "its group has no variance": bool(list(_flat(group))),
+            "no trained token": not any(one.mask.any() for one in episode.facts.get("derived", ())),
+        }
+        if reason.startswith("the outcome "):
+            holds[reason] = _has_no_reward(episode)
+        if not holds.get(reason, True) and not episode.facts.get("has_no_trajectory"):
+            yield {"kind": "left-out", "why": f"it is left out ({reason}), which is not so", "episode": episode.id}
 
 
 def _weights(rows: Sequence[tuple[Group, Episode, int, SequenceRecord]]) -> Iterator[Facts]:

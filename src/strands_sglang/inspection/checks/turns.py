@@ -422,10 +422,38 @@ _INFRASTRUCTURE = tuple(
 )
 
 
+_THROWN_AWAY = ("another answer was kept", "the agent asked the same again", "the agent's messages end before it")
+"""Notes of discarded answers."""
+
+
+def _status(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
+    """Compare the status of a turn with its note, its error and its end."""
+    if turn.status not in ("answered", "committed", "final"):
+        return
+    if turn.note in _THROWN_AWAY:
+        yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
+    if turn.finish == "abort" or turn.failure is not None:
+        why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
+        yield {"kind": "cut-complete", "why": why}
+
+
 def _ends(episode: Episode) -> Iterator[Facts]:
+    discarded = {position for position, turn in enumerate(episode.turns) if turn.is_discarded}
+    for turn in episode.turns:
+        parent = turn.parent
+        if parent in discarded and turn.is_answered and not turn.is_discarded and not turn.is_auxiliary:
+            number = episode.turns[parent].number if parent is not None else 0
+            why = f"it counts as discarded, so it is not trained, but call {turn.number} builds on its answer"
+            yield {"kind": "not-trained", "why": why, "turn": number}
+    for position in sorted(discarded):
+        if not episode.turns[position].note and "turn" in episode.turns[position].facts:
+            if episode.turns[position].facts.get("seal") is not None:
+                why = "it counts as discarded, so it is not trained, but nothing says why"
+                yield {"kind": "not-trained", "why": why, "turn": episode.turns[position].number}
     turns = [turn for turn in episode.turns if not turn.is_auxiliary and not turn.is_discarded]
     for turn in turns:
         recorded = turn.facts.get("turn")
+        yield from ({"turn": turn.number, **facts} for facts in _status(episode, turn))
         if recorded is None or recorded.generation is None:
             continue
         most = turn.facts["sampling_params"].get("max_new_tokens")
