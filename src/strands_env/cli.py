@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import logging
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
+    if argv is None:  # a process of its own, in which the collector would walk through the same episodes all the time
+        gc.set_threshold(10_000, 10, 10)
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
@@ -466,6 +469,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
+        # That `--concurrency auto` has nothing to follow is no ordinary event, and nothing else tells it.
+        logging.getLogger("strands_env.eval.concurrency").setLevel(logging.WARNING)
     missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
         missing.insert(0, "--dataset PATH or --benchmark NAME")

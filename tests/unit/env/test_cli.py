@@ -14,7 +14,7 @@ import pytest
 from strands_env.cli import main
 from strands_env.eval import Evaluator, register_eval
 from strands_env.eval.evaluator import REGISTERED
-from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedResponse, ScriptedSGLang
 from support.agents import call
 from support.environments import lines
 
@@ -93,6 +93,14 @@ def test_concurrency_may_follow_the_server(command, server, tmp_path, capsys):
     assert run([*command, "--concurrency", "auto", "--json"]) == 0
     assert len(lines(tmp_path / "out" / "results.jsonl")) == 6 * SAMPLES
     assert ("/v1/loads", b"") in server.calls
+
+
+def test_auto_without_reports_of_load_says_what_it_does(command, server):
+    server.overrides["/v1/loads"] = ScriptedResponse(404)
+    process = start([*command, "--concurrency", "auto"])
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "no server reports its load" in errors
 
 
 def test_two_evaluations_are_compared_by_prompt(command, tmp_path, capsys):
