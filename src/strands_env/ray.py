@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import io
 import itertools
@@ -227,6 +228,7 @@ class EpisodeActor:
             levels: The driver's levels of logging.
             folder: The driver's current folder.
         """
+        gc.set_threshold(10_000, 10, 10)  # the collector would walk through the same episodes all the time
         logging.basicConfig(level=levels[""])  # Ray shows the driver what is logged
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
