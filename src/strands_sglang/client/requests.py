@@ -24,6 +24,7 @@ from ..exceptions import (
     SGLangDecodingError,
 )
 from ..protocol.wire import GenerateBody, UnfitAnswerError, decode_generation, decode_object, http_error
+from ..telemetry import report_retry
 from .balancer import Server, Servers
 from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
 from .connections import (
@@ -174,6 +175,7 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             if delay is None:
                 raise retries.explain(outcome)
             server.log_failure(outcome)
+            report_retry(server.base_url, outcome.kind.value, retries.retries)
             if can_move:
                 delay = 0.0
             if delay >= request.cancellation.seconds_left:

@@ -99,13 +99,17 @@ class RetryPolicy:
 
 
 class RetryState:
-    """The attempts of one call."""
+    """The attempts of one call.
+
+    Attributes:
+        retries: Number of retries so far.
+    """
 
     def __init__(self, policy: RetryPolicy, servers: Servers) -> None:
         """Start with no failed attempts."""
         self._policy = policy
         self._servers = servers
-        self._retries = 0
+        self.retries = 0
         self._timeouts = 0
         self._decode_failures = 0
         self._started = time.monotonic()
@@ -116,7 +120,7 @@ class RetryState:
         kind = failure.kind
         self._timeouts += kind is FailureKind.TIMED_OUT
         self._decode_failures += kind in (FailureKind.UNDECODABLE, FailureKind.UNFIT)
-        delay = self._policy.delay(self._retries, failure.retry_after)
+        delay = self._policy.delay(self.retries, failure.retry_after)
         left = math.inf  # only a server that never answered has a time limit
         if self._servers.answered or kind not in (FailureKind.UNREACHABLE, FailureKind.DROPPED):
             self._unreachable_since = None
@@ -127,22 +131,22 @@ class RetryState:
         if (
             kind is FailureKind.FINAL
             or (kind is FailureKind.REFUSED and not self._policy.retry_refusals)
-            or self._retries >= self._policy.max_retries
+            or self.retries >= self._policy.max_retries
             or self._timeouts > MAX_RETRIES_AFTER_TIMEOUT
             or (self._decode_failures > MAX_DECODE_RETRIES and (kind is FailureKind.UNFIT or not self._servers.usable))
             or left <= 0
         ):
             return None
-        self._retries += 1
+        self.retries += 1
         return min(delay, left)
 
     def explain(self, failure: Failure) -> SGLangClientError:
         """Return the failure's error, with the reason to give up in its message."""
         error = failure.error
         notes = []
-        if self._retries:
+        if self.retries:
             seconds = time.monotonic() - self._started
-            notes.append(f" (given up after {self._retries + 1} attempts in {seconds:.1f} s)")
+            notes.append(f" (given up after {self.retries + 1} attempts in {seconds:.1f} s)")
         if failure.kind in (FailureKind.UNREACHABLE, FailureKind.DROPPED) and not self._servers.answered:
             notes.append("; no server has ever answered there: start one (`strands-sglang serve`), or correct base_url")
         if notes:

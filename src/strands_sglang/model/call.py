@@ -55,6 +55,7 @@ from ..protocol.generation import (
     sampling_params_of_the_rest,
     stop_strings,
 )
+from ..telemetry import report_turn
 from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
 from ..templates.image_tokens import ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
@@ -243,6 +244,7 @@ class ModelCall:
                 self.trajectory.fail(self.turn, error)
             else:
                 self.trajectory.cut(self.turn, sampled, error)
+            report_turn(self.turn)
             raise
 
     async def _ask(self, tool_choice: Any) -> None:
@@ -477,6 +479,8 @@ class ModelCall:
         except Exception as error:
             self.trajectory.cut(turn, generation, error)
             raise
+        finally:
+            report_turn(turn)
         return parsed, blocks
 
     # --- prompts ---

@@ -4,6 +4,7 @@ import json
 import math
 import sqlite3
 import struct
+import time
 
 import pyarrow
 import pytest
@@ -41,16 +42,29 @@ def of_tensorboard(folder):
     return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def of_wandb(folder):
+def wandb_records(content):
+    """The records of a file of wandb: LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    content, start, seen = path.read_bytes(), 7, {}
-    while start + 7 <= len(content):  # after the head of the file: records of a checksum, a length, a type and data
-        length, _ = struct.unpack("<HB", content[start + 4 : start + 7])
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content[start + 7 : start + 7 + length])
+    start, data = 7, b""
+    while start + 7 <= len(content):  # blocks of 32 KiB with parts of records: a checksum, a length, a kind and data
+        if 32768 - start % 32768 < 7:
+            start += 32768 - start % 32768
+        length, kind = struct.unpack("<HB", content[start + 4 : start + 7])
+        data += content[start + 7 : start + 7 + length]
         start += 7 + length
+        if kind not in (2, 3):  # else more parts follow
+            yield wandb_internal_pb2.Record.FromString(data)
+            data = b""
+
+
+def of_wandb(folder):
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    seen, deadline = {}, time.monotonic() + 30
+    while not any(one.HasField("exit") for one in wandb_records(path.read_bytes())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # wandb writes a little after the end of the run
+    for record in wandb_records(path.read_bytes()):
         items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for name, value in items.items():
             if not name.startswith("_"):
