@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from strands_sglang import TerminationReason
 from strands_sglang.credit import Episode, TrainingRows, training_rows
+from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.trainers import verl as adapter
 from strands_sglang.trainers.verl import agent_loop, agent_loop_outputs
 from support.agents import build_chatml_tokenizer, call, make_agent
@@ -243,3 +244,23 @@ def test_the_example_is_an_agent_loop():
     task = {"raw_prompt": [{"role": "user", "content": "What is 6 * 7?"}], "reward_model": {"ground_truth": "42"}}
     (output,) = asyncio.run(loop.run({"temperature": 1.0}, **task))
     assert output.reward_score == 1.0 and sum(output.response_mask) == sum(map(len, answers))
+
+
+def test_mixed_versions_above_the_limit_are_left_out(episodes, caplog):
+    trajectory = type(episodes[1].trajectory).from_bytes(episodes[1].trajectory.to_bytes())
+    for version, turn in zip(("3", "4", "6"), trajectory.turns, strict=True):
+        spans = (VersionSpan(version, 0, len(turn.output_ids)),)
+        turn.generation = replace(turn.generation, weight_versions=spans)
+    mixed = replace(episodes[1], trajectory=trajectory)
+    first, second = agent_loop_outputs(mixed, max_staleness=3)
+    assert first.extra_fields == {"min_global_steps": 3, "max_global_steps": 4}
+    assert agent_loop_outputs(mixed, max_staleness=2) == []
+    assert "older than max_staleness=2" in caplog.text
+
+
+def test_a_logprob_that_is_nan_leaves_the_episode_out(episodes, caplog):
+    trajectory = type(episodes[0].trajectory).from_bytes(episodes[0].trajectory.to_bytes())
+    turn = trajectory.turns[0]
+    turn.generation = replace(turn.generation, logprobs=None)
+    assert agent_loop_outputs(replace(episodes[0], trajectory=trajectory)) == []
+    assert "a trained token has no logprob" in caplog.text
