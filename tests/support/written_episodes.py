@@ -96,7 +96,8 @@ class Author:
                 prompt_tokens=before + len(prompt),
                 cached_tokens=max(0, before - 3),
                 seconds=round(0.4 + len(sampled) * 0.021, 3),
-                said=said,
+                said=[part for part in said if part.role != "assistant"],
+                answered=[part for part in said if part.role == "assistant"],
                 **facts,
             )
         )
@@ -348,10 +349,8 @@ def long_group(siblings=8, tokens=100_000, vocabulary_size=50_000, *, seed=0, pe
                     reason="extends the call before" if position else "opens the first sequence",
                     status="committed",
                     finish="stop",
-                    said=[
-                        Said("tool", "result", "result " * 40, "search"),
-                        Said("assistant", "text", "Some **words**. " * 30),
-                    ],
+                    said=[Said("tool", "result", "result " * 40, "search")],
+                    answered=[Said("assistant", "text", "Some **words**. " * 30)],
                 )
             )
         episode = Episode(f"long-{number}", turns, [], file="long", reward=float(number % 2), outcome="task_complete")

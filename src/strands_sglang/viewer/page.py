@@ -83,7 +83,7 @@ def check_size(groups: Sequence[Group]) -> None:
     )
     if tokens > MOST_TOKENS:
         raise PageTooLargeError(
-            f"{tokens:,} tokens are more than the {MOST_TOKENS:,} that a page can show: name fewer files"
+            f"the files hold {tokens:,} tokens, more than the {MOST_TOKENS:,} that a page can show: name fewer files"
         )
 
 

@@ -110,8 +110,9 @@ class _Page:
         if drifted is not None:
             columns["drift"] = drifted
         body: dict[str, Any] = {
-            "turns": [self._turn(turn, start) for turn, start in zip(episode.turns, starts, strict=True)],
+            "turns": [self._turn(group, turn, start) for turn, start in zip(episode.turns, starts, strict=True)],
             "sequences": sequences,
+            "said": [[part.role, part.kind, part.text, part.name] for part in episode.said],
         }
         routed = self._routing(episode, length)
         if routed is not None:
@@ -284,7 +285,7 @@ class _Page:
         self._experts += count * width
         return routed, np.concatenate(rows)
 
-    def _turn(self, turn: TurnRecord, start: tuple[int, int, int]) -> dict[str, Any]:
+    def _turn(self, group: Group, turn: TurnRecord, start: tuple[int, int, int]) -> dict[str, Any]:
         return {
             "number": turn.number,
             "parent": turn.parent,
@@ -306,7 +307,7 @@ class _Page:
             "asked": turn.prompt_tokens,
             "seconds": _finite(turn.seconds),
             "reward": _finite(turn.reward),
-            "said": [[part.role, part.kind, part.text, part.name] for part in turn.said],
+            "said": _said(group, turn),
             "images": [self._image(image) for image in turn.images],
         }
 
@@ -426,6 +427,20 @@ def _finite(value: float | None) -> float | None:
 
 def _notes(problems: Sequence[tuple[str, str]]) -> str:
     return "; ".join(why for _, why in problems)
+
+
+def _said(group: Group, turn: TurnRecord) -> list[list[str]]:
+    """Return the messages of a turn; where the file has none, the text of its tokens."""
+    said = [[part.role, part.kind, part.text, part.name] for part in turn.said]
+    answered = [[part.role, part.kind, part.text, part.name] for part in turn.answered]
+    for role, kind, tokens, parts in (
+        ("prompt", "raw", turn.prompt, said),
+        ("assistant", "text", turn.sampled, answered),
+    ):
+        if not parts and group.vocabulary and len(tokens):
+            content = b"".join(group.vocabulary.get(token_id, b"") for token_id in tokens.ids.tolist())
+            parts.append([role, kind, content.decode("utf-8", "replace"), ""])
+    return said + answered
 
 
 def _text(content: bytes | None) -> str | list[int] | None:

@@ -14,6 +14,7 @@ import pytest
 
 from strands_sglang import cli
 from strands_sglang.credit import LOSSES
+from strands_sglang.inspection.reading import read
 from strands_sglang.inspection.records import Episode, Finding, Group, Tokens, TurnRecord
 from strands_sglang.templates.encoder import get_encoder
 from strands_sglang.viewer import PageTooLargeError, page as page_module, render
@@ -198,7 +199,7 @@ def test_nothing_recorded_is_a_page_too():
 
 def test_ten_million_tokens_are_a_clear_line():
     turn = TurnRecord(0, Tokens(np.zeros(0, np.int32)), Tokens(np.zeros(10_000_000, np.int32)))
-    with pytest.raises(PageTooLargeError, match="10,000,000 tokens are more than the 2,000,000"):
+    with pytest.raises(PageTooLargeError, match="10,000,000 tokens, more than the 2,000,000"):
         render([Group("g", [Episode("e", [turn], [])])], [])
 
 
@@ -221,6 +222,20 @@ async def test_the_command_makes_a_page_of_a_trajectory(rollout, tmp_path, monke
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert page.index["title"] == "one.safetensors"
     assert page.index["episodes"][0]["trained"] == len(model.trajectory.turns[0].output_ids)
+
+
+async def test_both_sides_of_a_conversation_are_shown(rollout, tmp_path):
+    _, model = rollout(["Hello there."])
+    async for _ in model.stream([{"role": "user", "content": [{"text": "Hi"}]}]):
+        pass
+    model.trajectory.save(tmp_path / "one.safetensors")
+    groups = read([tmp_path / "one.safetensors"])
+    [turn] = Page(render(groups, [])).body(0)["turns"]
+    assert [part[:3] for part in turn["said"]] == [["user", "text", "Hi"], ["assistant", "text", "Hello there."]]
+    groups[0].episodes[0].turns[0].said = groups[0].episodes[0].turns[0].answered = ()
+    [turn] = Page(render(groups, [])).body(0)["turns"]
+    assert [part[:2] for part in turn["said"]] == [["prompt", "raw"], ["assistant", "text"]]
+    assert turn["said"][1][2].startswith("Hello there.")
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "torn.safetensors", "other.txt", "empty"])

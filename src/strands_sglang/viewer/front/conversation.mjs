@@ -71,8 +71,8 @@ export class Conversation {
   }
 
   section({ turn, number, said, images }) {
-    const section = h("section.messages", { "data-turn": turn, "aria-label": `Turn ${number}`, onclick: () => this.choose(turn) });
-    section.append(h("p.turn-name", {}, `Turn ${number}`));
+    const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
+    if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));
     let pictures = [...(images ?? [])];
     for (const part of said) {
       section.append(card(part, part[1] === "image" ? pictures.shift() : null));
@@ -108,6 +108,7 @@ export function card([role, kind, text, name], picture) {
   if (kind === "result") {
     return h("article.card.result", {}, h("header", {}, "result ", h("b", {}, name || "")), h("pre", {}, folded(pretty(text))));
   }
+  if (kind === "raw") return h("article.card", {}, h("header", {}, role), h("pre", {}, folded(text)));
   if (kind === "reasoning") {
     const body = h("div.body");
     const details = h("details.card.reasoning", { open: text.length < 1200 }, h("summary", {}, `reasoning · ${count(text.length)} characters`), body);

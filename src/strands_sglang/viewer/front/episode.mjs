@@ -182,12 +182,15 @@ export class EpisodeView {
     this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
     parts.strip.classList.toggle("blank", !this.flow.tokens.length);
     this.drawLegend();
-    this.conversation.show(
-      this.flow.bounds
+    const spoken = this.flow.bounds
         .map(({ turn }) => ({ turn, number: body.turns[turn].number, said: body.turns[turn].said, images: body.turns[turn].images }))
-        .filter((entry) => entry.said.length || entry.images?.length),
+        .filter((entry) => entry.said.length || entry.images?.length);
+    const whole = { turn: this.flow.bounds[0]?.turn ?? -1, number: null, said: body.said, images: [] };
+    this.conversation.show(
+      spoken.length || !body.said.length ? spoken : [whole],
       "No messages: the file holds tokens only, and no tokenizer told its texts. View it with --tokenizer.",
     );
+    if (!this.flow.bounds.length) this.conversation.follow(-1);
     parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
     this.turn = -1;
     if (this.flow.bounds.length) this.setTurn(this.flow.bounds[0].turn);
