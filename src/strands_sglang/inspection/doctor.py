@@ -71,13 +71,21 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
         for episode in group.episodes:
             place = _Place(group, episode)
             for check in (check_turns, check_rows, check_sample, check_record):
-                found.extend(place.finding(one) for one in check(group, episode))
-        found.extend(place_in_group(group, one) for one in check_credit(group))
+                found.extend(place.finding(one) for one in _guarded(check(group, episode)))
+        found.extend(place_in_group(group, one) for one in _guarded(check_credit(group)))
     from .checks.credit import check_batch
 
     for batch in steps.values():
-        found.extend(place_in_group(batch[0], one) for one in check_batch(batch))
+        found.extend(place_in_group(batch[0], one) for one in _guarded(check_batch(batch)))
     return _bounded(dict.fromkeys(found))
+
+
+def _guarded(check: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the findings of a check; that it cannot read a damaged value is one, too."""
+    try:
+        yield from check
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        yield {"kind": "structure", "why": f"a value has a wrong form: {type(error).__name__}: {str(error)[:200]}"}
 
 
 class _Place:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .records import Group
+from .records import Episode, Group
 
 KINDS = {
     "trajectory": "a trajectory (.safetensors), or a folder of them",
@@ -50,8 +50,37 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
     if tokenizer is not None:
         _use_tokenizer(groups, tokenizer)
     for group in groups:
+        for episode in group.episodes:
+            _drop_what_cannot_be(episode)
         mark_writers(group)
     return groups
+
+
+def _drop_what_cannot_be(episode: Episode) -> None:
+    """Note facts of a wrong type and columns of a wrong length, and leave them out."""
+    for name, kinds in _FACTS.items():
+        value = getattr(episode, name)
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            episode.problems.append(("structure", f"its {name} is {value!r:.60}"))
+            setattr(episode, name, None)
+    for turn in episode.turns:
+        for tokens in (turn.prompt, turn.sampled):
+            for name in ("logprobs", "sampling_logprobs", "entropy", "kept_counts"):
+                values = getattr(tokens, name)
+                if values is not None and len(values) != len(tokens):
+                    why = f"turn {turn.number} has {len(tokens)} tokens with {len(values)} {name}"
+                    episode.problems.append(("structure", why))
+                    setattr(tokens, name, None)
+
+
+_FACTS: dict[str, type | tuple[type, ...]] = {
+    "outcome": str,
+    "reward": (int, float),
+    "reward_error": str,
+    "error": str,
+    "left_out": str,
+    "seconds": (int, float),
+}
 
 
 def _read_path(path: Path) -> list[Group]:
@@ -67,7 +96,12 @@ def _read_path(path: Path) -> list[Group]:
         where = str(path) if error.filename is None else str(error.filename)
         raise UnreadableError(f"{where}: {error.strerror or error}") from error
     except (RowsFileError, TrajectoryFileError, EvaluationFileError, ImportedFileError, DumpFileError) as error:
-        raise UnreadableError(str(error)) from error
+        raise UnreadableError(" ".join(str(error).split())) from error
+    except UnreadableError:
+        raise
+    except Exception as error:  # a damaged file may hold anything
+        told = " ".join(str(error).split())[:200]
+        raise UnreadableError(f"{path}: damaged: {type(error).__name__}: {told}") from error
 
 
 def _read_folder(folder: Path) -> list[Group]:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from strands_sglang import SGLangModel, credit
 from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
-from strands_sglang.inspection.reading import read
+from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.testing import ScriptedExperts, ScriptedSGLang
 from support import specimens
 from support.agents import make_agent
@@ -623,3 +623,34 @@ def test_random_healthy_folders_have_no_finding(chatml_tokenizer, tmp_path, name
     else:
         folder = specimens.write_trajectories(tmp_path / name, chatml_tokenizer, 40)
     assert [finding.where + finding.why for finding in findings(read([folder]))] == []
+
+
+def broken(value, rng):
+    """Change one random place of a JSON value, or remove it."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.9:
+        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        if rng.random() < 0.1:
+            value.pop(key)
+        else:
+            value[key] = broken(value[key], rng)
+        return value
+    return rng.choice([None, -1, 2**40, 1.5, float("nan"), "x", "", [], {}, True, [1, 2], {"a": 1}])
+
+
+def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
+    shutil.copytree(healthy, tmp_path / "step")
+    for number in range(150):
+        folder = Folder(tmp_path / "step", number)
+        name = "rows.safetensors" if number % 2 else f"trajectories/{folder.episode}.safetensors"
+        before = (folder.path / name).read_bytes()
+        if number % 5 == 0:
+            (folder.path / name).write_bytes(before[: folder.random.randrange(len(before))])
+        elif number % 5 == 1:
+            folder.edit(lambda tensors, facts: tensors.pop(folder.random.choice(sorted(tensors))), name)  # noqa: B023
+        else:
+            folder.edit(lambda tensors, facts: broken(facts, folder.random), name)  # noqa: B023
+        try:
+            findings(read([folder.path]))
+        except UnreadableError as error:
+            assert "\n" not in str(error)
+        (folder.path / name).write_bytes(before)

@@ -97,7 +97,7 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> tu
         episode.facts["has_no_trajectory"] = True
     reward = record["reward"]
     episode.outcome, episode.error = record["termination_reason"], record.get("error")
-    episode.reward = float(reward) if isinstance(reward, int | float) else None
+    episode.reward = reward
     episode.reward_error, episode.seconds = record.get("reward_error"), record.get("seconds")
     episode.facts |= {"record": record, "records": str(file)}
     messages = record["observation"].get("messages") if isinstance(record["observation"], Mapping) else None
