@@ -44,7 +44,7 @@ class Settings:
 
     model_path: str
     rollouts: str = "exact"
-    steps: int = 6
+    steps: int = 4
     tasks: int = 4
     samples: int = 8
     held_out: int = 48

@@ -63,9 +63,9 @@ class Watched(AsyncGRPOTrainer):
         self._hidden = torch.zeros(0)
         self.model.model.register_forward_hook(self._keep_hidden)
         self.model.register_forward_hook(self._replace_log_probs)
-        # Shortly before the gradient is there, sampling continues: the push then interrupts it.
+        # Shortly before the gradient is there, the next step's first task is asked: the push interrupts its episodes.
         layers = self.model.model.layers
-        layers[len(layers) // 4].register_full_backward_hook(lambda *_: rollouts.next_step())
+        layers[len(layers) // 4].register_full_backward_hook(lambda *_: rollouts.next_step(groups=1))
 
     def _keep_hidden(self, module: Any, arguments: Any, output: Any) -> None:
         self._hidden = output.last_hidden_state
@@ -158,10 +158,11 @@ class ProbedWeights(SGLangWeights):
     Attributes:
         trainer: The trainer; set it before training.
         difference: Largest difference of a logprob after the last push.
+        mean_difference: Mean difference.
     """
 
     trainer: Watched
-    difference = 0.0
+    difference = mean_difference = 0.0
     pushed = ""
 
     def push(self, named_tensors: Any, version: int) -> None:
@@ -183,7 +184,8 @@ class ProbedWeights(SGLangWeights):
         answer = self._http.post(f"{self.base_urls[0]}/generate", json={**request, "logprob_start_len": 0})
         meta = answer.raise_for_status().json()["meta_info"]
         served = torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]])
-        self.difference = float((served - self.trainer.score(ids)).abs().max())
+        differences = (served - self.trainer.score(ids)).abs()
+        self.difference, self.mean_difference = float(differences.max()), float(differences.mean())
         if meta["weight_version"] != self.pushed or not self.difference < 1e-3:
             raise RuntimeError(
                 f"version {self.pushed} was pushed, but the server has {meta['weight_version']}, whose logprobs differ "
@@ -310,6 +312,7 @@ class Recorder(TrainerCallback):
             "gap_without_masks": self.trainer.gap_without_masks,
             "clipped": mean(abs(math.expm1(gap)) > CLIP for gap, _ in tokens),
             "push_difference": self.weights.difference,
+            "push_difference_mean": self.weights.mean_difference,
         }
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -251,9 +251,14 @@ class AsyncGRPORollouts:
         if self._thread is not None:
             self._thread.join()
 
-    def next_step(self) -> None:
-        """With `rows_per_step`, let the next step's episodes start before the push, which then interrupts them."""
-        self._taken_in_step = 0
+    def next_step(self, groups: int | None = None) -> None:
+        """With `rows_per_step`, let episodes of the next step start before the push, which then interrupts them.
+
+        Args:
+            groups: Most prompts that start before the push; None for as many as the step needs.
+        """
+        early = self._rows_per_step if groups is None else groups * self._group_size
+        self._taken_in_step = max(0, (self._rows_per_step or 0) - (early or 0))
 
     def update_model_version(self, model_version: int) -> None:
         """Note the version that the servers have now."""
