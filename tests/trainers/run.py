@@ -56,6 +56,7 @@ def run(trainer, arguments):
     paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         **os.environ,
+        "PROJECT_PYTHON": sys.executable,  # for programs that run in both environments
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
     }

@@ -1,0 +1,81 @@
+"""The demo of GRPO on two cores, on a real server: kills neither end a run nor make it train anything twice."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from strands_sglang.credit import TrainingRows
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4
+PATIENCE_S = 600
+
+
+class Demo:
+    """The demo as its users run it, in a folder that is kept between runs."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        python = os.environ["PROJECT_PYTHON"]
+        self.command = [python, ROOT / "examples" / "grpo_cpu", "--fast", "--steps", str(STEPS), "--output", folder]
+
+    def ledger(self):
+        path = self.folder / "ledger.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def run(self, *, kill=None, after=STEPS):
+        """Run it; kill the group of a process as soon as so many steps count. Return the exit code and the output."""
+        with subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                deadline = time.monotonic() + PATIENCE_S
+                while kill and len(self.ledger()) < after:
+                    assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+                    time.sleep(0.005)
+                if kill:
+                    pids = json.loads((self.folder / "processes.json").read_text())
+                    os.killpg(pids[kill], signal.SIGKILL)
+                output, _ = process.communicate(timeout=PATIENCE_S)
+                return process.returncode, output
+            finally:
+                process.terminate()
+
+
+@pytest.mark.timeout(1200)
+def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
+    demo = Demo(tmp_path / "run")
+    code, output = demo.run(kill="trainer", after=1)  # the rollouts run in this process, too
+    assert code == 1 and "the trainer ended with exit code" in output and "the same command continues" in output
+    first = demo.ledger()
+    assert 1 <= len(first) < STEPS - 1
+    code, output = demo.run(kill="server", after=len(first) + 1)
+    assert code == 1 and "the server ended with exit code" in output
+    second = demo.ledger()
+    assert second[: len(first)] == first and len(second) < STEPS
+    code, output = demo.run()
+    assert code == 0, output
+    ledger = demo.ledger()
+    assert ledger[: len(second)] == second
+    assert [(step["step"], step["version"]) for step in ledger] == [(number, number) for number in range(1, STEPS + 1)]
+    for name in ("episodes", "tasks"):
+        seen = [one for step in ledger for one in step[name]]
+        assert len(set(seen)) == len(seen)
+
+    for step in ledger:
+        folder = demo.folder / "steps" / f"step-{step['step']:06}"
+        rows = TrainingRows.load(folder / "rows.safetensors")
+        assert sorted({row.episode for row in rows}) == step["episodes"]
+        assert {path.stem for path in (folder / "trajectories").iterdir()} >= set(step["episodes"])
+        assert all(row.trainer_logprobs and row.loss_weight == 1.0 for row in rows)
+        assert step["metrics"]["gap_max"] < 1e-4 and step["metrics"]["push_difference"] < 1e-5
+    assert len(list((demo.folder / "steps").iterdir())) == STEPS
+
+    optimizer = torch.load(demo.folder / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.pt")
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {STEPS}
+    assert (demo.folder / "metrics.csv").read_text().count("\n") == STEPS + 1
+    assert (demo.folder / "reward.svg").read_text().startswith("<svg")
