@@ -1,6 +1,7 @@
 // The overview, the credit audit and the drift: long tables of which only the rows in view are in the document.
 
 import { count, h, number } from "./dom.mjs";
+import { visible } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 /** A table of `rows`, each made by `cells(row)`: a list of [class, content]. */
@@ -165,7 +166,7 @@ export class Credit {
 export class Drift {
   constructor({ index }) {
     const { drift } = index;
-    const side = (tokens) => tokens.map(([id, text]) => h("span.token", {}, h("span.t", {}, text), h("span.id", {}, String(id))));
+    const side = (tokens) => tokens.map(([id, text]) => h("span.token", {}, h("span.t", {}, visible(text)), h("span.id", {}, String(id))));
     const table = new Table("Drift", 62, (row) => [
       [".name", h("a", { href: `#episode-${row.episode}-sequence-${row.sequence}-token-${row.position}` }, `${index.episodes[row.episode].id}, token ${count(row.position)}`)],
       ["", row.cause],
@@ -173,7 +174,7 @@ export class Drift {
       [".side", ...side(row.again)],
     ]);
     table.head([[".name", "Where"], ["", "Cause"], [".side", "Sampled or sent"], [".side", "Encoded again"]]);
-    const summary = drift && `${count(drift.rows.length)} ${drift.rows.length === 1 ? "stretch differs" : "stretches differ"}; ${count(drift.tokens)} of ${count(drift.all)} tokens (${((100 * drift.tokens) / Math.max(1, drift.all)).toFixed(3)} %) in ${count(drift.sequences)} sequences. ${drift.cut ? `The first ${count(drift.rows.length)} are listed.` : ""}`;
+    const summary = drift && `${count(drift.rows.length)} ${drift.rows.length === 1 ? "stretch differs" : "stretches differ"}; ${count(drift.tokens)} of ${count(drift.all)} tokens (${((100 * drift.tokens) / Math.max(1, drift.all)).toFixed(3)} %) in ${count(drift.sequences)} ${drift.sequences === 1 ? "sequence" : "sequences"}. ${drift.cut ? `The first ${count(drift.rows.length)} are listed.` : ""}`;
     this.element = h(
       "section.drift",
       { "aria-label": "Drift" },
