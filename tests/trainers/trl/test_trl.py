@@ -332,24 +332,30 @@ def test_the_same_rollouts_train_a_second_time(train, reference):
     assert any(gradient.any() for gradient in second.values())
 
 
-def test_no_more_is_sampled_than_a_step_needs(train, reference):
+def test_no_more_is_sampled_than_a_step_needs():
     started = []
-    give = runner(paper.episodes(reference))
 
     async def run_episode(prompt):
         started.append(rollouts.version)
-        return await give(prompt)
+        return replace(versioned("1"), reward=len(started) % 2, id=str(len(started)))
 
     rollouts = adapter.AsyncGRPORollouts(
         run_episode, itertools.repeat("x"), NO_SERVER, group_size=4, groups_in_flight=9, rows_per_step=8
     )
-    run = rollouts.check_health
+
+    def wait_for(rows):
+        while rollouts.rollout_buffer.qsize() < rows:
+            rollouts.check_health(60)
+
     rollouts.start()
-    while len(rollouts.taken) < 8:
+    for _ in range(8):
         rollouts.rollout_buffer.get(timeout=60)
-        run(60)
-    assert started == [0] * 8
+    rollouts.next_step(groups=1)
+    wait_for(4)
+    rollouts.update_model_version(1)
+    wait_for(8)
     rollouts.stop()
+    assert started == [0] * 12 + [1] * 4
 
 
 def test_a_group_of_one_is_refused():
