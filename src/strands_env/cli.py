@@ -536,7 +536,7 @@ def report_metrics(arguments: argparse.Namespace) -> int:
         raise UsageError(error) from error
     if arguments.json:
         return say(as_json(metrics))
-    title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+    title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
     return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
 
 

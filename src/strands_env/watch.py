@@ -167,7 +167,7 @@ class EvaluationView:
             lines = [*metric_lines(metrics), "", *end_lines(results)]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
             self._shown = (self._reader.state, lines)
-        title = f"{run.benchmark}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+        title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
         lines = [*pace_lines(samples, total - finished, now), "", *self._shown[1]]
         return View(title, finished, total, lines, is_over=finished >= total)
 

@@ -44,7 +44,9 @@ def test_a_reader_sees_what_a_fresh_one_sees(written, tmp_path_factory, data):
     shutil.copy(written / "results.run.json", folder)
     content = (written / "results.jsonl").read_bytes()
     reader = ResultsReader(folder)
-    for end in sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5))) + [len(content)]:
+    borders = [match.start() + more for match in re.finditer(rb"\n", content) for more in (-1, 0, 1)]
+    ends = data.draw(st.lists(st.sampled_from(borders) | st.integers(0, len(content)), max_size=5))
+    for end in [*sorted(ends), len(content)]:
         (folder / "results.jsonl").write_bytes(content[:end])
         assert reader.read() == read_results(folder)
     (folder / "results.jsonl").write_bytes(content[: len(content) // 3])  # written from the start again
