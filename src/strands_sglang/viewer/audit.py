@@ -7,6 +7,7 @@ reduce alike are one column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,11 @@ def advantages_of(group: Group) -> dict[str, dict[int, float]]:
 
     They are the rewards minus their mean, and are used where a file has no advantages of its own.
     """
-    scored = [episode for episode in group.episodes if episode.reward is not None and not episode.left_out]
+    scored = [
+        episode
+        for episode in group.episodes
+        if episode.reward is not None and math.isfinite(episode.reward) and not episode.left_out
+    ]
     if len(scored) < 2:
         return {}
     values = group_advantages([episode.reward or 0.0 for episode in scored])
@@ -139,7 +144,7 @@ def _row(group: Group, episode: Episode, sequence: SequenceRecord) -> TrainingRo
         episode=f"{group.id}/{episode.id}",
         group=group.id,
         tokens=TokenManager(),
-        token_ids=[0] * len(sequence),
+        token_ids=[0] * max(2, len(sequence)),  # a lone token has no target, and no loss could take its row
         loss_mask=[],
         logprobs=[],
         versions=[],

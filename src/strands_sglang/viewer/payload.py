@@ -126,7 +126,7 @@ class _Page:
             "id": episode.id,
             "outcome": episode.outcome,
             "reward": _finite(episode.reward),
-            "advantage": float(own[0]) if len(own) and (own == own[0]).all() else None,
+            "advantage": _finite(own[0]) if len(own) and (own == own[0]).all() else None,
             "note": "; ".join(
                 part
                 for part in (

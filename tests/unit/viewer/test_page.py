@@ -191,6 +191,21 @@ def test_damaged_columns_are_cut_to_their_tokens():
     Page(render([group], []))
 
 
+def test_values_that_are_no_numbers_are_left_out():
+    group = written.group_of_jars()
+    for episode, value in zip(group.episodes, (float("nan"), float("inf"), -float("inf")), strict=False):
+        episode.reward = episode.seconds = episode.turns[0].seconds = value
+        for sequence in episode.sequences:
+            sequence.advantages = np.full(len(sequence), value)
+    turn = TurnRecord(0, Tokens(np.zeros(0, np.int32)), Tokens(np.zeros(1, np.int32)))
+    lone = Episode("lone", [turn], [], reward=1.0)
+    lone.sequences.append(written.SequenceRecord(lone.steps(0), np.ones(1, np.uint8), np.ones(1), np.ones(1)))
+    group.episodes.append(lone)
+    page = Page(render([group], []))
+    assert [entry["reward"] for entry in page.index["episodes"]][:4] == [None, None, None, 1.0]
+    assert len(page.index["credit"]) == 1
+
+
 def test_nothing_recorded_is_a_page_too():
     empty = Group("none", [Episode("e", [], [])], file="f")
     assert Page(render([], [])).index["episodes"] == []
