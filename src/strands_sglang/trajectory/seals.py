@@ -11,6 +11,7 @@ fact is no longer the recorded one, by whatever code or disk it was changed. A l
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -100,8 +101,7 @@ def seal_turn(turn: Turn, **changed: Any) -> str:
     facts |= changed
     for name in ("weight_versions", "said", "answered"):  # orjson writes no named tuples
         facts[name] = [list(entry) for entry in facts.get(name, ())]
-    data = orjson.dumps(facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return _digest(facts)
 
 
 def seal_end(end: EpisodeEnd, turns: Sequence[Turn], **changed: Any) -> str:
@@ -114,5 +114,17 @@ def seal_end(end: EpisodeEnd, turns: Sequence[Turn], **changed: Any) -> str:
     """
     values = {"outcome": end.outcome, "reward": end.reward, "turn_rewards": dict(end.turn_rewards), **changed}
     values["turns"] = [turn.seal for turn in turns]
-    data = orjson.dumps(values, default=float, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return _digest(values)
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of what a file gives back as JSON, the same before and after."""
+    try:
+        data = orjson.dumps(value, default=_as_number, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # integers beyond 64 bits, lone surrogates
+        data = json.dumps(json.loads(json.dumps(value, default=_as_number)), sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if hasattr(value, "__float__") else str(value)

@@ -499,7 +499,8 @@ class Trajectory:
         """
         with self._lock:
             named = None if outcome is None else str(getattr(outcome, "value", outcome))
-            self.end = EpisodeEnd(named, reward, dict(turn_rewards or {}), error, reward_error)
+            own = {turn: float(value) for turn, value in (turn_rewards or {}).items()}
+            self.end = EpisodeEnd(named, None if reward is None else float(reward), own, error, reward_error)
 
     # --- for calls ---
 

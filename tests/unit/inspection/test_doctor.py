@@ -654,3 +654,12 @@ def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
         except UnreadableError as error:
             assert "\n" not in str(error)
         (folder.path / name).write_bytes(before)
+
+
+def test_any_text_and_number_of_a_call_keeps_its_seal(rollout, tmp_path):
+    _, model = rollout(["ok"], sampling_params={"temperature": 1, "logit_bias": {7: 0.5, 11: 1e-9}})
+    agent = make_agent(model)
+    agent("half of a pair: \ud800 and 1e400")
+    model.trajectory.note_end(outcome="task_complete", reward=np.float32(0.1), turn_rewards={0: 1})
+    model.trajectory.save(tmp_path / "one.safetensors")
+    assert findings(read([tmp_path / "one.safetensors"])) == []

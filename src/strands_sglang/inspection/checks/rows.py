@@ -138,7 +138,9 @@ def _mask(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord) -
 
 def _row_logprobs(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord) -> Iterator[Facts]:
     given = np.asarray(sequence.row["logprobs"], np.float64)
-    turns = episode.column(derived, "logprobs")
+    # Under truncated sampling, a trainer may take the logprobs among the ids that were kept.
+    columns = [episode.column(derived, name) for name in ("logprobs", "sampling_logprobs")]
+    turns = min(columns, key=lambda column: int((given != column)[derived.mask > 0].sum()))
     expected = np.where(derived.mask > 0, turns, 0.0)
     # A token whose mask was changed has been told of, and may have its own logprob or 0.0.
     judged = (sequence.mask > 0) == (derived.mask > 0)
