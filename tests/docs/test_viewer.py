@@ -139,6 +139,7 @@ def test_each_finding_is_one_click_away(files, open_page):
     for number, finding in enumerate(written.findings_of_jars()):
         page = open_page(files / "jars.html")
         page.locator(".findings a.finding").nth(number).click()
+        page.wait_for_selector(f"#banner[data-finding='{number + 1}']")
         assert finding.why in page.locator("#banner").inner_text()
         if finding.token is not None:
             marked = page.locator(".t.hit")
@@ -164,6 +165,7 @@ def test_a_planted_fault_is_within_two_clicks(plant, healthy, tmp_path, open_pag
     for number, finding in enumerate(found[:3]):
         page.goto(f"{(tmp_path / 'page.html').as_uri()}#overview")
         page.locator(f".overview a.finding[href='#finding-{number + 1}']").click()
+        page.wait_for_selector(f"#banner[data-finding='{number + 1}']")
         assert finding.why in page.locator("#banner").inner_text()
         if finding.token is not None:
             page.locator(".t.hit").first.wait_for()

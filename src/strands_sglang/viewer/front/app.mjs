@@ -161,6 +161,11 @@ class App {
   }
 
   async openFinding(at) {
+    await this.showFinding(at);
+    document.getElementById("banner").dataset.finding = at + 1; // all of it is in the page now
+  }
+
+  async showFinding(at) {
     const finding = this.index.findings[at];
     this.finding = at;
     this.tell(`Finding ${at + 1}: ${finding.title}. ${finding.why}`);
