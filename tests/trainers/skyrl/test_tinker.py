@@ -82,9 +82,9 @@ class Server:
 
     def __init__(self, url, model, scratch, rows):
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
-        self.url, self.trainer = url, client.create_lora_training_client(base_model=str(model), rank=RANK)
+        self.url, self.trainer = url, client.create_lora_training_client(base_model=str(model), rank=RANK, seed=0)
         self.folder, self.numbers = scratch / "checkpoints", itertools.count()
-        self.step(to_data(rows, loss="tinker:skyrl:weights"), learning_rate=1e-2)
+        self.step(to_data(rows, loss="tinker:skyrl:weights"), learning_rate=1e-3)  # so small that few tokens clip
 
     def step(self, data, **adam):
         """One optimizer step; returns the adapter's weights and the gradient, from the checkpoint.
