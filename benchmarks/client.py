@@ -1,10 +1,11 @@
 """One request: what a client costs for a prompt of token ids, alone and among a thousand.
 
 All requests of a round start at once, on connections that are open already, against the instant server, which answers
-256 sampled tokens with logprobs after 1 s (a single request: at once). A one-off request has a new prompt. A
-continuing one repeats the last prompt and answer and adds 64 tokens. Responses are dropped as they come. `here` asks as
-`SGLangModel` does: prompts that are encoded once, logprobs as one flat list (`flat_logprobs`). `floor` is asyncio on a
-socket: headers written once, orjson for the body and the response, and no checks, retries or aborts.
+256 sampled tokens with logprobs once all are sent (after 0.2 to 1 s; a single request: at once). A one-off request has
+a new prompt. A continuing one repeats the last prompt and answer and adds 64 tokens. Responses are dropped as they
+come. `here` asks as `SGLangModel` does: prompts that are encoded once, logprobs as one flat list (`flat_logprobs`).
+`floor` is asyncio on a socket: headers written once, orjson for the body and the response, and no checks, retries or
+aborts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def cases(size: str) -> list[dict[str, Any]]:
 
 def setting(case: dict[str, Any]) -> dict[str, Any]:
     """Return what workers need besides the case."""
-    delay_s = 1.0 if case["in flight"] > 1 else 0.0  # all are sent before the first is answered
+    flight = case["in flight"]
+    delay_s = max(0.2, flight / 1000) if flight > 1 else 0.0  # all are sent before the first is answered
     return {"server": {"text": " token" * OUTPUT_TOKENS, "output_ids": ANSWER, "delay_s": delay_s}}
 
 
