@@ -245,7 +245,7 @@ class Generation:
 def to_json(value: Mapping[str, Any]) -> bytes:
     """Return an object that was read from JSON as JSON."""
     try:
-        return orjson.dumps(value)
+        return bytes(memoryview(orjson.dumps(value)))  # a copy: orjson's result keeps a buffer of 4 kB
     except TypeError:  # an int beyond 64 bits
         return json.dumps(value).encode()
 
