@@ -211,6 +211,7 @@ def figures_of(groups: list[list[Attempt]], number: int) -> dict[str, Any]:
         "reward": sum(attempt.reward for attempt in attempts) / len(attempts),
         "drifted": sum(attempt.has_drifted for attempt in attempts) / len(attempts),
         "other_answers": sum(attempt.has_other_answers for attempt in attempts) / len(attempts),
+        "sampled": sum(len(call.sampled_ids) for attempt in attempts for call in attempt.calls),
         "calls": sum(len(attempt.calls) for attempt in attempts) / len(attempts),
         "flat_groups": sum(len({attempt.reward for attempt in group}) == 1 for group in groups),
     }

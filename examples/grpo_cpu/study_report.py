@@ -57,7 +57,11 @@ def read(path: Path) -> Rows:
     with path.open(newline="") as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
     number: Callable[[str], float] = lambda text: float(text == "True") if text in ("True", "False") else float(text)  # noqa: E731
-    return [{name: number(text) if text else math.nan for name, text in row.items()} for row in rows]
+    read_rows = [{name: number(text) if text else math.nan for name, text in row.items()} for row in rows]
+    for row in read_rows:
+        if "sampled" in row:
+            row["lost"] = 1 - row["tokens"] * (1 - row["never_sampled"]) / row["sampled"]
+    return read_rows
 
 
 def shown(values: Sequence[float], form: str = ".2f") -> str:
@@ -97,8 +101,9 @@ def training_table(runs: dict[tuple[str, int], Rows]) -> list[str]:
 
 FIGURES = (
     ("episodes drifted", "drifted", ".0%"),
-    ("with another answer", "other_answers", ".0%"),
-    ("tokens never sampled", "never_sampled", ".1%"),
+    ("with an untrained answer", "other_answers", ".0%"),
+    ("trained, never sampled", "never_sampled", ".1%"),
+    ("sampled, never trained", "lost", ".1%"),
     ("mean gap", "mean_gap", ".1g"),
     ("largest gap", "max_gap", ".1g"),
     ("KL (k3)", "k3", ".1g"),
@@ -118,10 +123,14 @@ def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
             count = sum(row["episodes"] for row in rows)
             cells = []
             for _, name, form in FIGURES:
-                values = [max(row[name], 0.0) for row in rows]
+                known = [row for row in rows if name in row]
+                if not known:
+                    cells.append("-")
+                    continue
+                values = [max(row[name], 0.0) for row in known]
                 weight = "episodes" if name in ("drifted", "other_answers") else "tokens"
-                total = sum(row[weight] for row in rows)
-                mean = sum(value * row[weight] for value, row in zip(values, rows, strict=True)) / total
+                total = sum(row[weight] for row in known)
+                mean = sum(value * row[weight] for value, row in zip(values, known, strict=True)) / total
                 cells.append(f"{max(values) if name == 'max_gap' else mean:{form}}")
             lines.append(f"| {setting} | `{way}` | {count:.0f} | " + " | ".join(cells) + " |")
     return lines
@@ -146,7 +155,7 @@ def plot(runs: dict[tuple[str, int], Rows], drift: dict[tuple[str, str], Rows], 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "exactness", "font.size": 9})
+    plt.rcParams.update({"svg.hashsalt": "exactness", "svg.fonttype": "none", "font.size": 9})
     figure, (rewards, gaps, shares) = plt.subplots(1, 3, figsize=(11, 3.2))
     settings = list(dict.fromkeys(["base", *sorted(name for name, _ in drift)]))
     for place, way in enumerate(WAYS):
@@ -164,9 +173,10 @@ def plot(runs: dict[tuple[str, int], Rows], drift: dict[tuple[str, str], Rows], 
             ]
             axes.bar([at + 0.27 * (place - 1) for at in range(len(settings))], values, 0.25, color=COLORS[way])
     rewards.set(title="reward", xlabel="updates (the last is held out)", ylim=(0, 1))
+    rewards.set_xticks(range(max((len(rows) for rows in runs.values()), default=0) + 1))
     rewards.legend(frameon=False)
     gaps.set(title="mean |trainer - sampler|, nats", yscale="log")
-    shares.set(title="episodes with an answer trained otherwise", ylim=(0, 1))
+    shares.set(title="episodes with an answer trained nowhere", ylim=(0, 1))
     for axes in (gaps, shares):
         axes.set_xticks(range(len(settings)), settings)
     figure.tight_layout()

@@ -76,11 +76,19 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One model call as it really was: the ids that were sent, and those that were sampled, with their logprobs."""
+    """One model call as it really was.
+
+    Attributes:
+        prompt_ids: Ids that were sent.
+        sampled_ids: Ids that were sampled.
+        logprobs: Their logprobs.
+        is_empty: Whether the agent got nothing of it, neither text nor a tool call.
+    """
 
     prompt_ids: list[int]
     sampled_ids: list[int]
     logprobs: list[float]
+    is_empty: bool = False
 
 
 @dataclass
@@ -263,7 +271,9 @@ class Rollouts:
         for response in responses:
             for choice in response.get("choices", ()):
                 logprobs = [entry[0] for entry in choice["meta_info"]["output_token_logprobs"]]
-                calls.append(Call(choice["prompt_token_ids"], choice["response_token_ids"], logprobs))
+                message = choice["message"]
+                is_empty = not (message.get("content") or message.get("tool_calls"))
+                calls.append(Call(choice["prompt_token_ids"], choice["response_token_ids"], logprobs, is_empty))
         text = self._render(messages)
         row = self._row_of_text(text, calls)
         return Attempt("openai", task, messages, calls, [row], reward_of(messages, task))
@@ -337,7 +347,7 @@ class Rollouts:
         spans = [match.span(1) for match in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)]
         given = sum(message["role"] == "assistant" for message in worked_examples())
         row = Row(ids, [0] * len(ids), [math.nan] * len(ids), [math.nan] * len(ids))
-        answers = iter(calls)
+        answers = (call for call in calls if not call.is_empty)  # an empty message is not rendered
         for start, end in spans[given:]:
             positions = [at for at, (left, right) in enumerate(offsets) if start <= left and right <= end]
             for at in positions:
