@@ -26,7 +26,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-import tempfile
+import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -303,13 +303,14 @@ def write_file(path: str | PathLike[str], content: bytes) -> None:
         OSError: The file cannot be written.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose files only their owner can read.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

@@ -1500,3 +1500,14 @@ def test_the_end_of_an_episode_is_in_its_file(tmp_path):
     end = Trajectory.load(tmp_path / "t.safetensors").end
     assert (end.outcome, end.reward, end.turn_rewards) == ("task_complete", 0.5, {0: 1})
     assert end == recorder.trajectory.end
+
+
+def test_a_file_can_be_read_by_whom_the_umask_allows(rollout, tmp_path):
+    _, model = rollout(["hi"])
+    make_agent(model)("Hello")
+    usual = tmp_path / "usual"
+    usual.touch()
+
+    model.trajectory.save(tmp_path / "episode.safetensors")
+
+    assert (tmp_path / "episode.safetensors").stat().st_mode == usual.stat().st_mode
