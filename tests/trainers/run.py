@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 try:
@@ -22,6 +23,7 @@ from strands_sglang.local.process import LocalServerError, run_quietly
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINERS = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
+WITHOUT_TORCH = ("openenv", "trackers", "verifiers")
 OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
 
 
@@ -32,7 +34,8 @@ def environment(trainer):
     """
     folder = HERE / trainer
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    torch = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    torch = [line for line in constraints if line.startswith("torch==") and trainer not in WITHOUT_TORCH]
     nodeps = folder / "nodeps.txt"
     text = "\n".join([sys.version, *project, *torch, *OWN, (folder / "requirements.txt").read_text()])
     text += nodeps.read_text() if nodeps.exists() else ""
@@ -41,7 +44,8 @@ def environment(trainer):
         print(f"installing {trainer} into {directory} (once; minutes)", flush=True)
         pip = [environment_python(directory), "-m", "pip", "install", *PIP_OPTIONS]
         run_quietly([sys.executable, "-m", "venv", directory], "creating the environment")
-        run_quietly([*pip, *torch], "installing PyTorch")
+        if torch:
+            run_quietly([*pip, *torch], "installing PyTorch")
         run_quietly([*pip, *torch, *project, *OWN, "-r", folder / "requirements.txt"], f"installing {trainer}")
         if nodeps.exists():
             run_quietly([*pip, "--no-deps", "-r", nodeps], "installing packages without their dependencies")
@@ -51,8 +55,8 @@ def environment(trainer):
     return environment_python(build_once(home() / "trainers" / name, install, usable=usable))
 
 
-def run(trainer, arguments):
-    """Run the tests of one trainer and return their exit status."""
+def run(trainer, python, arguments):
+    """Run the tests of one trainer with its environment's Python, and return their exit status."""
     paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         **os.environ,
@@ -60,7 +64,7 @@ def run(trainer, arguments):
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
     }
-    command = [environment(trainer), "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
     print(f"== {trainer}", flush=True)
     return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode
 
@@ -72,7 +76,10 @@ def main(arguments):
     unknown = set(chosen) - set(TRAINERS)
     if unknown:
         sys.exit(f"error: no trainer {', '.join(sorted(unknown))}; there are {', '.join(TRAINERS)}")
-    return max([run(trainer, rest) for trainer in chosen])
+    # The next environment is made while tests run: downloads wait for the network, most tests for one core.
+    with ThreadPoolExecutor(max_workers=1) as installer:
+        pythons = [installer.submit(environment, trainer) for trainer in chosen]
+        return max([run(trainer, python.result(), rest) for trainer, python in zip(chosen, pythons, strict=True)])
 
 
 if __name__ == "__main__":
