@@ -6,7 +6,7 @@ Set MODEL and SGLANG_URL, and give SkyRL the generator in your entry point:
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return generator()
 
-The dataset has an `answer` beside its prompt. See docs/guides/skyrl.md for the settings.
+The dataset has an `answer` next to its prompt. See docs/guides/skyrl.md for the settings.
 """
 
 import os

@@ -63,7 +63,7 @@ class Episode:
     outcome: TerminationReason | None = None
 
     def __post_init__(self) -> None:
-        """Take an outcome as it stands in files.
+        """Accept an outcome in the form that files have.
 
         Raises:
             ValueError: No episode ends this way.

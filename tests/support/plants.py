@@ -46,7 +46,7 @@ class Tensors:
 
 
 class Recorded(Tensors):
-    """A trajectory: where each turn's entries stand in the tensors."""
+    """A trajectory: which entries of the tensors each turn has."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "trajectory")
