@@ -409,6 +409,8 @@ def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> li
     for name in ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"):
         if name in tensors and len(tensors[name]) != total:
             raise ValueError(f"{total} token ids came with {len(tensors[name])} {name}")
+    if not set(tensors["loss_mask"].tolist()) <= {0, 1} or min(tensors["versions"].tolist(), default=0) < -1:
+        raise ValueError("a loss mask is not 0 or 1, or a version is below -1")
     names = [*description["versions"], None]  # position -1 is None
     weights = tensors["loss_weights"].tolist() if "loss_weights" in tensors else [None] * (len(offsets) - 1)
     rows = []
@@ -660,11 +662,7 @@ def training_rows(
         left_out,
         flat,
         {name: own for name, own in advantages.items() if name in trained},
-        {
-            episode.id: math.fsum([episode.reward or 0.0, *episode.turn_rewards.values()])
-            for episode in batch
-            if episode.id in returns
-        },
+        {episode.id: _total_reward(episode) for episode in batch if episode.id in returns},
         settings={
             "baseline": baseline,
             "normalize_std": normalize_std,
@@ -678,7 +676,7 @@ def training_rows(
             episode.id: {
                 "group": episode.group,
                 "reward": None if episode.reward is None else float(episode.reward),
-                "turn_rewards": {turn: float(reward) for turn, reward in episode.turn_rewards.items()},
+                "turn_rewards": {int(turn): float(reward) for turn, reward in episode.turn_rewards.items()},
                 "outcome": None if episode.outcome is None else episode.outcome.value,
             }
             for episode in batch
@@ -698,9 +696,18 @@ def _without_reward(episode: Episode) -> str | None:
         return f"the outcome {episode.outcome.value} has no reward"
     if episode.reward is None:
         return "no reward"
-    if not all(math.isfinite(reward) for reward in (episode.reward, *episode.turn_rewards.values())):
+    if not math.isfinite(_total_reward(episode)):
         return "a reward is not finite"
     return None
+
+
+def _total_reward(episode: Episode) -> float:
+    """Return the sum of all rewards, as a plain float: they may be numbers of NumPy or PyTorch."""
+    rewards = [float(reward) for reward in (episode.reward or 0.0, *episode.turn_rewards.values())]
+    try:
+        return math.fsum(rewards)
+    except (OverflowError, ValueError):  # too large together, or both infinities
+        return math.nan
 
 
 def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[float]:
@@ -711,10 +718,10 @@ def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[f
             f"turn_rewards of episode {episode.id} names turn {min(unknown)}, which is no part of the rollout: it has "
             "no answer, was discarded, or is auxiliary"
         )
-    total, later = 0.0, episode.reward or 0.0
+    total, later = 0.0, float(episode.reward or 0.0)
     returns: list[float] = []
     for turn in reversed(turns):
-        total = episode.turn_rewards.get(turn.index, 0.0) + later
+        total = float(episode.turn_rewards.get(turn.index, 0.0)) + later
         returns.append(total)
         later = discount * total
     return returns[::-1] or [later]

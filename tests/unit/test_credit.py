@@ -7,8 +7,12 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
@@ -197,6 +201,7 @@ def unsampled():
         (Episode(plain(), None, "g", "x"), "no reward", False),
         (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
         (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
+        (Episode(plain(), 1e308, "g", "x", turn_rewards={0: 1e308}), "a reward is not finite", False),
         (
             Episode(plain(), 1.0, "g", "x", outcome=TerminationReason.INFRASTRUCTURE_ERROR),
             "the outcome infrastructure_error has no reward",
@@ -441,6 +446,30 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
     message |= {"newer": "version '9', not", "a trajectory": "'strands-sglang trajectory'", "mixed up": "fit together"}
     with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{message[fault]}"):
         TrainingRows.load(path)
+
+
+@pytest.mark.parametrize(("column", "value"), [("loss_mask", 2), ("versions", -2)])
+def test_a_file_with_impossible_values_is_named(tmp_path, column, value):
+    path = tmp_path / "rows.safetensors"
+    training_rows(batch(1.0, 0.0)).save(path)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors[column][1] = value
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(RowsFileError, match="a loss mask is not 0 or 1, or a version is below -1"):
+        TrainingRows.load(path)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, torch.tensor])
+def test_rewards_may_be_numbers_of_other_libraries(tmp_path, number):
+    rows = training_rows([*batch(number(1)), *batch(number(0), group="other")], baseline=None)
+    turns = training_rows([Episode(plain(), 0.0, "g", "a", turn_rewards={0: number(1)})], baseline=None)
+    for place, made in enumerate((rows, turns)):
+        made.save(tmp_path / str(place))
+        loaded = TrainingRows.load(tmp_path / str(place))
+        assert type(made[0].advantages[2]) is float and loaded[0].advantages == made[0].advantages
+        assert loaded.advantages == made.advantages and loaded.rewards == made.rewards
 
 
 def test_a_group_that_is_no_data_is_refused(tmp_path):
