@@ -240,7 +240,8 @@ def _decode_flat(body: bytes) -> dict[str, Any] | None:
         response = orjson.loads(
             b"".join((body[:start], b'"%s":[' % FLAT_LOGPROBS.encode(), values, b"]", body[begin + len(rows) :]))
         )
-        is_complete = response["meta_info"]["finish_reason"]["type"] != "abort"
+        meta = response["meta_info"]  # the key may also be that of another object
+        is_complete = FLAT_LOGPROBS in meta and meta["finish_reason"]["type"] != "abort"
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
         return None
     return response if is_complete else None

@@ -132,6 +132,15 @@ def test_flat_logprobs_are_those_of_complete_answers():
     assert not is_flat({"output_token_logprobs": [[-0.5, 7, " a"], [-0.25, 2, " b"]]})
 
 
+def test_the_logprobs_of_another_object_stay_as_they_are():
+    other = {"output_token_logprobs": [[-1.0, 3, None]]}
+    meta = {"customized_info": other, **response()["meta_info"]}
+    decoded = decode_generation(
+        json.dumps({**response(), "meta_info": meta}, separators=(",", ":")).encode(), "u", flat_logprobs=True
+    )
+    assert decoded["meta_info"]["customized_info"] == other
+
+
 @given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 3))
 def test_flat_logprobs_refuse_what_orjson_refuses(noise, place, cut):
     body = orjson.dumps(response())
