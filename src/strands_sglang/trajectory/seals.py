@@ -6,6 +6,9 @@ fact is no longer the recorded one, by whatever code or disk it was changed. A l
 - `seal_tokens`: one number of 32 bits per sampled token. The upper half depends on its position and its id, the lower
   half on its position and its logprob. So a column that was shifted by one fits the seals of the neighbors.
 - `seal_turn`: a digest of everything else that never changes after a turn is recorded.
+
+A digest begins with the number of the scheme that made it. Whoever changes what is sealed, or how, takes the next
+number: seals of other schemes are not compared.
 """
 
 from __future__ import annotations
@@ -34,6 +37,14 @@ _ANSWER_FACTS = (
     *("finish_type", "stop_token_id", "stop_string", "prompt_tokens", "cached_tokens", "weight_version"),
     *("weight_versions", "request_id", "resumed_ids"),
 )
+
+
+_SCHEME = "1:"
+
+
+def is_comparable(seal: str | None) -> bool:
+    """Return whether a seal of a turn or an end was made as this module makes seals."""
+    return seal is not None and seal.startswith(_SCHEME)
 
 
 def seal_ids(ids: Any, start: int = 0) -> NDArray[np.uint32]:
@@ -113,8 +124,13 @@ def seal_end(end: EpisodeEnd, turns: Sequence[Turn], **changed: Any) -> str:
         **changed: Values of the end to use instead, such as the reward of a sibling.
     """
     values = {"outcome": end.outcome, "reward": end.reward, "turn_rewards": dict(end.turn_rewards), **changed}
-    values["turns"] = [turn.seal for turn in turns]
+    values["turns"] = sealed_answers(turns)[: end.turns]
     return _digest(values)
+
+
+def sealed_answers(turns: Sequence[Turn]) -> list[str]:
+    """Return the seals of answered turns, which no later call replaces."""
+    return [turn.seal for turn in turns if turn.seal is not None and turn.is_answered and not turn.waits_to_go_on]
 
 
 def _digest(value: Any) -> str:
@@ -123,7 +139,7 @@ def _digest(value: Any) -> str:
         data = orjson.dumps(value, default=_as_number, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except TypeError:  # integers beyond 64 bits, lone surrogates
         data = json.dumps(json.loads(json.dumps(value, default=_as_number)), sort_keys=True).encode()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return _SCHEME + hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _as_number(value: Any) -> Any:

@@ -36,7 +36,7 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, sequence_of
-from .seals import seal_end, seal_prompt, seal_tokens, seal_turn
+from .seals import seal_end, seal_prompt, seal_tokens, seal_turn, sealed_answers
 from .storage import decode_turns, encode_turns, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
@@ -118,7 +118,8 @@ class EpisodeEnd:
         turn_rewards: Rewards of single turns by `Turn.index`, in addition.
         error: The error that ended it; None without one.
         reward_error: Why it has no reward although its outcome allows one; None otherwise.
-        seal: Digest of the rewards, the outcome and the turns that they were noted for; empty before the first save.
+        seal: Digest of the rewards, the outcome and the answers that they were noted for; empty before the first save.
+        turns: Number of these answers.
     """
 
     outcome: str | None = None
@@ -127,6 +128,7 @@ class EpisodeEnd:
     error: str | None = None
     reward_error: str | None = None
     seal: str = ""
+    turns: int = 0
 
 
 class Trajectory:
@@ -682,7 +684,8 @@ class Trajectory:
                     turn.seals = seal_tokens(answer.output_ids, answer.logprobs)
                 turn.prompt_seal, turn.seal = seal_prompt(turn), seal_turn(turn)
         if self.end is not None and not self.end.seal:
-            self.end = replace(self.end, seal=seal_end(self.end, self._turns))
+            end = replace(self.end, turns=len(sealed_answers(self._turns)))
+            self.end = replace(end, seal=seal_end(end, self._turns))
 
     def _forget_for_requests(self) -> None:
         """Free memory that only a next request would need; it takes little time to make it again."""

@@ -663,3 +663,34 @@ def test_any_text_and_number_of_a_call_keeps_its_seal(rollout, tmp_path):
     model.trajectory.note_end(outcome="task_complete", reward=np.float32(0.1), turn_rewards={0: 1})
     model.trajectory.save(tmp_path / "one.safetensors")
     assert findings(read([tmp_path / "one.safetensors"])) == []
+
+
+def test_an_episode_that_goes_on_after_its_end_is_healthy(rollout, tmp_path):
+    _, model = rollout(["one", "two"])
+    agent = make_agent(model)
+    agent("q")
+    model.trajectory.note_end(outcome="task_complete", reward=0.5)
+    model.trajectory.save(tmp_path / "one.safetensors")
+    agent("r")
+    model.trajectory.save(tmp_path / "one.safetensors")
+    assert findings(read([tmp_path / "one.safetensors"])) == []
+
+
+def test_seals_of_another_scheme_are_not_compared(rollout, tmp_path, monkeypatch):
+    _, model = rollout(["one"])
+    make_agent(model)("q")
+    model.trajectory.note_end(outcome="task_complete", reward=0.5)
+    monkeypatch.setattr("strands_sglang.trajectory.seals._SCHEME", "0:")
+    model.trajectory.save(tmp_path / "one.safetensors")
+    monkeypatch.undo()
+    assert findings(read([tmp_path / "one.safetensors"])) == []
+
+
+@pytest.mark.parametrize("loss", ["trl:bnpo", "verl:token-mean"])
+def test_weights_of_a_smaller_micro_batch_are_healthy(healthy, tmp_path, loss):
+    rows = credit.TrainingRows.load(healthy / "rows.safetensors")
+    split = [list(range(len(rows) - 1)), [len(rows) - 1]]
+    for row, weight in zip(rows, rows.weights("token_mean", loss, micro_batches=split), strict=True):
+        object.__setattr__(row, "loss_weight", weight)
+    rows.save(tmp_path / "rows.safetensors")
+    assert findings(read([tmp_path])) == []  # also without the trajectories, which hold the versions of shared tokens

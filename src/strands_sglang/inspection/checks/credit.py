@@ -12,6 +12,7 @@ import numpy as np
 
 from ...credit import STD_EPSILON, group_advantages
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason
+from ...trajectory.seals import is_comparable
 from ..records import Episode, Group, SequenceRecord
 from .turns import Facts
 
@@ -69,7 +70,7 @@ def _noted(group: Group, episode: Episode) -> Iterator[Facts]:
     end = episode.facts.get("end")
     if end is None:
         return
-    if end.seal and episode.facts["end_seal_of"]() != end.seal:
+    if is_comparable(end.seal) and episode.facts["end_seal_of"]() != end.seal:
         yield from _unsealed(group, episode, end)
         return
     if end.reward is not None and episode.reward is not None and not _close(end.reward, episode.reward):
@@ -113,7 +114,8 @@ def _unsealed(group: Group, episode: Episode, end: Any) -> Iterator[Facts]:
     known = any(reward is not None and _close(reward, end.reward or 0.0) for reward in others.values())
     kind = "reward-sibling" if known and end.reward is not None else "reward"
     if not any(turn.facts.get("seal") != turn.facts.get("seal_now") for turn in episode.turns):
-        yield {"kind": kind, "why": "the end of its trajectory, with its reward, was changed after it was noted"}
+        why = "its reward, its outcome, or the turns that they were noted for, are not the recorded ones"
+        yield {"kind": kind, "why": why}
 
 
 def _whose(group: Group, episode: Episode, reward: float) -> str:
@@ -392,11 +394,16 @@ def _weights(rows: Sequence[tuple[Group, Episode, int, SequenceRecord]]) -> Iter
     off, ratios, typical = best
     # Weights by micro-batch follow no pattern; a fault breaks one that nearly all others keep.
     if 0 < len(off) <= len(rows) // 4:
+        most = trained[np.isclose(ratios, typical, rtol=1e-6)].sum()
         for place in off.tolist():
+            # The rows of a smaller micro-batch, such as the last one, weigh less, as it has fewer trained tokens.
+            own = trained[np.isclose(ratios, ratios[place], rtol=1e-6)].sum()
+            if math.isclose(ratios[place] / typical, own / most, rel_tol=1e-6):
+                continue
             group, episode, number, _ = rows[place]
             why = f"its weight {weights[place]:g} is {ratios[place] / typical:g} times what the other weights imply"
             yield {"kind": "weight", "why": why, "group": group.id, "episode": episode.id, "sequence": number}
 
 
 def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return one != one and other != other or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)

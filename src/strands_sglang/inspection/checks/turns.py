@@ -303,10 +303,12 @@ def _versions(group: Group, episode: Episode) -> Iterator[Facts]:
                     "count": len(turn.sampled),
                 }
         return
-    for turn in episode.turns:
+    for position, turn in enumerate(episode.turns):
         covered = np.zeros(len(turn.sampled), bool)
         for _, start, stop in turn.sampled.versions:
             covered[start:stop] = True
+        if "turn" not in turn.facts:  # a row has no versions of tokens that it does not train
+            covered |= ~_trained_in_rows(episode, position)
         missing = np.flatnonzero(~covered)
         if len(missing):
             why = f"{len(missing)} sampled tokens have no version of the weights, although others have"
@@ -318,6 +320,16 @@ def _versions(group: Group, episode: Episode) -> Iterator[Facts]:
                 "count": len(missing),
             }
     yield from _falling(episode)
+
+
+def _trained_in_rows(episode: Episode, position: int) -> Any:
+    trained = np.zeros(len(episode.turns[position].sampled), bool)
+    for sequence in episode.sequences:
+        for step in sequence.steps:
+            if step.turn == position:
+                mask = sequence.mask[step.sampled : step.stop] > 0
+                trained[: len(mask)] |= mask
+    return trained
 
 
 def _falling(episode: Episode) -> Iterator[Facts]:

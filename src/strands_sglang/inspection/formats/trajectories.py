@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...trajectory.seals import seal_end, seal_prompt, seal_turn
+from ...trajectory.seals import is_comparable, seal_end, seal_prompt, seal_turn
 from ...trajectory.storage import TrajectoryFileError
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn
@@ -79,6 +79,7 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         positions: Position of each turn of the trajectory by `id`.
     """
     answer = turn.generation
+    is_sealed = is_comparable(turn.seal)
     prompt = Tokens(
         np.asarray(turn.prompt_ids, np.int32),
         None if turn.prompt_logprobs is None else np.asarray(turn.prompt_logprobs, np.float64),
@@ -97,13 +98,13 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         sampled.sampling_logprobs = _floats(answer.sampling_logprobs)
         sampled.kept_counts = None if mask is None else np.asarray(mask.lengths, np.int32)
         sampled.versions = tuple(Span(*span) for span in answer.weight_versions)
-        sampled.seals = None if turn.seals is None else np.asarray(turn.seals, np.uint32)
+        sampled.seals = np.asarray(turn.seals, np.uint32) if turn.seals is not None and is_sealed else None
         if answer.routed_experts is not None:
             try:
                 sampled.experts = answer.expert_ids()
             except ValueError:  # rows are missing, which the doctor finds
                 sampled.experts = None
-    if turn.seal is not None:
+    if is_sealed:
         facts["seal"], facts["seal_now"] = turn.seal, seal_turn(turn)
         facts["prompt_seal"], facts["prompt_seal_now"] = turn.prompt_seal, seal_prompt(turn)
     branching = Branching.OPENS
