@@ -140,7 +140,8 @@ def mask_table(path: Path) -> list[str]:
     """Return the table of what sampling masks remove; empty before it was measured."""
     if not path.exists():
         return []
-    lines = ["| Trainer's logprobs | tokens | mean gap | largest gap | KL (k3) |", "|---|---|---|---|---|"]
+    lines = ["Under top-p 0.9 and top-k 20 at temperature 1.3, `exact`, 16 episodes:", ""]
+    lines += ["| Trainer's logprobs | tokens | mean gap | largest gap | KL (k3) |", "|---|---|---|---|---|"]
     for row in read(path):
         name = "under the sampling mask" if row["under_mask"] else "over the whole vocabulary"
         values = " | ".join(f"{max(row[key], 0.0):.1g}" for key in ("mean_gap", "max_gap", "k3"))
