@@ -737,7 +737,9 @@ def _rows(
         [version if mask else None for version, mask in zip(tokens.policy_versions, own, strict=True)]
         for (_, tokens), own in zip(trained, masks, strict=True)
     ]
-    numbers = {_integer(version) for own, mask in zip(versions, masks, strict=True) for version in compress(own, mask)}
+    numbers = {
+        version_number(version) for own, mask in zip(versions, masks, strict=True) for version in compress(own, mask)
+    }
     oldest = None if None in numbers else min((number for number in numbers if number is not None), default=None)
     rows = []
     for (leaf, tokens), mask, own in zip(trained, masks, versions, strict=True):
@@ -798,7 +800,8 @@ def _unfit(
     return None
 
 
-def _integer(version: str | None) -> int | None:
+def version_number(version: str | None) -> int | None:
+    """Return a version of the weights as a number; None if it is none."""
     if version == "default":  # SGLang's name for the weights that it started with, before any push
         return 0
     try:

@@ -37,7 +37,8 @@ KINDS: Mapping[str, str] = {
     "experts-missing": "routed experts lack rows",
     "cut-complete": "an answer that was cut off counts as complete",
     "context-clamped": "the end of the context cut an answer off",
-    "left-out": "an episode is missing in the update without a reason",
+    "left-out": "an episode is missing in the update, or is in it, without a reason",
+    "group": "an episode is in the group of another prompt",
     "changed": "a recorded fact was changed later",
     "structure": "the parts of a file do not fit together",
 }

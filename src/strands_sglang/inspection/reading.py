@@ -118,6 +118,8 @@ def _read_folder(folder: Path) -> list[Group]:
     steps = [folder / name for name in names if (folder / name / ROWS).is_file()]
     if steps:
         return [group for step in steps for group in read_step(step)]
+    if (folder / "steps").is_dir():
+        return _read_folder(folder / "steps")
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if files:
         return [read_trajectory_file(file) for file in files]

@@ -379,7 +379,50 @@ def plant_missing_row(folder):
     folder.edit(change)
 
 
+def plant_other_group(folder):
+    def change(tensors, facts):
+        row = facts["rows"][folder.row(facts)]
+        row["group"] = "g1" if row["group"] == "g0" else "g0"
+
+    folder.edit(change)
+
+
+def plant_lost_file(folder):
+    (folder.path / "trajectories" / f"{folder.episode}.safetensors").unlink()
+
+
+def plant_two_files(folder):
+    own = folder.path / "trajectories" / f"{folder.episode}.safetensors"
+    shutil.copy(own, own.with_name("again.safetensors"))
+
+
+def plant_too_old(folder):
+    folder.edit(lambda tensors, facts: facts["settings"].update(version=9, max_staleness=1))
+
+
+def plant_unknown_left_out(folder):
+    folder.edit(lambda tensors, facts: facts["left_out"].update(e77="no reward"))
+
+
+def plant_no_trainer_logprobs(folder):
+    folder.edit(lambda tensors, facts: tensors.update(trainer_logprobs=np.zeros(len(tensors["token_ids"]))))
+
+
+def plant_turn_again(folder):
+    def change(tensors, facts):
+        facts["turns"][1]["index"] = facts["turns"][0]["index"]
+
+    folder.edit_trajectory(change)
+
+
 PLANTED = {
+    plant_other_group: {"group"},
+    plant_lost_file: {"structure"},
+    plant_two_files: {"left-out"},
+    plant_too_old: {"left-out"},
+    plant_unknown_left_out: {"left-out"},
+    plant_no_trainer_logprobs: {"logprobs"},
+    plant_turn_again: {"structure"},
     plant_shifted_rows: {"logprobs-shifted"},
     plant_shifted_turn: {"logprobs-shifted"},
     plant_mask_on_prompt: {"mask-not-sampled"},
@@ -694,3 +737,22 @@ def test_weights_of_a_smaller_micro_batch_are_healthy(healthy, tmp_path, loss):
         object.__setattr__(row, "loss_weight", weight)
     rows.save(tmp_path / "rows.safetensors")
     assert findings(read([tmp_path])) == []  # also without the trajectories, which hold the versions of shared tokens
+
+
+def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    episodes = []
+    for number in range(6):
+        _, model = rollout([f"answer {number}"])
+        make_agent(model)(f"question {number // 3}")
+        group = "g1" if number in (2, 3, 4, 5) else "g0"
+        episodes.append(credit.Episode(model.trajectory, number / 8, group, f"e{number}"))
+        model.trajectory.save(tmp_path / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+    found = findings(read([tmp_path]))
+    assert [(finding.kind, finding.group, finding.episode) for finding in found] == [("group", "g1", "e2")]
+
+
+def test_a_run_is_read_by_its_folder(healthy, tmp_path):
+    shutil.copytree(healthy, tmp_path / "run" / "steps" / "step-000003")
+    assert len(read([tmp_path / "run"])) == 2

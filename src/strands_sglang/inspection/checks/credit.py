@@ -336,9 +336,22 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
             why = f"its weight {weight:g} is not a number above 0"
             yield {"kind": "weight", "why": why, "group": group.id, "episode": episode.id, "sequence": number}
     yield from _weights(known)
+    yield from _exchanged(groups)
     for group in groups:
         yield from _left_out(group)
+    for name in groups[0].facts["strays"]:
+        why = f"trajectories/{name}.safetensors is of no episode of the batch, and nothing says why"
+        yield {"kind": "left-out", "why": why, "group": None}
+    for name in description["left_out"] if description.get("episodes") else ():
+        if name not in description["episodes"]:
+            yield {"kind": "left-out", "why": f"episode {name} is left out, but was not in the batch", "group": None}
     settings = groups[0].facts["settings"]
+    newest, behind = settings.get("version"), settings.get("max_staleness")
+    for group, episode, number, sequence in rows if newest is not None and behind is not None else ():
+        oldest = sequence.row["episode_version"]
+        if oldest is not None and newest - oldest > behind:
+            why = f"its oldest tokens are of version {oldest}, more than max_staleness={behind} before {newest}"
+            yield {"kind": "left-out", "why": why, "group": group.id, "episode": episode.id, "sequence": number}
     most = settings.get("max_tokens")
     for group, episode, number, sequence in rows if most is not None else ():
         if len(sequence) > most:
@@ -349,6 +362,27 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
         trains = any(one.advantages is not None and one.advantages.any() for e in group.episodes for one in e.sequences)
         if group.id in flat and trains:
             yield {"kind": "advantage", "why": "it counts as flat, but has advantages", "group": group.id}
+
+
+def _exchanged(groups: Sequence[Group]) -> Iterator[Facts]:
+    """Find episodes that open with the prompt that all episodes of another group have."""
+    openings = {group.id: {episode.id: _opening(episode) for episode in group.episodes} for group in groups}
+    prompts = {name: set(own.values()) for name, own in openings.items()}
+    for name, own in openings.items():
+        for episode, opening in own.items():
+            others = {prompt for other, prompt in own.items() if other != episode}
+            if opening is None or len(others) != 1 or opening in others or None in others:
+                continue
+            home = next((other for other, held in prompts.items() if other != name and held == {opening}), None)
+            if home is not None:
+                why = f"it opens with the prompt of group {home}, and its reward is compared with those of another"
+                yield {"kind": "group", "why": why, "group": name, "episode": episode}
+
+
+def _opening(episode: Episode) -> Any:
+    """Return the digest of the conversation that an episode opens with; None if its file does not tell."""
+    recorded = (turn.facts.get("turn") for turn in episode.turns if not turn.is_auxiliary)
+    return next((turn.key for turn in recorded if turn is not None), None)
 
 
 def _left_out(group: Group) -> Iterator[Facts]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...credit import version_number
 from ..records import Episode, Group, SequenceRecord, Writer
 from ..texts import joined
 from .turns import ALMOST_ALL, Facts
@@ -215,6 +216,9 @@ def _trainer(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord
                 why = f"the trainer's own logprobs fit the token {where} each: they are shifted by one"
                 yield {"kind": "logprobs-shifted", "why": why, "token": int(trained[0]), "count": len(trained)}
                 return
+    if len(trained) >= 4 and not own[trained].any() and known[trained].any():
+        why = "the trainer's own logprobs of all trained tokens are 0, though the sampler's are not"
+        yield {"kind": "logprobs", "why": why, "token": int(trained[0]), "count": len(trained)}
     bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
     for positions, why in (
         (bad, "the trainer's own logprob of it is none"),
@@ -271,7 +275,8 @@ def _counts(episode: Episode) -> Iterator[Facts]:
                 versions.append(version)
         if (one.mask[~covered] > 0).any():
             versions.append("")
-    oldest = min(map(int, versions)) if versions and all(_is_integer(version) for version in versions) else None
+    numbers = [number for number in map(version_number, versions) if number is not None]
+    oldest = min(numbers) if numbers and len(numbers) == len(versions) else None
     for number, sequence in rows:
         if _derived(episode, sequence) is None:
             continue
@@ -286,11 +291,3 @@ def _counts(episode: Episode) -> Iterator[Facts]:
                     "why": f"its {name} is {row[name]}, but {value} by its trajectory",
                     "sequence": number,
                 }
-
-
-def _is_integer(version: str) -> bool:
-    try:
-        int(version)
-    except ValueError:
-        return False
-    return True

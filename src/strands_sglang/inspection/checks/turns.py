@@ -26,6 +26,9 @@ def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
     for kind, why in episode.problems:
         if kind != "row-turns":
             yield {"kind": kind, "why": why}
+    for before, turn in pairwise(episode.turns):
+        if turn.number <= before.number:
+            yield {"kind": "structure", "why": f"it comes after call {before.number}", "turn": turn.number}
     for turn in episode.turns:
         pieces = episode.facts.get("pieces") or group.vocabulary
         checks = (_tokens(turn, pieces, group), _logprobs(turn), _facts(episode, turn), _experts(episode, turn))

@@ -78,6 +78,7 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
     names = list(dict.fromkeys([*known, *by_episode, *description["left_out"]]))
     groups: dict[str, Group] = {}
     vocabulary: dict[int, bytes] = {}
+    files = {path.stem for path in (folder / "trajectories").glob("*.safetensors")}
     for name in names:
         numbers = by_episode.get(name, [])
         own = known.get(name) or {}
@@ -90,6 +91,12 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
         else:
             episode = Episode(name, [], [], file=str(file))
             episode.facts["has_no_trajectory"] = True
+            if files.intersection(names):
+                episode.problems.append(("structure", f"its file trajectories/{name}.safetensors is missing"))
+        for number in numbers:
+            if description["rows"][number]["group"] != group:
+                told = f"row {number} is of group {description['rows'][number]['group']}, and its episode of {group}"
+                episode.problems.append(("group", told))
         episode.facts["derived"] = list(episode.sequences)
         episode.left_out = description["left_out"].get(name)
         if name in known:
@@ -110,6 +117,7 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
             "step": folder.name,
             "description": description,
             "settings": description.get("settings") or {},
+            "strays": sorted(files.difference(names)),
         }
     return list(groups.values())
 
