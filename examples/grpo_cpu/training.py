@@ -51,10 +51,11 @@ class Watched(AsyncGRPOTrainer):
         gap_without_masks: Largest difference of TRL's own logprobs from the sampler's, under top-k; else NaN.
     """
 
-    def __init__(self, *, rollouts: AsyncGRPORollouts, **options: Any) -> None:
-        """Set up as AsyncGRPOTrainer does."""
+    def __init__(self, *, rollouts: AsyncGRPORollouts, taken: list[tuple[Any, TrainingRow]], **options: Any) -> None:
+        """Set up as AsyncGRPOTrainer does; `taken` gets the rows that the loader takes, and their samples."""
         super().__init__(rollout_worker=rollouts, weight_transfer=rollouts, **options)
         self.rollouts = rollouts
+        self._taken = taken
         self.batch: list[TrainingRow] = []
         self._samples: list[dict[str, Any]] = []
         self.gap_without_masks = math.nan
@@ -106,8 +107,8 @@ class Watched(AsyncGRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
         """Return the loss; note the logprob of each trained token."""
-        taken = {id(sample.input_ids): row for sample, row in self.rollouts.taken}
-        self.rollouts.taken.clear()
+        taken = {id(sample.input_ids): row for sample, row in self._taken}
+        self._taken.clear()
         rows = [taken[id(sample["input_ids"])] for sample in self._samples]
         self.batch = [row if row.tokens.sampling_mask is None else under_sampling_mask(row) for row in rows]
         is_term = inputs["token_index"] >= 0
@@ -347,6 +348,7 @@ def main(folder: Path, base_url: str) -> None:
 
     done = {number for step in run.steps for number in step["tasks"]}
     rows = settings.tasks * settings.samples
+    taken: list[tuple[Any, TrainingRow]] = []
     rollouts = AsyncGRPORollouts(
         run_episode,
         (task for task in training_tasks(settings) if task.number not in done),
@@ -357,6 +359,7 @@ def main(folder: Path, base_url: str) -> None:
         version=len(run.steps),
         max_staleness=2,
         on_group=recorder.on_group,
+        on_taken=lambda sample, row: taken.append((sample, row)),
         normalize_std=True,
         skip_flat_groups=True,
     )
@@ -387,6 +390,7 @@ def main(folder: Path, base_url: str) -> None:
     )
     trainer = Watched(
         rollouts=rollouts,
+        taken=taken,
         model=settings.model_path,
         args=config,
         processing_class=tokenizer,

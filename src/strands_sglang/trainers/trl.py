@@ -39,6 +39,9 @@ RunEpisode = Callable[[Any], Awaitable[Episode]]
 OnGroup = Callable[[TrainingRows, Sequence[Episode]], None]
 """Function that receives the rows of a group, and all of its episodes."""
 
+OnTaken = Callable[[Any, TrainingRow], None]
+"""Function that receives TRL's `RolloutSample` and the row that it is made of."""
+
 
 class SGLangWeights:
     """Pushes a trainer's weights to SGLang servers, over HTTP.
@@ -171,8 +174,6 @@ class AsyncGRPORollouts:
     Attributes:
         version: Version of the weights that the servers have; 0 before the first push.
         left_out: Number of episodes kept out of the update so far, by reason.
-        taken: What the trainer has taken, in order: TRL's `RolloutSample` and the row that it is made of. Remove what
-            you have read.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class AsyncGRPORollouts:
         max_staleness: int | None = None,
         version: int = 0,
         on_group: OnGroup | None = None,
+        on_taken: OnTaken | None = None,
         **credit: Any,
     ) -> None:
         """Set up. Episodes start when the trainer calls `start`.
@@ -208,6 +210,7 @@ class AsyncGRPORollouts:
                 `model_version` to the same.
             on_group: Function that receives the rows and the episodes of each group, in the rollouts' thread, before
                 the trainer gets the rows.
+            on_taken: Function that receives each row that the trainer takes, in the trainer's thread.
             **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline` and
                 `max_tokens`, the trainer's `token_budget`.
 
@@ -220,11 +223,11 @@ class AsyncGRPORollouts:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.version = version
         self.left_out: dict[str, int] = {}
-        self.taken: list[tuple[Any, TrainingRow]] = []
         self._run_episode, self._prompts, self._weights = run_episode, iter(prompts), weights
         self._group_size, self._groups_in_flight = group_size, groups_in_flight
         self._max_rows_waiting, self._rows_per_step = max_rows_waiting, rows_per_step
-        self._max_staleness, self._on_group, self._credit = max_staleness, on_group, credit
+        self._max_staleness, self._credit = max_staleness, credit
+        self._on_group, self._on_taken = on_group, on_taken
         self._numbers = itertools.count()
         self._unfinished: list[Any] = []
         self._taken_in_step = 0
@@ -351,7 +354,8 @@ class AsyncGRPORollouts:
 
     def _note_taken(self, sample: Any, row: TrainingRow) -> None:
         self._taken_in_step += 1
-        self.taken.append((sample, row))
+        if self._on_taken is not None:
+            self._on_taken(sample, row)
 
     def _count(self, left_out: Mapping[str, int]) -> None:
         with self._counting:  # the trainer's thread counts as well
@@ -365,13 +369,14 @@ class AsyncGRPORollouts:
         version = self.version  # the oldest that can sample a token of the group
         episodes = await _run_episodes(self._run_episode, prompt, number, self._group_size)
         rows = training_rows(episodes, **self._credit)
+        advantages = [row.advantage for row in rows]  # fails before the trainer gets any of the rows
         if self._on_group is not None:
             self._on_group(rows, episodes)
         self._count(rows.counts)
         self.metrics_queue.put(
             {"rollout/left_out": float(len(rows.left_out)), "rollout/flat_groups": float(len(rows.flat_groups))}
         )
-        for row in rows:
+        for row, advantage in zip(rows, advantages, strict=True):
             self._progress_at = time.monotonic()
             sample = RolloutSample(
                 prompt=[{"role": "user", "content": str(prompt)}],
@@ -379,7 +384,7 @@ class AsyncGRPORollouts:
                 input_ids=np.array(row.token_ids),
                 completion_mask=np.array(row.loss_mask),
                 old_log_probs=np.array(row.logprobs, dtype=np.float32),
-                advantage=row.advantage,
+                advantage=advantage,
                 model_version=version if row.episode_version is None else row.episode_version,
                 group_id=number,
                 metrics={"reward": rows.rewards[row.episode]},

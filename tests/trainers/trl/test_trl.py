@@ -251,7 +251,7 @@ def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
         number = next(numbers)
         return replace(groups[group][number % 4], id=f"{group}-{number}")
 
-    seen = []
+    seen, taken = [], []
     rollouts = adapter.AsyncGRPORollouts(
         run_episode,
         itertools.chain(range(4), itertools.repeat(3)),  # the trainer reads a step ahead
@@ -262,6 +262,7 @@ def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
         max_staleness=2,
         max_tokens=50,
         on_group=lambda rows, episodes: seen.append((len(rows), len(episodes))),
+        on_taken=lambda sample, row: taken.append(row.episode),
     )
     gradients = train(rollouts, 7)
     assert any(gradient.any() for gradient in gradients.values())
@@ -276,7 +277,18 @@ def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
         "older than max_staleness=2": 2,
     }
     assert seen[:4] == [(0, 4), (1, 4), (4, 4), (4, 4)]
-    assert [row.episode for _, row in rollouts.taken[:7]] == ["1-7", "2-10", "2-11", "3-12", "3-13", "3-14", "3-15"]
+    assert taken[:7] == ["1-7", "2-10", "2-11", "3-12", "3-13", "3-14", "3-15"]
+
+
+def test_a_group_with_a_refused_row_trains_none(reference):
+    *others, last = paper.episodes(reference)
+    first_turn, *_ = last.trajectory.turns
+    given = [*others, replace(last, turn_rewards={first_turn.index: 1.0})]
+    rollouts = adapter.AsyncGRPORollouts(runner(given), ["x"], NO_SERVER, group_size=4)
+    run_to_the_end(rollouts)
+    with pytest.raises(RuntimeError, match="this trainer takes one per row"):
+        rollouts.check_health(60)
+    assert rollouts.rollout_buffer.empty()
 
 
 def test_weights_of_before_the_first_push_are_version_0():
