@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..credit import Episode
 from ..outcomes import TerminationReason
-from ..protocol.generation import VersionSpan
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
-from .records import RecordedCall, add_call, left_out_reason, place_in, trained_turns
+from .records import (
+    RecordedCall,
+    add_call,
+    left_out_reason,
+    name_in,
+    place_in,
+    reward_in,
+    spans_in,
+    trained_turns,
+)
 
 if TYPE_CHECKING:
     from openenv.core.harness.training import TrainingTrace
@@ -110,8 +118,8 @@ def from_trace(
         id: Name of the episode. By default the one in the metadata, or a random one.
 
     Raises:
-        ValueError: A turn's columns do not fit each other, a token is trained that was not sampled, or the metadata
-            names a parent that is no prefix. The message names the turn.
+        ValueError: A turn's columns do not fit each other, a token is trained that was not sampled, the metadata names
+            a parent that is no prefix, or a value has another type. The message names the turn.
     """
     content = trace if isinstance(trace, Mapping) else trace.model_dump()
     if content.get("schema_version", 1) != 1 or not isinstance(content.get("turns"), Sequence):
@@ -120,17 +128,17 @@ def from_trace(
     for number, entry in enumerate(content["turns"]):
         try:
             record.add(entry)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"turn {number} of the trace is malformed: {error!r}") from error
     about = record.about
+    name = name_in(about.get("id"), "the id of the episode") if id is None else id
     episode = Episode(
         Trajectory.of_turns(record.turns),
-        about.get("reward") if reward is None else reward,
-        about.get("group") if group is None else group,
+        reward_in(about.get("reward"), "the reward of the episode") if reward is None else reward,
+        name_in(about.get("group"), "the group of the episode") if group is None else group,
         turn_rewards=record.turn_rewards,
         outcome=TerminationReason(about["outcome"]) if about.get("outcome") else None,
     )
-    name = about.get("id") if id is None else id
     episode.trajectory.note_end(outcome=episode.outcome, reward=episode.reward, turn_rewards=episode.turn_rewards)
     return episode if name is None else replace(episode, id=name)
 
@@ -177,7 +185,8 @@ class _Record:
         if len(mask) != len(prompt) + len(output):
             raise ValueError(f"{name}: {len(mask)} masks for {len(prompt)} prompt and {len(output)} sampled tokens")
         if any(mask[: len(prompt)]):
-            raise ValueError(f"{name}: prompt token {mask.index(1)} is trained, but the model did not sample it")
+            trained = next(at for at, one in enumerate(mask) if one)
+            raise ValueError(f"{name}: prompt token {trained} is trained, but the model did not sample it")
         ids = array("i", [*prompt, *output]).tobytes()
         parent, kept = self._parent(ids[: _BYTES * len(prompt)], metadata, name)
         known = 0 if parent is None else len(_prefix(parent, kept)) // _BYTES
@@ -190,16 +199,19 @@ class _Record:
             output_ids=output,
             mask=mask[len(prompt) :],
             logprobs=entry["per_token_logps"],
-            versions=[VersionSpan(str(version), start, stop) for version, start, stop in spans or ()],
+            versions=spans_in(spans, len(output), name),
             finish_type=metadata.get("finish_reason") or "stop",
             agent=metadata.get("agent"),
         )
         reason = "opens a sequence" if parent is None else f"extends {parent.name}: its tokens are a prefix"
         own = add_call(self.turns, call, None if parent is None else place_in(parent.turns, kept), reason)
         self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)
-        if metadata.get("reward") is not None:
-            self.turn_rewards[own[-1].index] = metadata["reward"]
+        reward = reward_in(metadata.get("reward"), f"{name}: its reward")
+        if reward is not None:
+            self.turn_rewards[own[-1].index] = reward
         self.about = metadata.get("episode") or self.about
+        if not isinstance(self.about, Mapping):
+            raise ValueError(f"{name}: the metadata of the episode is {self.about!r}, not an object")
 
     def _parent(self, prompt: bytes, metadata: Mapping[str, Any], name: str) -> tuple[_Call | None, int | None]:
         """Return the call that a prompt extends, and how many of its sampled ids; None for all."""
@@ -209,6 +221,8 @@ class _Record:
             parent, kept = self.calls.get(metadata["parent"]), metadata.get("parent_kept")
             if parent is None or not prompt.startswith(_prefix(parent, kept)):
                 raise ValueError(f"{name}: its prompt does not begin with the tokens of turn {metadata['parent']}")
+            if kept is not None and not (isinstance(kept, int) and 0 <= kept <= parent.sampled):
+                raise ValueError(f"{name}: it keeps {kept!r} of the {parent.sampled} sampled tokens of {parent.name}")
             return parent, kept
         fitting = [call for call in self.calls.values() if prompt.startswith(call.ids)]
         return max(fitting, key=lambda call: len(call.ids), default=None), None

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from ..credit import Episode, training_rows
 from ..protocol.generation import Generation, VersionSpan, clip_spans
@@ -80,8 +81,14 @@ class RecordedCall:
         """Check what a trajectory relies on.
 
         Raises:
-            ValueError: The columns differ in length, or a trained token has no finite logprob.
+            ValueError: The columns differ in length, a trained token has no finite logprob, or a value is of no use.
         """
+        if min(*self.prompt_ids, *self.output_ids, 0, 0) < 0:
+            raise ValueError(f"{self.name}: a token id is below 0")
+        if not isinstance(self.finish_type, str) or not isinstance(self.agent, str | None):
+            raise ValueError(
+                f"{self.name}: the finish reason {self.finish_type!r} or the agent {self.agent!r} is no text"
+            )
         lengths = (len(self.output_ids), len(self.mask), len(self.logprobs))
         if len(set(lengths)) > 1:
             raise ValueError(f"{self.name}: {lengths[0]} sampled ids with {lengths[1]} masks and {lengths[2]} logprobs")
@@ -90,6 +97,52 @@ class RecordedCall:
                 raise ValueError(f"{self.name}: the mask of sampled token {at} is {mask!r}, not 0 or 1")
             if mask and not math.isfinite(logprob):
                 raise ValueError(f"{self.name}: sampled token {at} is trained, but its logprob is {logprob}")
+
+
+def spans_in(spans: Any, count: int, name: str) -> list[VersionSpan]:
+    """Return the versions of `count` tokens as spans.
+
+    Args:
+        spans: Lists of version, start and end; None for none.
+        count: Number of tokens.
+        name: What errors call the tokens.
+
+    Raises:
+        ValueError: They are not such lists.
+    """
+    read = []
+    for span in spans or ():
+        version, start, stop = span if isinstance(span, list | tuple) and len(span) == 3 else (None, -1, -1)
+        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= count):
+            raise ValueError(f"{name}: {span!r} is not a version with a range of {count} tokens")
+        read.append(VersionSpan(str(version), start, stop))
+    return read
+
+
+def reward_in(value: Any, name: str) -> float | None:
+    """Return a reward of a record; None if there is none.
+
+    Raises:
+        ValueError: It is not a number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, float):
+        return value  # one that is not finite is left out by `training_rows`
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**1023:
+        raise ValueError(f"{name} is {value!r:.100}, not a number")
+    return float(value)
+
+
+def name_in(value: Any, name: str) -> Any:
+    """Return an id or a group of a record.
+
+    Raises:
+        ValueError: It is not a text, a number or None.
+    """
+    if not isinstance(value, str | int | float | None):
+        raise ValueError(f"{name} is {value!r}, not a text or a number")
+    return value
 
 
 def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, reason: str) -> list[Turn]:
@@ -106,10 +159,12 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         Its own turns, one for each run of equal mask.
 
     Raises:
-        ValueError: See `RecordedCall.check`.
+        ValueError: It opens a sequence without a prompt token, or see `RecordedCall.check`.
     """
     call.check()
     parent, kept = place or (None, None)
+    if parent is None and not len(call.prompt_ids):
+        raise ValueError(f"{call.name}: it opens a sequence, but has no prompt token")
     prompt_ids = array("i", call.prompt_ids)
     own = []
     for start, stop, is_trained in _runs(call.mask):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..credit import Episode
 from ..outcomes import TerminationReason
-from ..protocol.generation import VersionSpan
+from ..protocol.generation import clip_spans
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
-from .records import RecordedCall, add_call, left_out_reason, trained_turns
+from .records import RecordedCall, add_call, left_out_reason, name_in, spans_in, trained_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,13 +164,13 @@ def from_record(record: Any) -> list[Episode]:
     """
     content = record if isinstance(record, Mapping) else record.model_dump()
     traces = content.get("traces") if "nodes" not in content else [content]
-    if not isinstance(traces, Sequence):
+    if not isinstance(traces, Sequence) or not all(isinstance(trace, Mapping) for trace in traces):
         raise ValueError("not a record of verifiers: an episode has traces, and a trace has nodes")
     episodes = []
     for trace in traces:
         try:
             episodes.append(_episode(content, trace))
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"trace {trace.get('id')!r} is malformed: {error!r}") from error
     return episodes
 
@@ -185,7 +185,13 @@ def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
     trajectory = Trajectory.of_turns(_turns(trace, info))
     errors = [f"{error['type']}: {error['message']}" for error in trace.get("errors") or ()]
     trajectory.note_end(outcome=outcome, reward=reward, error=errors[-1] if errors else None)
-    return Episode(trajectory, reward, group, trace["id"], outcome=outcome)
+    return Episode(
+        trajectory,
+        reward,
+        name_in(group, "the group of the episode"),
+        name_in(trace["id"], "the id of the trace"),
+        outcome=outcome,
+    )
 
 
 @dataclass
@@ -211,6 +217,8 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
         before = _Place() if parent is None else places[parent]
         if len(mask) != len(ids):
             raise ValueError(f"{name}: {len(ids)} tokens with {len(mask)} masks")
+        if any(one not in (0, 1) for one in mask):
+            raise ValueError(f"{name}: its mask has a value that is not 0 or 1")
         if not node.get("sampled"):
             if any(mask):
                 raise ValueError(f"{name}: token {mask.index(True)} is trained, but the model did not sample it")
@@ -231,11 +239,9 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             output_ids=ids[first:last],
             mask=mask[first:last],
             logprobs=[next(known) if is_trained else math.nan for is_trained in mask[first:last]],
-            versions=[
-                VersionSpan(str(version), max(start - first, 0), min(stop, last) - first)
-                for version, start, stop in (info.get("weight_versions") or {}).get(str(number)) or ()
-                if start < last and stop > first
-            ],
+            versions=clip_spans(
+                spans_in((info.get("weight_versions") or {}).get(str(number)), len(ids), name), first, last
+            ),
             finish_type=finish.get(number) or "stop",
             agent=(info.get("agents") or {}).get(str(number)),
             discarded=number not in kept,
