@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +212,12 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("second", metavar="B", help="--output of the second one; the difference is B - A")
     report.set_defaults(run=report_metrics)
     compare.set_defaults(run=compare_results)
+    for command in (report, compare):
+        page = "report.html" if command is report else "compare.html"
+        command.add_argument("--html", action="store_true", help="write an HTML page with plots and all samples")
+        command.add_argument(
+            "-o", "--output", metavar="PAGE", type=Path, help=f"the page to write (default: {page} in this folder)"
+        )
     for command in (score, report, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--success-threshold", **_THRESHOLD)
@@ -526,6 +532,10 @@ def report_metrics(arguments: argparse.Namespace) -> int:
     from .eval import CheckpointError, read_results, standard_metrics
     from .eval.metrics import end_lines, metric_lines
 
+    if writes_page(arguments):
+        from .report import report_page
+
+        return write_page(arguments, report_page, "report.html", arguments.folder)
     try:
         with waiting(f"reading {arguments.folder}"):
             run, results = read_results(arguments.folder)
@@ -650,6 +660,10 @@ def compare_results(arguments: argparse.Namespace) -> int:
     from .eval import CheckpointError, read_results
     from .eval.metrics import compare, comparison_lines
 
+    if writes_page(arguments):
+        from .report import comparison_page
+
+        return write_page(arguments, comparison_page, "compare.html", arguments.first, arguments.second)
     try:
         with waiting(f"reading {arguments.first} and {arguments.second}"):
             first, second = (read_results(folder) for folder in (arguments.first, arguments.second))
@@ -659,6 +673,44 @@ def compare_results(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return say(as_json(dataclasses.asdict(comparison)))
     return say(*_painted(comparison_lines(comparison)))
+
+
+def writes_page(arguments: argparse.Namespace) -> bool:
+    """Whether a command writes a page instead of text.
+
+    Raises:
+        UsageError: Options contradict each other.
+    """
+    if arguments.output is not None and not arguments.html:
+        raise UsageError("--output needs --html")
+    if arguments.html and arguments.json:
+        raise UsageError("--html and --json exclude each other")
+    return bool(arguments.html)
+
+
+def write_page(arguments: argparse.Namespace, made: Callable[..., str], name: str, *folders: str) -> int:
+    """Write the page of evaluations, say where, and return the exit code.
+
+    Args:
+        arguments: The command line.
+        made: Returns the page of the folders.
+        name: The file's default name.
+        folders: The evaluations.
+    """
+    from .eval import CheckpointError
+    from .eval.checkpoint import replace_file
+
+    try:
+        with waiting(f"reading {' and '.join(folders)}"):
+            page = made(*folders, success_threshold=arguments.success_threshold)
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(error) from error
+    output = (arguments.output or Path(name)).absolute()
+    try:
+        replace_file(output, page.encode("utf-8", "replace"))
+    except CheckpointError as error:
+        raise UsageError(f"--output {error}") from error
+    return say(str(output))
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:

@@ -1,20 +1,27 @@
 """The page of recorded episodes in a real browser: speed, size, findings, keys, accessibility, hostile content."""
 
+import asyncio
 import hashlib
 import json
+import random
 import shutil
 import subprocess
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from playwright.sync_api import sync_playwright
 
+from strands_env.core import Action, Observation, RewardResult, StepResult, TaskContext, TerminationReason
+from strands_env.eval import Evaluator
+from strands_env.report import comparison_page, report_page
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import read
 from strands_sglang.local.install import home
 from strands_sglang.viewer import render
 from support import written_episodes as written
+from support.environments import StubEnvironment
 from unit.inspection.test_doctor import PLANTED, Folder, healthy as step_folder
 
 healthy = step_folder  # a fixture
@@ -299,3 +306,149 @@ def test_light_and_dark_follow_the_system_and_the_button(files, open_page):
         page.keyboard.press("d")
         colors[f"{scheme} turned"] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert colors["light"] == colors["dark turned"] != colors["dark"] == colors["light turned"]
+
+
+# --- evaluations ---
+
+REPORTS = ("report", "comparison")
+
+
+def evaluated(path, seed, shift):
+    """An evaluation of 200 tasks x 8 samples, in which every question and answer is hostile text."""
+    draw = random.Random(seed)
+
+    def play(action):
+        right = draw.random() < action.task_context.id % 10 / 9 * 0.8 + shift
+        said = [{"role": "user", "content": [{"text": action.message}]}]
+        for turn in range(4):
+            text = " ".join(
+                draw.choice(("so", "then", "the sum", "is", draw.choice(written.HOSTILE))) for _ in "x" * 80
+            )
+            said.append({"role": "assistant" if turn % 2 == 0 else "user", "content": [{"text": text}]})
+        return StepResult(
+            observation=Observation(
+                messages=[*said, {"role": "assistant", "content": [{"text": f"It is {right}."}]}],
+                metrics={"model_calls": 3, "sampled_tokens": draw.randint(80, 900), "prompt_tokens": 1000},
+            ),
+            reward=RewardResult(reward=float(right)),
+            termination_reason=TerminationReason.TASK_COMPLETE if right else TerminationReason.MAX_TOKENS_REACHED,
+        )
+
+    tasks = [
+        Action(message=f"{n}: {written.HOSTILE[n % len(written.HOSTILE)]}", task_context=TaskContext(id=n))
+        for n in range(200)
+    ]
+    evaluator = Evaluator(StubEnvironment(play).factory, 8, max_concurrency=100, output_path=path)
+    with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+        pool.submit(lambda: asyncio.run(evaluator.run(tasks))).result()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The pages of two evaluations, with the seconds that each took."""
+    folder = tmp_path_factory.mktemp("reports")
+    evaluated(folder / "a", 1, 0.0)
+    evaluated(folder / "b", 2, 0.2)
+    took = {}
+    for name, page, runs in (("report", report_page, "a"), ("comparison", comparison_page, "ab")):
+        began = time.process_time()
+        html = page(*(folder / run for run in runs), success_threshold=1.0)
+        took[name] = time.process_time() - began
+        (folder / f"{name}.html").write_text(html, encoding="utf-8")
+    return folder, took
+
+
+def column(page, name):
+    """The cells in view of a column of the table of tasks."""
+    heads = page.locator(".report .rows .head .cell").all_inner_texts()
+    at = next(i for i, head in enumerate(heads) if head.rstrip(" ▲▼") == name)
+    rows = page.locator(".report .rows .row")
+    return rows.evaluate_all(
+        "(rows, at) => rows.map(row => [parseFloat(row.style.top), row.children[at].innerText])"
+        ".sort((a, b) => a[0] - b[0]).map(([, text]) => text)",
+        at,
+    )
+
+
+def test_1600_samples_are_reported_fast_and_small(reports, open_page):
+    folder, took = reports
+    size = (folder / "report.html").stat().st_size
+    began = time.perf_counter()
+    page = open_page(folder / "report.html")
+    print(f"{size:,} bytes, made in {took['report']:.1f} s, opened in {time.perf_counter() - began:.2f} s")
+    assert took["report"] <= 10 and size <= 10_000_000
+    assert page.locator("#main *").count() <= 2000
+    assert "200 prompts x 8 samples" in page.locator(".report").inner_text()
+
+
+def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
+    page = open_page(reports[0] / "report.html")
+    for name, sign in (("pass@1", 1), ("Tokens", 1), ("Tokens", -1)):
+        page.locator(".head button", has_text=name).click()
+        shown = [float(text) for text in column(page, name)]
+        assert len(shown) > 10 and shown == sorted(shown, reverse=sign < 0)
+    assert page.locator("[aria-sort=descending]").inner_text() == "Tokens ▼"
+    page.get_by_label("Filter the tasks").fill("17:")
+    assert set(column(page, "Task")) == {"17", "117"} and "2 of 200 shown" in page.locator(".report").inner_text()
+    page.get_by_label("Filter the tasks").fill("")
+    page.get_by_label("State").select_option("never solved")
+    assert set(column(page, "State")) == {"never solved"} and set(column(page, "pass@1")) == {"0"}
+    page.locator(".report .samples a").nth(2).click()
+    page.wait_for_selector(".conversation .card")
+    assert "reward 0" in page.locator(".facts").inner_text()
+    assert page.locator(".conversation .card").first.inner_text().startswith("user")
+    assert page.locator(".strip").is_hidden()
+    page.go_back()
+    assert page.get_by_label("State").input_value() == "never solved"
+
+
+def test_another_metric_has_its_own_plot_and_values(reports, open_page):
+    page = open_page(reports[0] / "report.html")
+    before = column(page, "pass@1")
+    assert "pass@8: " in page.locator(".chosen svg").get_attribute("aria-label")
+    page.get_by_label("Metric", exact=True).select_option("majority@8")
+    assert "majority@k" in page.locator(".chosen figcaption").inner_text()
+    assert column(page, "majority@8") != before
+    page.get_by_label("Metric", exact=True).select_option("avg@8")
+    assert page.locator(".chosen").is_hidden() and column(page, "avg@8") == before
+
+
+def test_a_comparison_opens_the_samples_of_both(reports, open_page):
+    page = open_page(reports[0] / "comparison.html")
+    page.get_by_label("State").select_option("flipped to success")
+    assert set(column(page, "State")) == {"flipped to success"}
+    assert all(float(text) > 0 for text in column(page, "B − A"))
+    links = page.locator(".report .row").first.locator(".samples a")
+    assert links.count() == 16
+    for at in (0, 15):
+        reward = links.nth(at).inner_text()
+        page.evaluate("address => location.hash = address", links.nth(at).get_attribute("href"))
+        page.wait_for_selector(".conversation .card")
+        assert f"reward {reward}" in page.locator(".facts").inner_text()
+        page.go_back()
+        page.wait_for_selector(".report .row")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_keep_no_one_out(name, scheme, axe, reports, open_page):
+    page = open_page(reports[0] / f"{name}.html", scheme=scheme)
+    found = page.evaluate(f"{axe}; axe.run()")
+    assert [(one["id"], one["nodes"][0]["html"][:200]) for one in found["violations"]] == []
+    ink = page.locator(".plot text").first.evaluate("text => getComputedStyle(text).fill")
+    assert ink == page.locator(".caption").first.evaluate("text => getComputedStyle(text).color")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_hostile_tasks_are_only_text(name, reports, open_page):
+    page = open_page(reports[0] / f"{name}.html")
+    assert page.evaluate("window.pwned === undefined")
+    assert page.locator("#main").locator("script, iframe, style, img, object, a[href^='javascript']").count() == 0
+    assert "</script><script>" in " ".join(column(page, "Question"))
+    assert not set(page.evaluate("document.body.innerText")) & set("\x00\x07\x1b\x9b\u202e\u2066\u200b")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_phone_can_read_reports(name, reports, open_page):
+    page = open_page(reports[0] / f"{name}.html", size=(390, 844))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

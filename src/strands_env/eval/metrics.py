@@ -554,19 +554,23 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
     }
 
 
-def metric_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Format metrics as a table with one row per metric, and the counts below it.
-
-    Args:
-        metrics: Return value of `Evaluator.compute_metrics`.
-    """
-    names = [
+def metric_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics that have an interval and counts."""
+    return [
         name.removesuffix("_prompts")
         for name in metrics
         if name.endswith("_prompts") and not name.endswith("_dropped_prompts")
     ]
+
+
+def metric_rows(metrics: Mapping[str, float]) -> list[list[str]]:
+    """Format metrics as rows of a table, below a row with the names of the columns.
+
+    Args:
+        metrics: Return value of `Evaluator.compute_metrics`.
+    """
     rows = [["metric", "value", "95 % interval", "prompts", "if dropped failed"]]
-    for name in names:
+    for name in metric_names(metrics):
         value, low, high = (metrics.get(f"{name}{ending}") for ending in ("", "_low", "_high"))
         worst = metrics.get(f"{name}_if_dropped_failed")
         rows.append(
@@ -578,6 +582,16 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
                 "-" if worst is None else f"{worst:.4f}",
             ]
         )
+    return rows
+
+
+def metric_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Format metrics as a table with one row per metric, and the counts below it.
+
+    Args:
+        metrics: Return value of `Evaluator.compute_metrics`.
+    """
+    names = metric_names(metrics)
     counts = ("prompts", "samples", "dropped_samples", "errored_samples", "unscored_samples")
     of_names = {
         f"{name}{end}"
@@ -586,7 +600,7 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     }
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
     counted = [f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in counts if name in metrics]
-    return [*table_lines(rows), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
+    return [*table_lines(metric_rows(metrics)), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
 
 
 def end_lines(results: Results) -> list[str]:
@@ -618,8 +632,8 @@ def wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def comparison_lines(comparison: Comparison) -> list[str]:
-    """Format a comparison as a table.
+def difference_rows(comparison: Comparison) -> list[list[str]]:
+    """Format the differences of a comparison as rows of a table, below a row with the names of the columns.
 
     Args:
         comparison: Return value of `compare`.
@@ -638,7 +652,16 @@ def comparison_lines(comparison: Comparison) -> list[str]:
                 str(one.worse),
             ]
         )
-    lines = [*table_lines(rows), ""]
+    return rows
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Format a comparison as a table.
+
+    Args:
+        comparison: Return value of `compare`.
+    """
+    lines = [*table_lines(difference_rows(comparison)), ""]
     only = comparison.only_first or comparison.only_second
     lines += wrapped(
         f"prompts in both: {comparison.common}, in A only: {comparison.only_first}, in B only: {comparison.only_second}"

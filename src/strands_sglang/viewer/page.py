@@ -14,17 +14,21 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from ..inspection.records import Finding, Group
 from .blocks import Blocks
 from .payload import page_index
 from .stores import short_name
 
+if TYPE_CHECKING:
+    from .reports import Report
+
 FRONT = Path(__file__).parent / "front"
 
 MODULES = (
     *("text", "dom", "layout", "virtual", "data", "colors", "strip", "tree", "markdown", "conversation", "biography"),
-    *("search", "siblings", "episode", "tables", "app"),
+    *("search", "siblings", "episode", "tables", "report", "app"),
 )
 """The modules of `front/`, each after those that it imports."""
 
@@ -36,13 +40,20 @@ class PageTooLargeError(ValueError):
     """The files hold more tokens than a page can show; the message says how many."""
 
 
-def render(groups: Sequence[Group], findings: Sequence[Finding] | None = None, *, title: str = "") -> str:
+def render(
+    groups: Sequence[Group],
+    findings: Sequence[Finding] | None = None,
+    *,
+    title: str = "",
+    report: Report | None = None,
+) -> str:
     """Return recorded episodes as an HTML page.
 
     Args:
         groups: The episodes, such as `inspection.reading.read` returns.
         findings: What the doctor found; None if nothing was examined.
         title: Title of the page; by default the names of the files.
+        report: What the page shows first of the evaluation, or the two, that the episodes are the samples of.
 
     Raises:
         PageTooLargeError: They hold more tokens than a page can show.
@@ -52,7 +63,7 @@ def render(groups: Sequence[Group], findings: Sequence[Finding] | None = None, *
     names = dict.fromkeys(short_name(group.file) for group in groups)
     title = title or ", ".join([*list(names)[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
     index = page_index(groups, findings, blocks)
-    blocks.json({"title": title, **index}, "index")
+    blocks.json({"title": title, **index, "report": report}, "index")
     style = (FRONT / "style.css").read_text(encoding="utf-8")
     script = bundle()
     policy = "; ".join(

@@ -14,6 +14,7 @@ const { Store, unshuffle } = await load("data");
 const { number } = await load("dom");
 const { sequenceOf, stepAt } = await load("episode");
 const { firstDifference, layOut } = await load("layout");
+const { filtered, sorted } = await load("report");
 const { find, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
@@ -194,4 +195,21 @@ test("scales have an end on each side, and no value has no color", () => {
   assert.equal(PROPERTIES.logprob.classOf(body.columns, 0, page), "");
   assert.equal(number(NaN), "–");
   assert.equal(number(-0.00012), "−1.20e−4");
+});
+
+test("tasks are sorted by number or name, and unknown values come last", () => {
+  const rows = [{ v: 2 }, { v: null }, { v: -1 }, { v: 2, second: true }];
+  assert.deepEqual(sorted(rows, (row) => row.v, false), [{ v: -1 }, { v: 2 }, { v: 2, second: true }, { v: null }]);
+  assert.deepEqual(sorted(rows, (row) => row.v, true), [{ v: 2 }, { v: 2, second: true }, { v: -1 }, { v: null }]);
+  assert.deepEqual(sorted(["t10", "t9"], (name) => name, false), ["t9", "t10"]);
+});
+
+test("tasks are filtered by every word and by state", () => {
+  const tasks = [
+    { name: "a1", question: "What is 2 + 2?", state: "x" },
+    { name: "a2", question: "Who is it?", state: "y" },
+  ];
+  assert.deepEqual(filtered(tasks, "IS a", "").map((task) => task.name), ["a1", "a2"]);
+  assert.deepEqual(filtered(tasks, "a what", "").map((task) => task.name), ["a1"]);
+  assert.deepEqual(filtered(tasks, "", "y").map((task) => task.name), ["a2"]);
 });

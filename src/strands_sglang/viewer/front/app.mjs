@@ -4,11 +4,12 @@ import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Store } from "./data.mjs";
 import { h } from "./dom.mjs";
 import { EpisodeView, sequenceOf } from "./episode.mjs";
+import { ReportView } from "./report.mjs";
 import { Siblings } from "./siblings.mjs";
 import { Credit, Drift, Overview } from "./tables.mjs";
 import { Vocabulary } from "./text.mjs";
 
-const VIEWS = ["overview", "episode", "siblings", "credit", "drift"];
+const VIEWS = ["overview", "episode", "siblings", "credit", "drift", "report"];
 
 /** Read an address such as `episode-2-sequence-0-token-17`. */
 export function parseAddress(hash) {
@@ -95,6 +96,10 @@ class App {
     this.main = document.getElementById("main");
     this.views = {};
     document.getElementById("title").append(h("span", {}, index.title));
+    if (index.report) {
+      document.querySelector("h1").textContent = index.report.name;
+      document.querySelector("nav").prepend(h("a", { href: "#report", "data-view": "report" }, index.report.name));
+    }
     window.addEventListener("hashchange", () => this.route());
     document.addEventListener("keydown", (event) => this.key(event));
     document.getElementById("theme").addEventListener("click", () => this.toggleTheme());
@@ -129,7 +134,7 @@ class App {
   }
 
   view(name) {
-    const kinds = { overview: Overview, episode: EpisodeView, siblings: SiblingsView, credit: Credit, drift: Drift };
+    const kinds = { overview: Overview, episode: EpisodeView, siblings: SiblingsView, credit: Credit, drift: Drift, report: ReportView };
     if (!this.views[name]) {
       this.views[name] = new kinds[name](this);
       this.main.append(this.views[name].element);
@@ -148,7 +153,7 @@ class App {
     const { index } = this;
     document.getElementById("banner").hidden = true;
     if (place.view === "finding" && index.findings[place.number - 1]) return this.openFinding(place.number - 1);
-    if (!VIEWS.includes(place.view)) place.view = index.episodes.length > 1 || index.findings.length ? "overview" : "episode";
+    if (!VIEWS.includes(place.view) || (place.view === "report" && !index.report)) place.view = index.report ? "report" : index.episodes.length > 1 || index.findings.length ? "overview" : "episode";
     const known = place.number !== undefined && place.number < index.episodes.length ? place.number : undefined;
     if (place.view === "episode") {
       if (!index.episodes.length) return void this.view("overview").open();

@@ -160,6 +160,7 @@ export class EpisodeView {
     const colors = available(body.columns);
     if (!colors.includes(this.color)) this.color = colors[0];
     parts.color.replaceChildren(...colors.map((key) => h("option", { value: key, selected: key === this.color }, PROPERTIES[key].label)));
+    this.element.classList.toggle("conversation-only", !body.length && body.said.length > 0);
     this.treeRows = treeRows(body.turns);
     this.turn = -1;
     this.sequence = undefined;

@@ -5,7 +5,7 @@ import { visible } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 /** A table of `rows`, each made by `cells(row)`: a list of [class, content]. */
-class Table {
+export class Table {
   constructor(label, height, cells) {
     this.rows = [];
     this.viewport = h("div.viewport.rows", { tabindex: "0", role: "table", "aria-label": label });

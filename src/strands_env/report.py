@@ -1,0 +1,410 @@
+"""The pages of `strands-env report --html` and `strands-env compare --html`.
+
+The numbers are those of the commands without `--html`. The page is the one of `strands-sglang view` with one more view,
+so the samples of a task open as every recorded episode does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
+
+from .eval.checkpoint import CheckpointError, EvalSample, Results, read_results, results_file
+from .eval.metrics import (
+    Score,
+    answer_of,
+    compare,
+    difference_rows,
+    majority_at_k,
+    metric_rows,
+    pass_at_k,
+    pass_hat_k,
+    sample_sizes,
+    scores,
+    standard_metrics,
+)
+
+WIDTH, HEIGHT = 480, 250
+BARS = 10
+"""Most bars of a histogram."""
+
+MEASURES = {
+    "seconds": "Seconds",
+    "sampled_tokens": "Sampled tokens",
+    "prompt_tokens": "Prompt tokens",
+    "cached_tokens": "Cached tokens",
+    "model_calls": "Model calls",
+}
+"""What a sample costs."""
+
+
+def report_page(path: str | Path, *, success_threshold: float) -> str:
+    """Return the page of an evaluation. It may still be running.
+
+    Args:
+        path: Results file, or its folder.
+        success_threshold: Least reward of a success.
+
+    Raises:
+        CheckpointError: The files are missing or damaged.
+        ImportError: The package that draws is not installed.
+    """
+    run, results = read_results(path)
+    samples = [sample for row in results.values() for sample in row]
+    episodes = _Episodes([(path, bool(samples))])
+    n = run.n_samples_per_prompt
+    metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=success_threshold)
+    values = prompt_values(results, n_samples_per_prompt=n, success_threshold=success_threshold)
+    scored = scores(results, success_threshold=success_threshold)
+    missing = int(metrics["dropped_samples"])
+    counts = ", ".join(f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in _COUNTS)
+    head, *rows = metric_rows(metrics)
+    report = Report(
+        name="Report",
+        notes=[
+            f"{len(run.prompts)} prompts x {n} samples: {counts}.",
+            *([f"{missing} of the samples are dropped or not run yet; no metric has them."] if missing else []),
+            "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
+            *episodes.notes,
+        ],
+        tables=[
+            Table(title="Metrics", head=head, rows=rows),
+            _outcomes({"samples": samples}),
+            _costs(samples),
+        ],
+        plots=[
+            *_histogram("Rewards", "samples", [one.reward for one in samples if one.reward is not None]),
+            *_histogram("Sampled tokens", "samples", _measured(samples, "sampled_tokens")),
+            *_histogram("Seconds", "samples", _measured(samples, "seconds")),
+        ],
+        metrics={name: _curve(name.split("@")[0], metrics) for name in values},
+        columns=["Value"],
+        facts=["Reward", "Tokens", "Seconds"],
+        evaluations=["Samples"],
+        states=["always solved", "sometimes solved", "never solved", "not scored"],
+        tasks=[
+            Task(
+                name=prompt,
+                question=_question(row),
+                state=_state(scored.get(prompt, [])),
+                values={name: [_finite(of.get(prompt))] for name, of in values.items()},
+                facts=[
+                    _mean([score.reward for score in scored.get(prompt, [])]),
+                    _mean(_measured(row, "sampled_tokens")),
+                    _mean(_measured(row, "seconds")),
+                ],
+                samples=[episodes.of(0, row)],
+            )
+            for prompt, row in results.items()
+        ],
+    )
+    return render(episodes.groups, title=run.benchmark or "evaluation", report=report)
+
+
+def comparison_page(first: str | Path, second: str | Path, *, success_threshold: float) -> str:
+    """Return the page that compares two evaluations, prompt by prompt.
+
+    Args:
+        first: Results file of the first evaluation, or its folder.
+        second: The same of the second.
+        success_threshold: Least reward of a success.
+
+    Raises:
+        CheckpointError: The files are missing or damaged.
+        ImportError: The package that draws is not installed.
+        ValueError: The evaluations have no prompt with scored samples in common.
+    """
+    (run, results), (other, others) = read_results(first), read_results(second)
+    found = compare((run, results), (other, others), success_threshold=success_threshold)
+    episodes = _Episodes([(first, True), (second, True)])
+    in_second = {content: prompt for prompt, content in other.prompts.items()}
+    rows = [
+        (task, results[task.prompt], others[in_second[run.prompts[task.prompt]]]) for task in found.tasks
+    ]  # compared by content: the ids may differ
+    only = [f"{count} only in {name}" for name, count in (("A", found.only_first), ("B", found.only_second)) if count]
+    states = {task.prompt: _flip(task.first_success, task.second_success) for task in found.tasks}
+    rewards = [(task.first_reward, task.second_reward) for task in found.tasks]
+    successes = [(task.first_success, task.second_success) for task in found.tasks]
+    differences = difference_rows(found)
+    report = Report(
+        name="Compare",
+        notes=[
+            f"A is {first}, B is {second}. Prompts in both: {found.common}"
+            + (f"; {' and '.join(only)}: only those in both are compared." if only else "."),
+            "A task is flipped if most of its samples succeed in one evaluation and not in the other.",
+            *episodes.notes,
+        ],
+        tables=[
+            Table(title="Differences, paired by prompt", head=differences[0], rows=differences[1:]),
+            Table(
+                title="Tasks that flipped, and others",
+                head=["state", "tasks"],
+                rows=[[state, str(list(states.values()).count(state))] for state in _FLIPS],
+            ),
+            _outcomes({"A": [one for _, row, _ in rows for one in row], "B": [one for *_, row in rows for one in row]}),
+            *_configuration(found.configuration),
+        ],
+        plots=[],
+        metrics={
+            "pass@1": _differences("pass@1", successes),
+            "mean reward": _differences("mean reward", rewards),
+        },
+        columns=["A", "B", "B − A"],
+        facts=[],
+        evaluations=["Samples of A", "Samples of B"],
+        states=list(_FLIPS),
+        tasks=[
+            Task(
+                name=task.prompt,
+                question=_question(row),
+                state=states[task.prompt],
+                values={
+                    "pass@1": _pair(task.first_success, task.second_success),
+                    "mean reward": _pair(task.first_reward, task.second_reward),
+                },
+                facts=[],
+                samples=[episodes.of(0, row), episodes.of(1, other_row)],
+            )
+            for task, row, other_row in rows
+        ],
+    )
+    return render(episodes.groups, title=f"{Path(first).name} and {Path(second).name}", report=report)
+
+
+def prompt_values(
+    results: Results, *, n_samples_per_prompt: int, success_threshold: float
+) -> dict[str, dict[str, float]]:
+    """Return the value of each standard metric at each prompt that it can use; the metric is the mean of these.
+
+    Args:
+        results: All samples, dropped ones included.
+        n_samples_per_prompt: Intended number of samples of each prompt.
+        success_threshold: Least reward of a success.
+    """
+    scored = scores(results, success_threshold=success_threshold)
+    values: dict[str, dict[str, float]] = {}
+    for k in sample_sizes(n_samples_per_prompt):
+        rows = {prompt: row for prompt, row in scored.items() if len(row) >= k}
+        sizes, wins = [len(row) for row in rows.values()], [sum(s.is_success for s in row) for row in rows.values()]
+        for name, function in (("pass@", pass_at_k), ("pass^", pass_hat_k)) if rows else ():
+            values[f"{name}{k}"] = dict(zip(rows, function(sizes, wins, k).tolist(), strict=True))
+        if k > 1 and rows:
+            values[f"majority@{k}"] = {
+                prompt: majority_at_k([answer_of(s.sample) for s in row], [s.is_success for s in row], k)
+                for prompt, row in rows.items()
+            }
+    values.pop("pass^1", None)  # for one sample, it is pass@1
+    rewards = {prompt: float(np.mean([score.reward for score in row])) for prompt, row in scored.items() if row}
+    if rewards:
+        values[f"avg@{n_samples_per_prompt}"] = rewards
+    return values
+
+
+class _Episodes:
+    """The episodes of a page, by evaluation and key."""
+
+    def __init__(self, evaluations: Iterable[tuple[str | Path, bool]]) -> None:
+        self.groups: list[Any] = []
+        self.notes: list[str] = []
+        self._numbers: dict[tuple[int, str], int] = {}
+        paths = [results_file(path) for path, has_samples in evaluations if has_samples]
+        try:
+            read, left_out = read_episodes(paths)
+        except UnreadableError as error:
+            raise CheckpointError(str(error)) from error
+        at = itertools.count()
+        for which, groups in enumerate(read):
+            self.groups += groups
+            self._numbers.update({(which, episode.id): next(at) for group in groups for episode in group.episodes})
+        if left_out:
+            self.notes.append(
+                f"The samples hold {left_out:,} tokens, more than a page can show, so it has their conversations only: "
+                "see the tokens of one with strands-sglang view and its file of the folder with trajectories."
+            )
+
+    def of(self, which: int, row: Sequence[EvalSample]) -> list[tuple[str, int]]:
+        """Return reward and number of the samples that the page has; one may have been written since."""
+        return [
+            ("–" if sample.reward is None else f"{sample.reward:.3g}", self._numbers[which, sample.key])
+            for sample in row
+            if (which, sample.key) in self._numbers
+        ]
+
+
+# --- what is said of samples and tasks ---
+
+_COUNTS = ("samples", "dropped_samples", "errored_samples", "unscored_samples")
+_FLIPS = ("flipped to success", "flipped to failure", "better", "worse", "same")
+
+
+def _flip(first: float, second: float) -> str:
+    if (first > 0.5) != (second > 0.5):
+        return _FLIPS[0] if second > 0.5 else _FLIPS[1]
+    return "same" if first == second else "better" if second > first else "worse"
+
+
+def _state(row: Sequence[Score]) -> str:
+    wins = sum(score.is_success for score in row)
+    if not row:
+        return "not scored"
+    return "never solved" if not wins else "always solved" if wins == len(row) else "sometimes solved"
+
+
+def _question(row: Sequence[EvalSample]) -> str:
+    """The task's message as one line."""
+    if not row:
+        return ""
+    message: Any = row[0].action.message
+    if not isinstance(message, str):
+        blocks = message.get("content", []) if isinstance(message, Mapping) else message
+        texts = [block.get("text", "") for block in blocks if isinstance(block, Mapping)] if blocks else []
+        message = " ".join(map(str, texts))
+    return " ".join(message.split())[:200]
+
+
+def _measured(samples: Iterable[EvalSample], name: str) -> list[float]:
+    """The finite numbers of a measure; files of earlier releases and other providers lack some."""
+    values = [
+        sample.seconds if name == "seconds" else sample.step_result.observation.metrics.get(name)
+        for sample in samples
+        if sample.is_finished
+    ]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return [float(value) for value in numbers if math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _finite(float(np.mean(values))) if values else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _pair(first: float, second: float) -> list[float | None]:
+    return [_finite(first), _finite(second), _finite(second - first)]
+
+
+# --- tables ---
+
+
+def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
+    """How many samples have each outcome, and their share; for two evaluations also what moved."""
+    counts = [Counter(one.step_result.termination_reason.value for one in those) for those in samples.values()]
+    totals = [max(1, sum(count.values())) for count in counts]
+    names = sorted({name: 0 for count in counts for name in count}, key=lambda name: (-counts[0][name], name))
+    moved = len(counts) == 2
+    return Table(
+        title="Outcomes",
+        head=["outcome", *(part for name in samples for part in (name, "share")), *(["B - A"] if moved else [])],
+        rows=[
+            [
+                name,
+                *(
+                    part
+                    for count, total in zip(counts, totals, strict=True)
+                    for part in (str(count[name]), f"{100 * count[name] / total:.1f} %")
+                ),
+                *([f"{counts[1][name] - counts[0][name]:+d}"] if moved else []),
+            ]
+            for name in names
+        ],
+    )
+
+
+def _costs(samples: Sequence[EvalSample]) -> Table:
+    rows = []
+    for name, title in MEASURES.items():
+        values = _measured(samples, name)
+        if values:
+            median, most = np.quantile(values, [0.5, 0.95])
+            numbers = (sum(values), float(np.mean(values)), median, most, max(values))
+            rows.append([title, *(f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)])
+    ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
+    if ends:
+        took = max(end for _, end in ends) - min(start for start, _ in ends)
+        rows.append(["From first start to last end, in seconds", f"{took:,.1f}", *["-"] * 4])
+    return Table(title="Cost and time", head=["", "all samples", "mean", "median", "95 %", "most"], rows=rows)
+
+
+def _configuration(differing: Mapping[str, tuple[Any, Any]]) -> list[Table]:
+    rows = [[name, f"{a!r:.80}", f"{b!r:.80}"] for name, (a, b) in differing.items()]
+    return [Table(title="What differs in the configurations", head=["", "A", "B"], rows=rows)] if rows else []
+
+
+# --- plots ---
+
+
+def _drawn(chart: Any) -> str:
+    svg: str = chart.to_svg(width=WIDTH, height=HEIGHT)
+    return svg.replace("<svg ", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" ', 1)
+
+
+def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
+    """A bar for each value if there are few, else for each of `BARS` equal ranges; nothing without values."""
+    import leather
+
+    seen = sorted(set(values))
+    if not seen:
+        return []
+    if len(seen) <= BARS:
+        starts, counts = seen, [values.count(value) for value in seen]
+    else:
+        numbers, edges = np.histogram(values, bins=BARS)
+        starts, counts = edges[:-1].tolist(), numbers.tolist()
+    exact = [f"{value:.3g}" for value in starts]
+    names = exact if len(seen) <= BARS and len(set(exact)) == len(exact) else _axis(starts)
+    chart = leather.Chart()
+    chart.add_y_scale(0, max(counts))
+    chart.add_columns(list(zip(names, counts, strict=True)))
+    says = ", ".join(f"{name.strip()}: {count}" for name, count in zip(names, counts, strict=True))
+    kind = "value" if len(seen) <= BARS else "range from"
+    return [Plot(title=title, says=f"Number of {of} per {kind} {says}", svg=_drawn(chart))]
+
+
+def _axis(values: Sequence[float]) -> list[str]:
+    """Short names of ascending values, all different, with as many decimals as tell them apart."""
+    step = min((after - one for one, after in itertools.pairwise(values)), default=1.0)
+    unit, sign = (1000.0, "k") if step >= 1000 else (1.0, "")
+    decimals = min(12, max(0, math.ceil(-math.log10(step / unit))))
+    names: list[str] = []
+    for value in values:
+        name = f"{value / unit:.{decimals}f}".removesuffix("." + "0" * decimals) + sign
+        names.append(name if name not in names else names[-1] + " ")
+    return names
+
+
+def _curve(family: str, metrics: Mapping[str, float]) -> Plot | None:
+    """How a metric grows with k, with its intervals; None if it has one value only, or none."""
+    import leather
+
+    names = [name for name in metrics if name.startswith(f"{family}@") and name.split("@")[1].isdigit()]
+    points = [(int(name.split("@")[1]), metrics[name]) for name in names if math.isfinite(metrics[name])]
+    if len(points) < 2:
+        return None
+    # One series, since leather names several in a legend; a missing point lifts the pen.
+    line: list[tuple[int | None, float | None]] = [*points]
+    for k, _ in points:
+        low, high = metrics.get(f"{family}@{k}_low"), metrics.get(f"{family}@{k}_high")
+        if low is not None and high is not None:
+            line += [(None, None), (k, low), (k, high)]
+    chart = leather.Chart()
+    chart.add_x_scale(0, points[-1][0])
+    chart.add_x_axis(ticks=[k for k, _ in points], name="samples k")
+    chart.add_y_scale(0, 1)
+    chart.add_line(line)
+    says = ", ".join(f"{family}@{k}: {value:.3f}" for k, value in points)
+    return Plot(title=f"{family}@k with 95 % intervals", says=says, svg=_drawn(chart))
+
+
+def _differences(name: str, pairs: Sequence[tuple[float, float]]) -> Plot | None:
+    plots = _histogram(f"{name}: B − A", "tasks", [round(b - a, 12) for a, b in pairs])
+    return plots[0] if plots else None

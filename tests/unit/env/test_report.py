@@ -1,0 +1,231 @@
+"""The pages of evaluations: their numbers are those of the commands, and bad input is reported or left out."""
+
+import asyncio
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from strands_env.cli import main
+from strands_env.core import Environment
+from strands_env.eval import Evaluator, read_results, standard_metrics
+from strands_env.eval.metrics import compare
+from strands_env.report import comparison_page, prompt_values, report_page
+from strands_sglang import SGLangModel
+from strands_sglang.testing import ScriptedSGLang
+from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
+from unit.viewer.test_page import Page
+
+
+def evaluated(path, results, count=3, n_samples=4, **options):
+    """An evaluation whose samples have these results, over and over."""
+    played = itertools.cycle(results)
+    stub = StubEnvironment(lambda action: next(played))
+    asyncio.run(Evaluator(stub.factory, n_samples, output_path=path, **options).run(tasks(count)))
+    return path
+
+
+def report_of(*paths, threshold=1.0):
+    page = report_page if len(paths) == 1 else comparison_page
+    return Page(page(*paths, success_threshold=threshold)).index
+
+
+def told(capsys, *arguments):
+    """The exit code and the error line of a command."""
+    code = main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().err
+
+
+MIXED = [
+    step_result(1.0, "4"),
+    step_result(0.0, "5"),
+    step_result(None, reason="infrastructure_error"),
+    step_result(0.5, "4", reason="max_tokens_reached"),
+    step_result(None, "7", error="a tool is broken"),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_metric_is_the_mean_of_its_values_by_prompt(data):
+    n = data.draw(st.integers(1, 5))
+    one = st.tuples(st.sampled_from([0.0, 1.0, 0.5, -2.0, None]), st.sampled_from("45"), st.booleans())
+    results = {
+        f"p{i}": [
+            sample(reward, text, finished=finished or reward is not None, prompt=f"p{i}", is_errored=reward is None)
+            for reward, text, finished in data.draw(st.lists(one, max_size=n))
+        ]
+        for i in range(data.draw(st.integers(1, 4)))
+    }
+    metrics = standard_metrics(results, n_samples_per_prompt=n)
+    values = prompt_values(results, n_samples_per_prompt=n, success_threshold=1.0)
+    names = [name for name in metrics if f"{name}_prompts" in metrics]
+    assert set(names) == set(values)
+    for name, of in values.items():
+        assert metrics[name] == pytest.approx(np.mean(list(of.values())))
+        assert metrics[f"{name}_prompts"] == len(of)
+
+
+def test_the_page_says_what_the_command_says(tmp_path, capsys):
+    evaluated(tmp_path / "a", MIXED)
+    index = report_of(tmp_path / "a")
+    report = index["report"]
+    main(["report", str(tmp_path / "a")])
+    printed = capsys.readouterr().out
+    for row in report["tables"][0]["rows"]:
+        assert " ".join(row) in " ".join(printed.split())
+    assert "dropped" in report["notes"][0] and "no metric has them" in report["notes"][1]
+    outcomes = {name: int(count) for name, count, _ in report["tables"][1]["rows"]}
+    assert sum(outcomes.values()) == 12 and outcomes["infrastructure_error"] >= 2
+    _, results = read_results(tmp_path / "a")
+    for task in report["tasks"]:
+        for (shown, number), one in zip(task["samples"][0], results[task["name"]], strict=True):
+            assert index["episodes"][number]["id"] == one.key
+            assert shown == ("–" if one.reward is None else f"{one.reward:.3g}")
+
+
+def test_plots_are_svg_without_scripts_styles_and_addresses(tmp_path):
+    played = [step_result(reward) for reward in np.linspace(-1, 1, 16)]
+    report = report_of(evaluated(tmp_path, played, count=4))["report"]
+    plots = [*report["plots"], *filter(None, report["metrics"].values())]
+    assert {"Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
+    for plot in plots:
+        assert plot["says"]
+        for element in ElementTree.fromstring(plot["svg"]).iter():
+            assert element.tag.split("}")[1] in {"svg", "g", "rect", "line", "text", "path"}
+            assert not {"style", "href", "onload"} & set(element.attrib)
+    [rewards] = [plot for plot in report["plots"] if plot["title"] == "Rewards"]
+    assert rewards["svg"].count("<rect") == 1 + 10
+
+
+def test_a_comparison_names_flips_and_moved_outcomes(tmp_path):
+    first = [step_result(1.0)] * 2 + [step_result(0.0)] * 2 + [step_result(0.0), step_result(1.0)]
+    second = [step_result(0.0, reason="timeout")] * 2 + [step_result(1.0)] * 2 + [step_result(0.0), step_result(1.0)]
+    a, b = (
+        evaluated(tmp_path / name, results, n_samples=2, max_concurrency=1)
+        for name, results in (("a", first), ("b", second))
+    )
+    report = report_of(a, b)["report"]
+    found = compare(read_results(a), read_results(b))
+    assert [task["state"] for task in report["tasks"]] == ["flipped to failure", "flipped to success", "same"]
+    assert [task["values"]["pass@1"] for task in report["tasks"]] == [[1, 0, -1], [0, 1, 1], [0.5, 0.5, 0]]
+    [row] = [row for row in report["tables"][2]["rows"] if row[0] == "timeout"]
+    assert (row[1], row[3], row[5]) == ("0", "2", "+2")
+    assert [row[0] for row in report["tables"][0]["rows"]] == [one.name for one in found.differences]
+    assert all(len(own) == 2 for task in report["tasks"] for own in task["samples"])
+
+
+def test_only_shared_tasks_are_compared_and_it_says_so(tmp_path, capsys):
+    a, b, c = (evaluated(tmp_path / name, [step_result()], count) for name, count in (("a", 3), ("b", 5), ("c", 1)))
+    report = report_of(a, b)["report"]
+    assert len(report["tasks"]) == 3 and "2 only in B: only those in both are compared" in report["notes"][0]
+    plan = json.loads((c / "results.run.json").read_text())
+    (c / "results.run.json").write_text(json.dumps({**plan, "prompts": {"t0": "another"}}))
+    code, error = told(capsys, "compare", a, c, "--html", "-o", tmp_path / "page.html")
+    assert code == 2 and "no prompt" in error and not (tmp_path / "page.html").exists()
+
+
+def test_prompts_with_other_ids_are_the_same_task(tmp_path):
+    a, b = (evaluated(tmp_path / name, [step_result()], 2) for name in "ab")
+    for name in ("results.run.json", "results.jsonl"):
+        (b / name).write_text((b / name).read_text().replace('"t1"', '"renamed"'))
+    report = report_of(a, b)["report"]
+    assert [task["name"] for task in report["tasks"]] in (["t0", "t1"], ["t0"])
+
+
+@pytest.mark.parametrize("cut", [1, 40, 400])
+def test_a_run_that_is_written_has_a_page(tmp_path, cut):
+    evaluated(tmp_path, MIXED[:2])
+    content = (tmp_path / "results.jsonl").read_bytes()
+    (tmp_path / "results.jsonl").write_bytes(content[:-cut])
+    index = report_of(tmp_path)
+    assert len(index["episodes"]) == sum(len(task["samples"][0]) for task in index["report"]["tasks"]) >= 11
+    assert cut == 1 or "1 of the samples are dropped or not run yet" in index["report"]["notes"][1]
+
+
+def test_a_run_without_any_sample_has_a_page(tmp_path):
+    evaluated(tmp_path, MIXED[:2])
+    (tmp_path / "results.jsonl").write_bytes(b"")
+    index = report_of(tmp_path)
+    assert index["episodes"] == [] and index["report"]["metrics"] == {} and index["report"]["plots"] == []
+    assert {task["state"] for task in index["report"]["tasks"]} == {"not scored"}
+
+
+def test_metrics_without_any_value_are_left_out(tmp_path):
+    report = report_of(evaluated(tmp_path, [step_result(None, reason="infrastructure_error")]))["report"]
+    assert report["metrics"] == {}
+    assert {row[1] for row in report["tables"][0]["rows"]} == {"-"}
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path):
+    evaluated(tmp_path, [step_result(1.0)])
+    records = lines(tmp_path / "results.jsonl")
+    for record, value in zip(records, itertools.cycle(["many", None, True, [1], "</script>"]), strict=False):
+        record["observation"]["metrics"]["sampled_tokens"] = value
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (tmp_path / "results.jsonl").write_text(text)
+    report = report_of(tmp_path)["report"]
+    assert "Sampled tokens" not in {plot["title"] for plot in report["plots"]}
+    assert {task["facts"][1] for task in report["tasks"]} == {None}
+
+
+def test_records_of_earlier_releases_have_a_page(tmp_path):
+    evaluated(tmp_path, MIXED)
+    for name in ("results.jsonl", "results.failures.jsonl"):
+        records = lines(tmp_path / name)
+        for record in records:
+            for later in ("ended_at", "environment", "is_errored", "reward_error", "seal"):
+                del record[later]
+        (tmp_path / name).write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records))
+    assert len(report_of(tmp_path)["episodes"]) == 12
+
+
+def test_without_trajectories_conversations_are_shown(tmp_path):
+    page = Page(report_page(evaluated(tmp_path, [step_result(text="hello")], 1, 1), success_threshold=1.0))
+    assert page.body(0)["said"] == [["assistant", "text", "hello", ""]]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_tokens_are_in_the_page_if_it_has_room(fits, chatml_tokenizer, tmp_path, monkeypatch):
+    async def evaluate():
+        server = ScriptedSGLang(chatml_tokenizer, ["It is 0."] * 4)
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+        factory = lambda action: Environment(lambda: model, Contains())  # noqa: E731
+        await Evaluator(factory, 2, max_concurrency=1, output_path=tmp_path, keep_trajectories=True).run(tasks(2))
+
+    asyncio.run(evaluate())
+    if not fits:
+        monkeypatch.setattr("strands_sglang.viewer.page.MOST_TOKENS", 10)
+    page = Page(report_page(tmp_path, success_threshold=1.0))
+    assert all((episode["tokens"] > 0) is fits for episode in page.index["episodes"])
+    assert any("conversations only" in note for note in page.index["report"]["notes"]) is not fits
+    said = page.body(0)["said"] or [part for turn in page.body(0)["turns"] for part in turn["said"]]
+    assert any("It is 0." in part[2] for part in said)
+
+
+def test_commands_write_the_page_and_name_it(tmp_path, capsys, monkeypatch):
+    a = evaluated(tmp_path / "a", MIXED)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "a", "--html"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main(["compare", "a", str(a), "--html", "-o", "pages/both.html"]) == 0
+    assert (tmp_path / "pages" / "both.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_cannot_be_done_is_one_line(tmp_path, capsys):
+    a = evaluated(tmp_path / "a", MIXED)
+    (tmp_path / "folder").mkdir()
+    for arguments, why in (
+        ((a, "-o", "x.html"), "--output needs --html"),
+        ((a, "--html", "--json"), "--html and --json"),
+        ((tmp_path / "none", "--html"), "no results of an evaluation"),
+        ((a, "--html", "-o", tmp_path / "folder"), f"--output {tmp_path / 'folder'}"),
+    ):
+        code, error = told(capsys, "report", *arguments)
+        assert code == 2 and why in error and error.count("\n") == 1
+    (a / "results.jsonl").write_bytes(b'{"key":"damaged\n' + (a / "results.jsonl").read_bytes())
+    code, error = told(capsys, "report", a, "--html", "-o", tmp_path / "page.html")
+    assert code == 2 and "damaged" in error and not (tmp_path / "page.html").exists()
