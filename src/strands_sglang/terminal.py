@@ -85,6 +85,11 @@ def visible(text: str) -> str:
 _NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, which takes an "s" for all numbers but 1."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def fact_lines(facts: Iterable[tuple[str, object]], *, column: int) -> Iterator[str]:
     """Names and values in two columns; long values continue in the second one.
 

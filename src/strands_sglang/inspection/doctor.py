@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..terminal import visible
+from ..terminal import counted, visible
 from .records import Episode, Finding, Group
 
 KINDS: Mapping[str, str] = {
@@ -131,5 +131,6 @@ def summary(groups: Sequence[Group], found: Sequence[Finding]) -> str:
     turns = [turn for episode in episodes for turn in episode.turns]
     tokens = sum(len(turn.prompt) + len(turn.sampled) for turn in turns)
     texts = "" if any(group.vocabulary for group in groups) else "; ids and texts are not compared without --tokenizer"
-    result = f"{len(found)} findings" if found else "nothing is wrong"
-    return f"{result} in {len(episodes)} episodes, {len(turns)} turns and {tokens:,} tokens{texts}"
+    result = counted(len(found), "finding") if found else "nothing is wrong"
+    what = f"{counted(len(episodes), 'episode')}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}"
+    return f"{result} in {what}{texts}"

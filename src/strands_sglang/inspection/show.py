@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ..terminal import WIDTH, paint, visible
+from ..terminal import WIDTH, counted, paint, visible
 from .reading import UnreadableError
 from .records import Episode, Group, SequenceRecord, TurnRecord, Writer
 
@@ -62,7 +62,7 @@ def _heading(episode: Episode) -> str:
         episode.outcome,
         None if episode.reward is None else f"reward {episode.reward:g}",
         None if not episode.seconds else f"{episode.seconds:.1f} s",
-        f"{len(episode.turns)} turns, {tokens:,} tokens, {len(episode.sequences)} sequences",
+        *(counted(len(episode.turns), "turn"), counted(tokens, "token"), counted(len(episode.sequences), "sequence")),
         None if episode.left_out is None else f"left out: {episode.left_out}",
     ]
     return visible(f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}")

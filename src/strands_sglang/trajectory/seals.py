@@ -7,7 +7,7 @@ fact is no longer the recorded one, by whatever code or disk it was changed. A l
   half on its position and its logprob. So a column that was shifted by one fits the seals of the neighbors.
 - `seal_turn`: a digest of everything else that never changes after a turn is recorded.
 
-A digest begins with the number of the scheme that made it. Whoever changes what is sealed, or how, takes the next
+A digest begins with the number of the scheme that made it. A change of what is sealed, or how, takes the next
 number: seals of other schemes are not compared.
 """
 

@@ -15,7 +15,7 @@ from ..inspection.records import Episode, Finding, Group, SequenceRecord, TurnRe
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
 from .drifting import measure
-from .stores import fitted, places_of, starts_of
+from .stores import fitted, places_of, short_name, starts_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,8 +44,11 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     entries: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, str], int] = {}
+    named = {group.file for group in groups if group.kind in ("step", "evaluation", "slime")}
     for number, group in enumerate(groups):
-        listed.append({"name": group.id, "file": group.file, "episodes": [], "note": _notes(group.problems)})
+        # Groups of several steps have the same names.
+        name = f"{group.id} of {short_name(group.file)}" if len(named) > 1 and group.file in named else group.id
+        listed.append({"name": name, "file": group.file, "episodes": [], "note": _notes(group.problems)})
         advantages = advantages_of(group)
         for episode in group.episodes:
             numbers[(group.file, group.id, episode.id)] = len(entries)

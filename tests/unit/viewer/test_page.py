@@ -272,3 +272,10 @@ async def test_a_page_that_cannot_be_written_is_a_clear_line(rollout, tmp_path, 
     model.trajectory.save(tmp_path / "one.safetensors")
     assert cli.main(["view", str(tmp_path / "one.safetensors"), "-o", str(tmp_path / "no" / "page.html")]) == cli.FAILED
     assert "page.html" in capsys.readouterr().err
+
+
+def test_groups_of_several_steps_name_their_step():
+    groups = [Group("g0", [], kind="step", file=f"runs/step-00000{n}/rows.safetensors") for n in (1, 2)]
+    names = [group["name"] for group in Page(render(groups, [])).index["groups"]]
+    assert names == ["g0 of step-000001", "g0 of step-000002"]
+    assert Page(render(groups[:1], [])).index["groups"][0]["name"] == "g0"
