@@ -78,6 +78,8 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     for row in report["tables"][0]["rows"]:
         assert " ".join(row) in " ".join(printed.split())
     assert "dropped" in report["notes"][0] and "no metric has them" in report["notes"][1]
+    [seconds] = [plot["says"] for plot in report["plots"] if plot["title"] == "Seconds"]
+    assert sum(int(part.split(": ")[1]) for part in seconds.split(", ")) == int(report["notes"][0].split()[5])
     outcomes = {name: int(count) for name, count, _ in report["tables"][1]["rows"]}
     assert sum(outcomes.values()) == 12 and outcomes["infrastructure_error"] >= 2
     _, results = read_results(tmp_path / "a")
@@ -108,7 +110,10 @@ def test_a_comparison_names_flips_and_moved_outcomes(tmp_path):
         evaluated(tmp_path / name, results, n_samples=2, max_concurrency=1)
         for name, results in (("a", first), ("b", second))
     )
-    report = report_of(a, b)["report"]
+    index = report_of(a, b)
+    report = index["report"]
+    for reward, number in itertools.chain(*(own for task in report["tasks"] for own in task["samples"])):
+        assert f"{index['episodes'][number]['reward']:g}" == reward
     found = compare(read_results(a), read_results(b))
     assert [task["state"] for task in report["tasks"]] == ["flipped to failure", "flipped to success", "same"]
     assert [task["values"]["pass@1"] for task in report["tasks"]] == [[1, 0, -1], [0, 1, 1], [0.5, 0.5, 0]]
@@ -133,7 +138,8 @@ def test_prompts_with_other_ids_are_the_same_task(tmp_path):
     for name in ("results.run.json", "results.jsonl"):
         (b / name).write_text((b / name).read_text().replace('"t1"', '"renamed"'))
     report = report_of(a, b)["report"]
-    assert [task["name"] for task in report["tasks"]] in (["t0", "t1"], ["t0"])
+    assert [task["name"] for task in report["tasks"]] == ["t0", "t1"]
+    assert [[len(own) for own in task["samples"]] for task in report["tasks"]] == [[4, 4], [4, 4]]
 
 
 @pytest.mark.parametrize("cut", [1, 40, 400])
