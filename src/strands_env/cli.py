@@ -188,9 +188,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     score.set_defaults(run=score_results)
     score.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
-    for name in ("--reward", "--reward-args"):
-        score.add_argument(name, **_OPTIONS["environment"][name])
-    score.set_defaults(reward=None)
+    reward = _OPTIONS["environment"]["--reward"]
+    score.add_argument("--reward", metavar="NAME", help=reward["help"].removesuffix(" (default: %(default)s)"))
+    score.add_argument("--reward-args", **_OPTIONS["environment"]["--reward-args"])
     score.add_argument("--output", metavar="OTHER", help="folder for the scored samples")
     score.add_argument(
         "--concurrency",
