@@ -373,6 +373,28 @@ def wrong_parent(folder: Path, random: Random) -> str | None:
 
 
 @into(TRAJECTORY_FAULTS)
+def any_byte_changed(folder: Path, random: Random) -> str | None:
+    """A tensor that no other check knows has another value."""
+    file = random.choice(recorded(folder, random))
+    name = random.choice(sorted(name for name, values in file.tensors.items() if len(values) and name != "trajectory"))
+    values = file.tensors[name].view("uint8").reshape(-1)
+    values[random.randrange(len(values))] ^= 1
+    file.save()
+    return f"{file.path.name}: {name}"
+
+
+@into(TRAJECTORY_FAULTS)
+def fact_changed(folder: Path, random: Random) -> str | None:
+    def change(file: Recorded, turn: dict[str, Any]) -> str:
+        name = random.choice(["reason", "note", "latency_s"])
+        of = turn["answer"] if name == "latency_s" else turn
+        of[name] = -3.0 if name == "latency_s" else "another reason"
+        return name
+
+    return in_a_turn(folder, random, lambda file, turn: True, change)
+
+
+@into(TRAJECTORY_FAULTS)
 def infrastructure_rewarded(folder: Path, random: Random) -> str | None:
     for file in recorded(folder, random):
         if file.json["end"] and file.json["end"]["outcome"] != "infrastructure_error":

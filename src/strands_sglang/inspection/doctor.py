@@ -71,8 +71,11 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
             steps.setdefault(group.file, []).append(group)
         for episode in group.episodes:
             place = _Place(group, episode)
+            before = len(found)
             for check in (check_turns, check_rows, check_sample, check_record):
                 found.extend(place.finding(one) for one in _guarded(check(group, episode)))
+            if len(found) == before and episode.facts.get("is_changed"):
+                found.append(place.finding({"kind": "changed", "why": "the file is no longer as it was written"}))
         found.extend(place_in_group(group, one) for one in _guarded(check_credit(group)))
     from .checks.credit import check_batch
 

@@ -17,8 +17,9 @@ the first save.
 as people read it, and `text` of the `answer` is the text of the sampled ids. `prompt_seal` and `seal` tell whether the
 prompt, or the turn's other facts, have changed. Other keys hold what else the trajectory knows: `agents` and `helpers`
 that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and the `end` of the episode.
-Digests are hexadecimal. The file's metadata holds `format` and `version`. Version 1 also has `trajectory` in the
-metadata, which safetensors limits to 100 MB. Pieces, seals, texts and `end` came after version 2: files may lack them.
+Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. Version 1
+also has `trajectory` in the metadata, which safetensors limits to 100 MB. Pieces, seals, texts, `end` and the checksum
+came after version 2: files may lack them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import base64
 import json
 import os
 import secrets
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -165,7 +167,15 @@ def encode_turns(
         )
     content = {"turns": described, **facts}
     tensors["trajectory"] = np.frombuffer(json.dumps(content).encode(), "uint8")
-    return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION}))
+    return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
+
+
+def _checksum(tensors: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of all tensors in the order of their names, each after its name, as 8 hexadecimal digits."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].tobytes(), zlib.crc32(name.encode(), crc))
+    return f"{crc:08x}"
 
 
 def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any], dict[int, bytes]]:
@@ -191,6 +201,7 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any],
         found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
         raise TrajectoryFileError(f"{name}: holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
+    recorded["is_changed"] = metadata.get("checksum") not in (None, _checksum(tensors))  # earlier files have none
     reader = _Reader(tensors)
     turns: list[Turn] = []
     for position, described in enumerate(recorded.pop("turns")):

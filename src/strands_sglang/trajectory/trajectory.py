@@ -163,6 +163,7 @@ class Trajectory:
         self.counted: tuple[Any, Any] | None = None
         self.encoder: Encoder | None = None
         self.end: EpisodeEnd | None = None
+        self.is_changed = False
         self.pieces: dict[int, bytes] = {}
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
@@ -721,6 +722,7 @@ class Trajectory:
         turns, facts, pieces = decode_turns(content, name)
         trajectory = cls.of_turns(turns)
         trajectory.pieces = pieces
+        trajectory.is_changed = facts["is_changed"]
         if (end := facts.get("end")) is not None:  # earlier files lack it
             turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
             trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})

@@ -53,6 +53,7 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
     turns = trajectory.turns
     positions = {id(turn): position for position, turn in enumerate(turns)}
     episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    episode.facts["is_changed"] = trajectory.is_changed
     if trajectory.pieces:
         episode.facts["pieces"] = trajectory.pieces
     end = trajectory.end
