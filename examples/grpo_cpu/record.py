@@ -7,14 +7,17 @@
     checkpoints/checkpoint-3/    weights, optimizer and random state, by TRL
     evaluation/                  results of the held-out tasks, before and after
     server.log, trainer.log
+    lock                         held by the command that runs
 
 A step counts as soon as the ledger has it, after its checkpoint is complete. What a kill leaves of another step is
-removed before the run continues, so no episode is trained twice.
+removed before the run continues, so no episode is trained twice. Episodes that were sampled for a step and would have
+been trained by the next one are lost with the kill.
 """
 
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
@@ -42,15 +45,27 @@ class Run:
         """Read the ledger, if there is one."""
         self.folder = folder
         self.steps_folder, self.checkpoints = folder / "steps", folder / "checkpoints"
-        path = folder / "ledger.json"
-        self.steps: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        self.steps = self._ledger()
+
+    def _ledger(self) -> list[dict[str, Any]]:
+        path = self.folder / "ledger.json"
+        return json.loads(path.read_text()) if path.exists() else []
 
     def open(self, settings: dict[str, Any]) -> None:
         """Make the folder, or check that it belongs to these settings, and remove steps that do not count.
 
+        It is this process's until the process ends.
+
         Raises:
-            RunError: It belongs to other settings.
+            RunError: It belongs to other settings, or another command runs in it.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another command runs in {self.folder}: wait for it, or choose another --output") from None
+        self.steps = self._ledger()
         for folder in (self.steps_folder, self.checkpoints, self.folder / "evaluation"):
             folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "settings.json"
@@ -61,7 +76,7 @@ class Run:
         done = len(self.steps)
         for folder in (*self.steps_folder.iterdir(), *self.checkpoints.iterdir()):
             number = folder.name.rpartition("-")[2]
-            if folder.name.startswith(".") or not number.isdigit() or int(number) > done:
+            if folder.is_dir() and (folder.name.startswith(".") or not number.isdigit() or int(number) > done):
                 shutil.rmtree(folder)
 
     @property
