@@ -24,11 +24,18 @@ def step(number, *names):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with one step."""
-    run = Run(tmp_path / "run")
+    """A run with one step, by a command that has ended."""
+    ended = Run(tmp_path / "run")
+    ended.open({"seed": 0})
+    ended.add(step(1, "0-a", "1-a"))
+    del ended
+    return Run(tmp_path / "run")
+
+
+def test_two_commands_do_not_run_in_one_folder(run):
     run.open({"seed": 0})
-    run.add(step(1, "0-a", "1-a"))
-    return run
+    with pytest.raises(RunError, match="another command runs in .*run: wait for it"):
+        Run(run.folder).open({"seed": 0})
 
 
 def test_no_episode_and_no_task_counts_twice(run):

@@ -829,12 +829,12 @@ async def test_a_request_made_while_a_client_closes_ends_with_the_next_close():
 
 async def test_only_the_deadline_of_a_cancellation_counts():
     server = hung()
-    cancellation = Cancellation(0.3)
-    await asyncio.sleep(0.2)
+    cancellation = Cancellation(1.0)
+    await asyncio.sleep(0.8)
     started = time.monotonic()
-    with pytest.raises(SGLangDeadlineError, match="0.3 s after the request was made"):
+    with pytest.raises(SGLangDeadlineError, match="1.0 s after the request was made"):
         await client_to(server, deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
-    assert 0.05 < time.monotonic() - started < 0.25
+    assert time.monotonic() - started < 0.8
     assert len(aborts(server)) == 1
 
 
