@@ -832,7 +832,7 @@ async def test_only_the_deadline_of_a_cancellation_counts():
     cancellation = Cancellation(1.0)
     await asyncio.sleep(0.8)
     started = time.monotonic()
-    with pytest.raises(SGLangDeadlineError, match="1.0 s after the request was made"):
+    with pytest.raises(SGLangDeadlineError, match="1 s after the request was made"):
         await client_to(server, deadline=0.01).generate([1], cancel_signal=cancellation, deadline=60.0)
     assert time.monotonic() - started < 0.8
     assert len(aborts(server)) == 1
