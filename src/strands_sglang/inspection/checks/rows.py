@@ -106,7 +106,7 @@ def _other_tokens(group: Group, episode: Episode, sequence: SequenceRecord) -> I
         ids = episode.column(derived, "ids").astype(np.int64)
         shorter = min(len(ids), len(given))
         apart = np.flatnonzero(ids[:shorter] != given[:shorter])
-        first = int(apart[0]) if len(apart) else shorter
+        first = int(apart[0]) if len(apart) else max(0, shorter - 1)
         if text is not None and joined(ids.tolist(), group.vocabulary) == text:
             same_end = np.flatnonzero(ids[::-1][:shorter] != given[::-1][:shorter])
             last = len(ids) - 1 - (int(same_end[0]) if len(same_end) else 0)
