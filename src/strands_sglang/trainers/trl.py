@@ -155,7 +155,10 @@ class SGLangWeights:
                 continue
             if response.status_code == 404 and missing_is_fine:  # servers before 0.5.23
                 continue
-            answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+            try:
+                answer = response.json()
+            except ValueError:  # plain text, as some endpoints answer, or a proxy's page
+                answer = {}
             if response.is_error or (isinstance(answer, dict) and answer.get("success") is False):
                 text = f"{url}{path}: {response.text}"
                 failures.append(SGLangHTTPError(text, status=response.status_code, body=response.text))

@@ -75,6 +75,15 @@ def test_no_server_stays_paused_when_another_dies(respx_mock, dead):
     assert [call.request.url.path for call in alive.calls[-2:]] == ["/pause_generation", "/continue_generation"]
 
 
+def test_an_unreadable_answer_keeps_no_server_from_the_request(respx_mock):
+    content = {"content-type": "application/json"}
+    respx_mock.post("http://one/continue_generation").respond(502, text="<html>bad gateway", headers=content)
+    other = respx_mock.post("http://two/continue_generation").respond(text="ok", headers=content)
+    with pytest.raises(SGLangHTTPError, match="bad gateway"):
+        SGLangWeights(["http://one", "http://two"]).resume()
+    assert other.called
+
+
 def test_a_folder_needs_the_model_it_is_copied_from(tmp_path):
     with pytest.raises(ValueError, match="model_path and folder belong together"):
         SGLangWeights("http://localhost:1", folder=tmp_path)
