@@ -14,8 +14,11 @@ from verifiers.v1.types import AssistantMessage
 
 from strands_sglang import TerminationReason
 from strands_sglang.credit import Episode, training_rows
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers.verifiers import from_record, to_episode
+from strands_sglang.viewer import render
 from support.agents import assistant, build_chatml_tokenizer, user
 from support.recorder import Recorder
 from trainers import paper
@@ -42,6 +45,16 @@ def test_the_rows_come_back(episodes):
     for form in (0, 1):
         back = [one for episode in episodes for one in from_record(on_disk(to_episode(episode))[form])]
         assert columns(training_rows(back)) == columns(training_rows(episodes))
+
+
+def test_a_results_file_is_examined_and_shown(episodes, tmp_path):
+    lines = [json.dumps(to_episode(episode).to_record(float_decimals=None)) for episode in episodes]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    groups = read([tmp_path / "results.jsonl"])
+    shown = [episode for group in groups for episode in group.episodes]
+    assert [episode.reward for episode in shown] == [episode.reward for episode in episodes]
+    assert not [finding for finding in findings(groups) if finding.kind != "flat-group"]
+    assert all(episode.id in render(groups, []) for episode in shown)
 
 
 def test_branches_are_our_rows_and_nodes_train_once(episodes):
