@@ -12,8 +12,11 @@ from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
 from strands_sglang import SGLangModel, TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers.openenv import from_trace, to_trace
+from strands_sglang.viewer import render
 from support.agents import assistant, build_chatml_tokenizer, call, user
 from support.recorder import Recorder
 from trainers import paper
@@ -41,6 +44,16 @@ def test_the_rows_come_back(episodes):
     assert [one.group for one in back] == ["g"] * 4
     saved = [Trajectory.from_bytes(one.trajectory.to_bytes()) for one in back]  # a file tells the reward, too
     assert [one.end.reward for one in saved] == [episode.reward for episode in episodes]
+
+
+def test_a_trace_file_is_examined_and_shown(episodes, tmp_path):
+    for episode in episodes:
+        (tmp_path / f"{episode.id}.json").write_text(to_trace(episode).model_dump_json())
+    groups = read(sorted(tmp_path.iterdir()))
+    shown = [episode for group in groups for episode in group.episodes]
+    assert len(shown) == len(episodes)
+    assert not findings(groups)
+    assert render(groups, []).startswith("<!doctype html>")
 
 
 def test_each_sampled_token_is_trained_once(episodes):
