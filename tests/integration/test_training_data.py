@@ -367,10 +367,11 @@ async def test_agent_with_tools_stays_within_its_response_budget(tiny_server):
 async def test_a_sampling_mask_removes_the_mismatch_of_top_p(tiny_server):
     """Before an update the trainer's logprobs are the sampler's, if they are renormalized over the same ids."""
     temperature = 0.7
+    params = {"temperature": temperature, "top_p": 0.9, "top_k": 20, "max_new_tokens": 60, "ignore_eos": True}
     model = make_model(
         tiny_server,
         return_routed_experts=False,
-        sampling_params={"temperature": temperature, "top_p": 0.9, "top_k": 20, "max_new_tokens": 60},
+        sampling_params=params,
         request_fields={"return_sampling_mask": True},
     )
     await converse(model)
