@@ -1,84 +1,141 @@
-"""What model calls report, as a collector receives it by OpenTelemetry's own exporters."""
+"""What an evaluation reports to OpenTelemetry, as a real collector receives it: Rotel, over OTLP.
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+The collector runs as a process of its own, and tells in words what arrived.
+"""
 
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import orjson
 import pytest
+import rotel
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from strands.hooks import BeforeModelCallEvent, HookProvider
 
-from strands_sglang import SGLangModel
+from strands_env.core.models import sglang_model_factory
+from strands_env.eval import Evaluator
+from strands_sglang import SGLangClient, Trajectory
+from strands_sglang.local.server import free_port
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import build_chatml_tokenizer, call, make_agent
+from support.agents import build_chatml_tokenizer
+from support.environments import ANSWER, ASK, CALL, CalculatorEnv, Contains
 
-KINDS = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}
+PROGRAM = Path(rotel.__file__).parent / "rotel-agent"
+FIELD = re.compile(r"^ *-> (.+?): (?:Str|Int|Double)\((.*)\)$", re.MULTILINE)
+POINT = re.compile(r"^     -> type: Str\((\w+)\)$.*?^Value: (\d+)$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
-def collector():
-    """A collector on a free port: its address, and what it has received by path."""
-    received = {path: [] for path in KINDS}
+def collector(tmp_path):
+    """Rotel on a free port: its address, and a function that ends it and returns what it told."""
+    log = tmp_path / "told.txt"
+    grpc, http = free_port("127.0.0.1"), free_port("127.0.0.1")
+    places = ["--otlp-grpc-endpoint", f"127.0.0.1:{grpc}", "--otlp-http-endpoint", f"127.0.0.1:{http}"]
+    tells = ["--debug-log", "traces", "--debug-log", "metrics", "--debug-log-verbosity", "detailed"]
+    with open(log, "wb") as output:
+        command = [PROGRAM, "start", *places, *tells, "--exporter", "blackhole", "--pid-file", tmp_path / "pid"]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", http)) == 0:
+                    break
+            time.sleep(0.01)
+        else:
+            pytest.fail(f"the collector did not start: {log.read_text()}")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):  # noqa: N802
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received[self.path].append(KINDS[self.path].FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+        def end():
+            process.send_signal(signal.SIGTERM)  # it handles what it has first
+            assert process.wait(60) == 0
+            return log.read_text()
 
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        yield f"http://127.0.0.1:{http}", end
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_a_collector_receives_spans_and_metrics_of_calls(collector):
-    url, received = collector
-    spans = TracerProvider()
+class Metered(httpx.AsyncBaseTransport):
+    """Answers as a server with `--enable-metrics`, which says how long a request waited; refuses the second one."""
+
+    def __init__(self, server):
+        self.server, self.requests = server.transport(), 0
+
+    async def handle_async_request(self, request):
+        response = await self.server.handle_async_request(request)
+        if request.url.path != "/generate":
+            return response
+        self.requests += 1
+        if self.requests == 2:
+            return httpx.Response(503, content=b"busy", request=request)
+        body = orjson.loads(await response.aread())
+        body["meta_info"]["queue_time"] = 0.25
+        return httpx.Response(200, content=orjson.dumps(body), request=request)
+
+
+class Edits(HookProvider):
+    """Shortens the first tool result before the third model call, which has to fork then."""
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(BeforeModelCallEvent, self.edit)
+
+    def edit(self, event):
+        if len(event.agent.messages) == 5:
+            event.agent.messages[2]["content"][0]["toolResult"]["content"] = [{"text": "..."}]
+
+
+async def test_a_collector_receives_what_an_evaluation_reports(collector, tmp_path):
+    url, ended = collector
+    spans, points = TracerProvider(), PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics"))
     spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
     trace.set_tracer_provider(spans)
-    points = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics"))])
-    metrics.set_meter_provider(points)
+    metrics.set_meter_provider(meter := MeterProvider([points]))
     tokenizer = build_chatml_tokenizer()
-    server = ScriptedSGLang(tokenizer, [call("multiply", a=25, b=17), "It is 425."], weight_version="7")
-    model = SGLangModel(tokenizer=tokenizer, client=server.client())
-    make_agent(model)("What is 25 * 17?")
-    assert spans.force_flush() and points.force_flush()
+    server = ScriptedSGLang(tokenizer, [CALL, CALL, CALL, ANSWER], weight_version="7")  # the second one is refused
+    client = SGLangClient("http://scripted", transport=Metered(server), max_retries=2, retry_delay=0.001)
+    models = sglang_model_factory(tokenizer=tokenizer, client=client)
+
+    async def factory(action):
+        return CalculatorEnv(model_factory=models, reward_fn=Contains(), hooks=[Edits()])
+
+    results = await Evaluator(factory, output_path=tmp_path, keep_trajectories=True).run([ASK])
+    assert [sample.reward for sample in results["product"]] == [1.0]
     spans.shutdown()
-    points.shutdown()
-    told = [
-        {one.key: one.value for one in span.attributes}
-        for request in received["/v1/traces"]
-        for resource in request.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
-    calls = [one for one in told if "sglang.turn.index" in one]
-    assert [one["sglang.turn.index"].int_value for one in calls] == [0, 1]
-    assert calls[1]["sglang.cached_tokens"].int_value > 0 and calls[1]["sglang.weight_version"].string_value == "7"
-    assert calls[1]["sglang.turn.reason"].string_value == model.trajectory.turns[1].reason
-    counted = {
-        (metric.name, point.attributes[0].value.string_value): point.as_int
-        for request in received["/v1/metrics"][:1]
-        for resource in request.resource_metrics
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-        if metric.name == "sglang.tokens"
-        for point in metric.sum.data_points
+    meter.shutdown()
+    told = ended()
+    (file,) = (tmp_path / "results.trajectories").iterdir()
+    turns = Trajectory.load(file).turns
+    told_spans = [dict(FIELD.findall(span)) for span in re.split(r"^Span #\d+$", told, flags=re.MULTILINE)]
+    calls = [span for span in told_spans if "sglang.turn.index" in span]
+    assert [call["sglang.turn.index"] for call in calls] == ["0", "1", "2"]
+    for call, turn in zip(calls, turns, strict=True):
+        answer = turn.generation
+        assert call["sglang.turn.reason"] == turn.reason
+        assert call["sglang.prompt_tokens"] == str(answer.prompt_tokens)
+        assert call["sglang.cached_tokens"] == str(answer.cached_tokens)
+        assert call["sglang.sampled_tokens"] == str(answer.completion_tokens)
+        assert (call["sglang.weight_version"], call["sglang.queue_seconds"]) == ("7", "0.25")
+    assert [call.get("sglang.retries") for call in calls] == [None, "1", None]
+    assert "forks" in calls[2]["sglang.turn.reason"] and calls[2]["sglang.turn.parent"] == "0"
+    counted = dict(POINT.findall(told[told.index("-> Name: sglang.tokens") :]))
+    assert counted == {
+        "prompt": str(sum(turn.generation.prompt_tokens for turn in turns)),
+        "cached": str(sum(turn.generation.cached_tokens for turn in turns)),
+        "sampled": str(sum(turn.generation.completion_tokens for turn in turns)),
     }
-    sampled = sum(len(turn.output_ids) for turn in model.trajectory.turns)
-    assert counted["sglang.tokens", "sampled"] == sampled
+    assert int(counted["cached"]) > 0
+    for name, label, count in (("call.duration", "status: Str(answered)", 3), ("retries", "kind: Str(refused)", 1)):
+        metric = told[told.index(f"-> Name: sglang.{name}") :]
+        assert re.search(rf"-> {re.escape(label)}$.*?^(?:Count|Value): {count}$", metric, re.MULTILINE | re.DOTALL)
