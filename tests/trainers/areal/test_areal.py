@@ -28,21 +28,6 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return paper.tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def episodes(reference):
-    return paper.episodes(reference)
-
-
-@pytest.fixture(scope="module")
 def expected(reference, episodes):
     return paper.gradient(reference, training_rows(episodes), "token_mean")
 

@@ -19,14 +19,8 @@ from strands_sglang.trainers.openenv import from_trace, to_trace
 from strands_sglang.viewer import render
 from support.agents import assistant, build_chatml_tokenizer, call, user
 from support.recorder import Recorder
-from trainers import paper
 
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages", "trained", "episode_trained", "episode")
-
-
-@pytest.fixture(scope="module")
-def episodes(tmp_path_factory):
-    return paper.episodes(paper.tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def columns(rows):

@@ -35,30 +35,15 @@ FUSED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return paper.tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def plain(reference):
-    return paper.episodes(reference)
-
-
-@pytest.fixture(scope="module")
-def episodes(plain):
+def by_turn(episodes):
     """Episodes whose turns have advantages of their own."""
-    return [replace(plain[0], turn_rewards={0: 0.5}), *plain[1:]]
+    return [replace(episodes[0], turn_rewards={0: 0.5}), *episodes[1:]]
 
 
 @pytest.mark.parametrize("loss", ["tinker", "tinker:skyrl:weights"])
 @pytest.mark.parametrize("normalizer", paper.NORMALIZERS)
-def test_data_hold_the_rows(episodes, loss, normalizer):
-    rows = training_rows(episodes)
+def test_data_hold_the_rows(by_turn, loss, normalizer):
+    rows = training_rows(by_turn)
     data = to_data(rows, normalizer, loss=loss, constant=paper.CONSTANT)
     weights = rows.weights(normalizer, loss, constant=paper.CONSTANT)
     assert len(data) == len(rows) == 8
@@ -72,9 +57,9 @@ def test_data_hold_the_rows(episodes, loss, normalizer):
         assert inputs.get("weights", row.loss_mask[1:]) == row.loss_mask[1:]
 
 
-def test_losses_of_other_trainers_are_refused(episodes):
+def test_losses_of_other_trainers_are_refused(by_turn):
     with pytest.raises(ValueError, match="is not one of Tinker's"):
-        to_data(training_rows(episodes), loss="trl:grpo")
+        to_data(training_rows(by_turn), loss="trl:grpo")
 
 
 class Server:
@@ -133,7 +118,7 @@ class Adapted(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def server(folder, reference, episodes, tmp_path_factory):
+def server(folder, reference, by_turn, tmp_path_factory):
     scratch, port = tmp_path_factory.mktemp("server"), free_port("127.0.0.1")
     build_chatml_tokenizer().save_pretrained(folder)
     command = [sys.executable, Path(__file__).with_name("tinker_server.py"), folder, port, scratch]
@@ -143,15 +128,15 @@ def server(folder, reference, episodes, tmp_path_factory):
             list(map(str, command)), env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        yield Server(f"http://127.0.0.1:{port}", folder, scratch, training_rows(episodes))
+        yield Server(f"http://127.0.0.1:{port}", folder, scratch, training_rows(by_turn))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 @pytest.fixture(scope="module")
-def adapted(server, reference, episodes):
-    weights, _ = server.step(to_data(training_rows(episodes), loss="tinker:skyrl:weights"), learning_rate=0.0)
+def adapted(server, reference, by_turn):
+    weights, _ = server.step(to_data(training_rows(by_turn), loss="tinker:skyrl:weights"), learning_rate=0.0)
     return Adapted(reference, weights)
 
 
@@ -162,16 +147,16 @@ def error_of(server, adapted, rows, expected, normalizer, loss):
 
 @pytest.mark.parametrize("loss", ["tinker:skyrl:weights", "tinker:skyrl"])
 @pytest.mark.parametrize("normalizer", paper.NORMALIZERS)
-def test_the_server_has_the_gradient_on_paper(server, adapted, episodes, normalizer, loss):
-    rows = training_rows(episodes)
+def test_the_server_has_the_gradient_on_paper(server, adapted, by_turn, normalizer, loss):
+    rows = training_rows(by_turn)
     expected = paper.gradient(adapted, rows, normalizer)
     assert error_of(server, adapted, rows, expected, normalizer, loss) < TOLERANCE
 
 
 @pytest.mark.parametrize("fault", paper.FAULTS)
-def test_planted_faults_change_the_gradient(server, adapted, plain, fault):
-    expected = paper.gradient(adapted, training_rows(plain), "token_mean")
-    faulty = paper.planted(fault, training_rows)(plain)
+def test_planted_faults_change_the_gradient(server, adapted, episodes, fault):
+    expected = paper.gradient(adapted, training_rows(episodes), "token_mean")
+    faulty = paper.planted(fault, training_rows)(episodes)
     assert error_of(server, adapted, faulty, expected, "token_mean", "tinker:skyrl:weights") > 100 * TOLERANCE
 
 

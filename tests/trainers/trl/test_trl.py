@@ -34,16 +34,6 @@ GENERATIONS = 10  # eight rows, and two fillers
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="session")
-def reference(folder):
-    return paper.tiny_model(folder)
-
-
 @pytest.fixture
 def common(tmp_path):
     """Arguments that leave the gradient alone: one step of plain SGD with a rate of 0, in float32."""

@@ -28,9 +28,8 @@ REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
 @pytest.fixture(scope="module")
-def episodes(tmp_path_factory):
-    made = paper.episodes(paper.tiny_model(tmp_path_factory.mktemp("model")))
-    return [replace(episode, reward=reward) for episode, reward in zip(made, REWARDS, strict=True)]
+def episodes(episodes):
+    return [replace(episode, reward=reward) for episode, reward in zip(episodes, REWARDS, strict=True)]
 
 
 @pytest.fixture
