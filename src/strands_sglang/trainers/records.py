@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ..credit import Episode, training_rows
+from ..credit import Episode, training_rows, version_number
 from ..protocol.generation import Generation, VersionSpan, clip_spans
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
@@ -35,7 +35,7 @@ def newest_version(episodes: Iterable[Episode]) -> int:
         if turn.generation is not None
         for span in turn.generation.weight_versions
     )
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max((number for name in names if (number := version_number(name)) is not None), default=0)
 
 
 def trained_turns(trajectory: Trajectory) -> list[tuple[Turn, int]]:
