@@ -20,11 +20,9 @@ from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import read
 from strands_sglang.local.install import home
 from strands_sglang.viewer import render
-from support import written_episodes as written
+from support import specimens, written_episodes as written
 from support.environments import StubEnvironment
-from unit.inspection.test_doctor import PLANTED, Folder, healthy as step_folder
-
-healthy = step_folder  # a fixture
+from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS
 
 AXE = ("axe-core@4.11.0", "39bed7d72308f6d620789c169d699bfd7e8da80f65b545821a6b2215c3e83107")
 VIEWS = ("overview", "episode-3", "siblings-0", "credit", "drift")
@@ -160,12 +158,27 @@ def test_each_finding_is_one_click_away(files, open_page):
         page.close()
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
-def test_a_planted_fault_is_within_two_clicks(plant, healthy, tmp_path, open_page):
-    folder = Folder(tmp_path / "0", 0)
-    shutil.copytree(healthy, folder.path)
-    plant(folder)
-    groups = read([folder.path])
+@pytest.fixture(scope="module")
+def healthy(chatml_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("healthy")
+    specimens.write_step(folder / "step" / "step-000003", chatml_tokenizer, experts=False)
+    specimens.write_evaluation(folder / "evaluation", chatml_tokenizer)
+    return folder
+
+
+FAULTS = [
+    *(("step", plant) for plant in (*TRAJECTORY_FAULTS.values(), *STEP_FAULTS.values())),
+    *(("evaluation", plant) for plant in EVALUATION_FAULTS.values()),
+]
+FAULTS.remove(("step", TRAJECTORY_FAULTS["rows_of_experts_missing"]))  # that step has none
+
+
+@pytest.mark.parametrize("specimen, plant", FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path, open_page):
+    folder, rng = tmp_path / "faulty", random.Random(plant.__name__)
+    shutil.copytree(healthy / specimen, folder)
+    assert any(plant(folder, rng) for _ in range(20))
+    groups = read([folder])
     found = findings(groups)
     (tmp_path / "page.html").write_text(render(groups, found), encoding="utf-8")
     page = open_page(tmp_path / "page.html")

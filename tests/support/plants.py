@@ -1,13 +1,14 @@
 """Plants faults in healthy files: one function per kind, written from docs/reference/files.md and from what goes wrong.
 
-A function gets a folder, changes one place of one file there, and returns what it did; None if nothing there can have
-the fault. It knows the formats of the files and nothing of what reads them.
+A function gets a folder, changes one place in one file, and returns what it did, or None if no file there can have the
+fault. It knows the file formats and nothing about their readers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -428,9 +429,9 @@ class Rows(Tensors):
     def of_episode(self, name: str) -> list[int]:
         return [number for number, row in enumerate(self.rows) if row["episode"] == name]
 
-    def positions(self, number: int, mask: int) -> list[int]:
+    def positions(self, number: int, mask: int | None = None) -> list[int]:
         where = self.slice(number)
-        return [at for at in range(where.start, where.stop) if self.tensors["loss_mask"][at] == mask]
+        return [at for at in range(where.start, where.stop) if mask in (None, self.tensors["loss_mask"][at])]
 
     def several(self) -> list[str]:
         """Episodes of several rows."""
@@ -523,18 +524,17 @@ def row_version_falls(file: Rows, random: Random) -> str | None:
 @row_fault
 def trained_twice(file: Rows, random: Random) -> str | None:
     """Two rows train the tokens that they share."""
-    for name in random.sample(file.several(), len(file.several())):
-        first, second = file.of_episode(name)[:2]
-        ids = file.tensors["token_ids"]
-        for offset in range(min(file.slice(n).stop - file.slice(n).start for n in (first, second))):
-            mine, other = file.offsets[first] + offset, file.offsets[second] + offset
+    ids, mask = file.tensors["token_ids"], file.tensors["loss_mask"]
+    pairs = [pair for name in file.several() for pair in combinations(file.of_episode(name), 2)]
+    for first, second in random.sample(pairs, len(pairs)):
+        for mine, other in zip(file.positions(first), file.positions(second), strict=False):
             if ids[mine] != ids[other]:
                 break
-            if file.tensors["loss_mask"][mine] != file.tensors["loss_mask"][other]:
-                source, target = (mine, other) if file.tensors["loss_mask"][mine] else (other, mine)
+            if mask[mine] != mask[other]:
+                source, target = (mine, other) if mask[mine] else (other, mine)
                 for column in ("loss_mask", "logprobs", "advantages", "versions"):
                     file.tensors[column][target] = file.tensors[column][source]
-                return f"{name}, token {offset}"
+                return f"rows {first} and {second}, token {mine - file.offsets[first]}"
     return None
 
 

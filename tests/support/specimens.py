@@ -134,12 +134,12 @@ def write_trajectories(folder, tokenizer, count, *, first=0):
     return folder
 
 
-def write_step(folder, tokenizer, *, seed=0, groups=2, size=4, **settings):
+def write_step(folder, tokenizer, *, seed=0, groups=2, size=4, experts=True, **settings):
     """Write the folder of a training step with random episodes: `rows.safetensors` and `trajectories/`."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     episodes = []
     for number in range(groups * size):
-        trajectory, end = asyncio.run(episode(tokenizer, seed * 1000 + number, experts=True))
+        trajectory, end = asyncio.run(episode(tokenizer, seed * 1000 + number, experts=experts))
         reason = outcome_of(trajectory, end)
         failed = reason in (TerminationReason.ABORTED, TerminationReason.AGENT_ERROR)
         reward = None if failed else (number % size) / 4 + number / 100  # no two are equal
