@@ -82,7 +82,7 @@ class Call:
         prompt_ids: Ids that were sent.
         sampled_ids: Ids that were sampled.
         logprobs: Their logprobs.
-        is_empty: Whether the agent got nothing of it, neither text nor a tool call.
+        is_empty: Whether the agent got neither text nor a tool call.
     """
 
     prompt_ids: list[int]

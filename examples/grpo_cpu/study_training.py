@@ -47,7 +47,7 @@ def common_length(rows: Sequence[Row]) -> int:
 
 
 def pack(rows: Sequence[Row], shared: int) -> Packed:
-    """Pack rows behind the beginning of their group, which stands behind the `shared` tokens of the batch."""
+    """Pack rows after the prefix of their group, which follows the `shared` tokens of the batch."""
     common = common_length(rows)
     ids = list(rows[0].token_ids[shared:common])
     positions = list(range(shared, common))

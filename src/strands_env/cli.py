@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
-    if argv is None:  # a process of its own, in which the collector would walk through the same episodes all the time
+    if argv is None:  # in our own process; otherwise the collector keeps walking the same live episodes
         gc.set_threshold(10_000, 10, 10)
     parser = build_parser()
     try:

@@ -30,7 +30,7 @@ KINDS: Mapping[str, str] = {
     "reward-sibling": "an episode has the reward of a sibling",
     "reward": "a reward is not the recorded one",
     "reward-failure": "an episode has a reward although the infrastructure failed",
-    "flat-group": "all episodes of a group have the same reward, so that it trains nothing",
+    "flat-group": "all episodes of a group have the same reward, so it trains nothing",
     "advantage-rows": "advantages were normalized over sequences, not over episodes",
     "advantage": "an advantage does not follow from the rewards",
     "weight": "a weight or a count behind it does not follow from the rows",

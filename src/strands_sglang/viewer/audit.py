@@ -1,8 +1,8 @@
 """The credit audit: what each turn contributes to an update, and what each trainer receives of it.
 
-The amounts are sums over trained tokens of |advantage x weight|. A trainer receives advantages times the weight w_s of
-their row, and its loss then reduces them by a factor of its own; the product is the same for all of them. Losses that
-reduce alike are one column.
+The amounts are sums over trained tokens of |advantage x weight|. A trainer receives each advantage times the weight w_s
+of its row, and its loss then scales the sum by a factor of its own; the product is the same for every trainer. Losses
+with the same factor share a column.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NORMALIZERS: tuple[Normalizer, ...] = ("episode_mean", "token_mean", "constant")
 def advantages_of(group: Group) -> dict[str, dict[int, float]]:
     """Return the advantages of the turns of a group's episodes, by id and position of the turn, from their rewards.
 
-    They are the rewards minus their mean, and are used where a file has no advantages of its own.
+    They are the rewards minus the group's mean: what a file without advantages implies.
     """
     scored = [
         episode
