@@ -846,9 +846,11 @@ def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> An
 
 def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
     """What the results depend on: everything but the server's address and the client's settings."""
+    from .core.identity import describe
+
     return {
         "env": arguments.env,
-        "env_args": arguments.env_args,
+        "env_args": describe(arguments.env_args),  # without the credentials of addresses
         "system_prompt": arguments.system_prompt,
         **with_reward({}, arguments),
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from typing_extensions import Self
 
+from .core.identity import describe
+
 MLFLOW_TEXT = 500
 """Most characters of a parameter in MLflow's oldest supported servers."""
 
@@ -216,6 +218,7 @@ def open_tracker(
     """
     if name not in TRACKERS:
         raise ValueError(f"there is no tracker {name!r}; choose one of {', '.join(TRACKERS)}")
+    config = describe(dict(config or {}))  # without the credentials of addresses
     try:
         if name == "tensorboard":
             return TensorBoardTracker(Path(folder) / run, config)

@@ -249,10 +249,10 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
                     ]
                     messages.append({"role": "user", "content": [*results, {"text": following}]})
         except (SGLangClientError, ChatTemplateError, ContextWindowOverflowException) as error:
-            return RoundTrip(base_url, error=str(error))
+            return RoundTrip(client.base_url, error=str(error))
         turns = model.trajectory.turns
         return RoundTrip(
-            base_url=base_url,
+            base_url=client.base_url,
             tokenizer_proven=facts.tokenizer_proven,
             context_length=facts.context_length,
             sampled_tokens=sum(len(turn.output_ids) for turn in turns),

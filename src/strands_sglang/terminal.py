@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -45,8 +46,8 @@ def say(command: str, *lines: str, code: Any = 0) -> Any:
 
 
 def tell(line: str) -> None:
-    """Print a line on standard error, if anything reads it."""
-    _print(f"{line}\n", sys.stderr)
+    """Print a line on standard error, if anything reads it; without the credentials of addresses in it."""
+    _print(f"{without_credentials(line)}\n", sys.stderr)
 
 
 def paint(text: str, color: str) -> str:
@@ -64,6 +65,11 @@ def paint(text: str, color: str) -> str:
     ):
         return text
     return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
+
+
+def without_credentials(text: str) -> str:
+    """A text with the URLs in it as they may be told: `http://host` instead of `http://user:password@host`."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", text) if "://" in text else text
 
 
 def visible(text: str) -> str:
@@ -120,7 +126,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(what, done), daemon=True)
+    thread = threading.Thread(target=_show, args=(without_credentials(what), done), daemon=True)
     thread.start()
     try:
         yield

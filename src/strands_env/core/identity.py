@@ -25,6 +25,8 @@ from uuid import UUID
 import numpy as np
 from pydantic import BaseModel
 
+from strands_sglang.terminal import without_credentials
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_DEPTH = 8
@@ -89,7 +91,9 @@ def describe(value: Any, depth: int = 0) -> Any:
         return describe(value.value, depth)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # NaN does not equal itself when it is read back
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return without_credentials(value)  # of a judge's or a tool's address: results do not depend on them
+    if value is None or isinstance(value, bool | int | float):
         return value
     if depth >= _MAX_DEPTH:
         return _name(type(value))

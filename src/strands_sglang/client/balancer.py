@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..terminal import without_credentials
 from .retries import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ class Servers:
         Raises:
             ValueError: The address belongs to none of the servers.
         """
+        base_url = without_credentials(base_url)
         server = self._by_url.get(base_url)
         if server is None:
             raise ValueError(f"{base_url!r} is not one of this client's servers: {', '.join(self._by_url)}")

@@ -25,9 +25,10 @@ import orjson
 
 from ..exceptions import SGLangConnectionError, SGLangDecodingError, SGLangHTTPError
 from ..protocol.wire import NO_SUCH_ENDPOINT, EncodedIds, encode_generate
+from ..terminal import without_credentials
 from .balancer import Servers
 from .cancellation import Cancellation, discard
-from .connections import SessionPool, Transport, TransportSource, connect
+from .connections import SessionPool, Transport, TransportSource, connect, credentials_of
 from .loads import ServerLoad, ask_loads
 from .prefill import CACHE_FIELDS, MAX_WAIT_S, MIN_TOKENS, PRIME_FIELDS, Openings, Prefill, block_keys
 from .requests import Request, ask_health, ask_once, generate_once, retrying
@@ -107,7 +108,8 @@ class SGLangClient:
         """Validate the settings. Nothing is sent yet.
 
         Args:
-            base_url: Root address of the server, such as `http://localhost:30000`, or a list of several.
+            base_url: Root address of the server, such as `http://localhost:30000`, or a list of several. Credentials
+                in an address are sent to its server, and told nowhere.
             max_connections: Maximum number of concurrent generations per event loop. Further ones wait for a slot.
             timeout: Seconds for one attempt, from sending it to the last byte of the response; None for no limit. The
                 time spent waiting for a slot does not count. A peer that vanished is noticed after two minutes anyway.
@@ -128,7 +130,9 @@ class SGLangClient:
         Raises:
             ValueError: A setting is invalid. The message names it and says why.
         """
-        self.base_urls = normalize_base_urls(base_url)
+        # Credentials are sent as headers only: addresses are in logs, errors and metrics.
+        self._addresses = normalize_base_urls(base_url)
+        self.base_urls = tuple(without_credentials(address) for address in self._addresses)
         self.base_url = self.base_urls[0]
         self.max_connections = checked_number("max_connections", max_connections, at_least=1)
         self.timeout = None if timeout is None else checked_number("timeout", timeout, above=0)
@@ -150,6 +154,7 @@ class SGLangClient:
             max_connections=max_connections,
             connect_timeout=connect_timeout,
             headers=self._headers,
+            credentials=credentials_of(self._addresses),
         )
         self._sessions = SessionPool(open_session, abort_grace)
         self.retry_policy = RetryPolicy(max_retries, retry_delay, unreachable_after)
@@ -456,7 +461,7 @@ class SGLangClient:
         """Pickle the settings: a client connects where it is used."""
         names = "max_connections timeout connect_timeout max_retries retry_delay vocab_size unreachable_after deadline"
         settings = {name: getattr(self, name) for name in (*names.split(), "abort_grace")}
-        return partial(type(self), self.base_urls, transport=self._transport, headers=self._headers, **settings), ()
+        return partial(type(self), self._addresses, transport=self._transport, headers=self._headers, **settings), ()
 
     def __repr__(self) -> str:
         """Return the class name and the addresses."""
@@ -517,22 +522,23 @@ def normalize_base_url(base_url: str) -> str:
     if not isinstance(base_url, str):
         raise ValueError(f"base_url must be a string such as 'http://127.0.0.1:30000', got {base_url!r}")
     address = base_url.strip()
+    told = repr(without_credentials(base_url) if "://" in base_url else base_url.rpartition("@")[2])
     if not address.lower().startswith(("http://", "https://")):
-        guess = address.split("://")[-1] or "127.0.0.1:30000"
-        raise ValueError(f"base_url {base_url!r} does not start with http:// or https://: write 'http://{guess}'")
+        guess = without_credentials(f"http://{address.split('://')[-1] or '127.0.0.1:30000'}")
+        raise ValueError(f"base_url {told} does not start with http:// or https://: write {guess!r}")
     try:
         url = httpx.URL(address)
     except httpx.InvalidURL as error:
-        raise ValueError(f"base_url {base_url!r} is not a URL: {error}") from error
+        raise ValueError(f"base_url {told} is not a URL: {error}") from error
     if not url.host:
-        raise ValueError(f"base_url {base_url!r} has no host: write an address such as 'http://127.0.0.1:30000'")
+        raise ValueError(f"base_url {told} has no host: write an address such as 'http://127.0.0.1:30000'")
     address = address.rstrip("/")
     if url.query or url.fragment:
-        raise ValueError(f"base_url {base_url!r} has a query or a fragment: remove it")
+        raise ValueError(f"base_url {told} has a query or a fragment: remove it")
     for suffix in sorted(ENDPOINT_SUFFIXES, key=len, reverse=True):
         if url.path.rstrip("/").endswith(suffix):
             raise ValueError(
-                f"base_url {base_url!r} ends in {suffix}: write {address[: -len(suffix)]!r} "
+                f"base_url {told} ends in {suffix}: write {without_credentials(address[: -len(suffix)])!r} "
                 "(the client uses SGLang's own /generate, not its OpenAI endpoints)"
             )
     return address
@@ -549,7 +555,8 @@ def normalize_base_urls(base_url: str | Sequence[str]) -> tuple[str, ...]:
     addresses = tuple(normalize_base_url(one) for one in base_url)
     if not addresses:
         raise ValueError("base_url is an empty list: pass at least one server")
-    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    told = [without_credentials(address) for address in addresses]
+    twice = sorted({address for address in told if told.count(address) > 1})
     if twice:
         raise ValueError(f"base_url has {', '.join(twice)} more than once: list each server once")
     return addresses

@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,14 +81,14 @@ class Head:
     Attributes:
         url: The address.
         headers: Headers except those of the body.
-        bare_url: The address without credentials, which are among the headers.
+        address: The address as text.
         items: The headers, as aiohttp takes them.
     """
 
     def __init__(self, url: httpx.URL, headers: httpx.Headers, timeout: dict[str, float | None]) -> None:
         """Take what httpx has prepared."""
         self.url, self.headers = url, headers
-        self.bare_url = str(url.copy_with(userinfo=b"") if url.userinfo else url)
+        self.address = str(url)
         self.items = headers.multi_items()
         self._extensions = {"timeout": timeout}
 
@@ -179,9 +179,8 @@ class LoopSession:
         head = self._heads.get(url)
         if head is None:
             prepared = self.http.build_request("POST", url, content=b"{}", headers=JSON_HEADERS)
-            if prepared.url.userinfo:
-                credentials = httpx.BasicAuth(prepared.url.username, prepared.url.password)
-                prepared = next(credentials.auth_flow(prepared))
+            if self.http.auth is not None:
+                prepared = next(self.http.auth.auth_flow(prepared))
             del prepared.headers["content-length"]
             head = self._heads[url] = Head(prepared.url, prepared.headers, self.http.timeout.as_dict())
         return head
@@ -286,6 +285,7 @@ def connect(
     max_connections: int,
     connect_timeout: float,
     headers: Mapping[str, str],
+    credentials: Mapping[str, httpx.BasicAuth],
 ) -> LoopSession:
     """Make the session of the running loop.
 
@@ -295,6 +295,7 @@ def connect(
         max_connections: Maximum number of concurrent generations.
         connect_timeout: Seconds to open a connection.
         headers: Headers of every request.
+        credentials: Credentials by the address of the server that they are for.
     """
     transport: Transport
     drop: Callable[[], None] = lambda: None  # noqa: E731
@@ -307,11 +308,27 @@ def connect(
     http = httpx.AsyncClient(
         transport=transport,
         headers=headers,
+        auth=partial(_authorized, credentials) if credentials else None,
         trust_env=False,
         timeout=httpx.Timeout(None, connect=connect_timeout),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
     )
     return LoopSession(http, max_connections=max_connections, drop=drop)
+
+
+def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
+    """Return the credentials in addresses, by the address without them."""
+    urls = [url for address in addresses if (url := httpx.URL(address)).userinfo]
+    return {str(url.copy_with(userinfo=b"")).rstrip("/"): httpx.BasicAuth(url.username, url.password) for url in urls}
+
+
+def _authorized(credentials: Mapping[str, httpx.BasicAuth], request: httpx.Request) -> httpx.Request:
+    """Add the credentials for its server to a request."""
+    url = request.url
+    known = [auth for base_url, auth in credentials.items() if str(url).startswith(f"{base_url}/")]
+    if not known and url.userinfo:  # a worker, as its router names it
+        known = [httpx.BasicAuth(url.username, url.password)]
+    return next(known[-1].auth_flow(request)) if known else request
 
 
 class SessionPool:

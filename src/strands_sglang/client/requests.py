@@ -271,7 +271,7 @@ async def _exchange(
         response: httpx.Response | Reply
         if isinstance(transport, AiohttpTransport):
             headers = head.items if key is None else [*head.items, (ROUTING_HEADER, key)]
-            response = await transport.post(head.bare_url, headers, content)
+            response = await transport.post(head.address, headers, content)
         else:
             request = head.request(content)
             await request.aread()

@@ -27,6 +27,7 @@ import httpx
 
 from ..credit import Episode, Normalizer, TrainingRow, TrainingRows, training_rows
 from ..exceptions import SGLangHTTPError
+from ..terminal import without_credentials
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +161,7 @@ class SGLangWeights:
             except ValueError:  # plain text, as some endpoints answer, or a proxy's page
                 answer = {}
             if response.is_error or (isinstance(answer, dict) and answer.get("success") is False):
-                text = f"{url}{path}: {response.text}"
+                text = f"{without_credentials(url)}{path}: {response.text}"
                 failures.append(SGLangHTTPError(text, status=response.status_code, body=response.text))
         if failures:
             raise failures[0]

@@ -1,10 +1,12 @@
 """The client: calls, their ends, and the servers that they are sent to."""
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import json
 import logging
+import pickle
 import socket
 import subprocess
 import sys
@@ -1801,6 +1803,40 @@ async def test_credentials_in_an_address_are_sent_with_every_request():
         async with SGLangClient(address, headers={"authorization": "other"}, max_retries=0) as client:
             assert await client.generate([1]) == generation()
             assert await client.model_info() == {}
+
+
+async def test_credentials_in_an_address_go_to_its_server_only(caplog):
+    caplog.set_level(logging.DEBUG)
+    seen, status = {}, {"a": 503, "b": 200}
+
+    def respond(request):
+        seen[request.url.host] = request.headers.get("authorization")
+        return httpx.Response(status[request.url.host], json=generation())
+
+    addresses = ["http://me:s%40cret@A:80/sub", "http://b"]
+    client = SGLangClient(addresses, transport=httpx.MockTransport(respond), max_retries=3, retry_delay=0.0)
+    for url in client.base_urls:
+        with contextlib.suppress(SGLangThrottledError):
+            await client.model_info(url)
+    assert seen == {"a": "Basic bWU6c0BjcmV0", "b": None}
+    with pytest.raises(SGLangThrottledError) as caught:
+        await client.model_info(addresses[0])
+    with pytest.raises(ValueError) as unknown:
+        await client.model_info("http://me:s%40cret@c")
+    with pytest.raises(ValueError) as twice:
+        SGLangClient(["http://me:s%40cret@a", "http://you:s%40cret@a"])
+    for told in (repr(client), *client.base_urls, caplog.text, *map(str, (caught.value, unknown.value, twice.value))):
+        assert "cret" not in told and told
+    assert [*map(str, pickle.loads(pickle.dumps(SGLangClient(addresses)))._addresses)] == addresses
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:secret@h/v1", "http://me:secret@", "me:secret@h", "http://me:secret@h?x"]
+)
+def test_a_wrong_address_is_told_without_its_credentials(address):
+    with pytest.raises(ValueError) as caught:
+        SGLangClient(address)
+    assert "secret" not in str(caught.value)
 
 
 async def test_response_that_is_not_http_is_reported_as_such():

@@ -1538,6 +1538,11 @@ def test_arguments_of_any_depth_are_described(value):
         assert str(describe(value)).startswith("[")
 
 
+def test_identity_has_no_credentials_of_addresses():
+    one, other = ({"servers": ["http://h/mcp", f"https://{user}h:1/a@b"]} for user in ("", "me:secret@"))
+    assert describe(other) == describe(one)
+
+
 def test_identity_is_the_same_before_and_after_episodes():
     """State of episodes in the identity made a run refuse its own results."""
     seen = []
