@@ -15,6 +15,7 @@ import asyncio
 import importlib.util
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -196,14 +197,14 @@ def evaluate(run: Run, settings: Settings, base_url: str, name: str) -> float:
 
 def summarize(run: Run, before: float, after: float) -> None:
     """Print what the run shows."""
-    gap = max(step["metrics"]["gap_max"] for step in run.steps)
+    gaps = [gap for step in run.steps if (gap := step["metrics"]["gap_max"]) is not None]
     push = max(step["metrics"]["push_difference"] for step in run.steps)
     episodes = sum(step["metrics"]["episodes"] for step in run.steps)
     trained = sum(len(step["episodes"]) for step in run.steps)
     print(f"held-out tasks: {before:.3f} right before, {after:.3f} after ({after - before:+.3f})")
     print(f"{len(run.steps)} steps, {episodes} episodes, {trained} of them trained, each once")
-    print(f"largest gap between sampler and trainer before an update: {gap:.1e}")
-    print(f"largest difference between served and sent weights after a push: {push:.1e} in logprobs")
+    print(f"largest gap between sampler and trainer before an update: {max(gaps, default=math.nan):.1e}")
+    print(f"served and sent weights after each push: equal bit by bit; their logprobs differ by at most {push:.1e}")
     print(f"see {run.folder}: metrics.csv, reward.svg, steps/")
 
 

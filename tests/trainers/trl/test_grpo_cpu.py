@@ -4,13 +4,20 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from strands_sglang import local
 from strands_sglang.credit import TrainingRows
+from strands_sglang.trainers.trl import SGLangWeights
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "grpo_cpu"))
+import training
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
@@ -79,3 +86,30 @@ def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
     assert {int(state["step"]) for state in optimizer["state"].values()} == {STEPS}
     assert (demo.folder / "metrics.csv").read_text().count("\n") == STEPS + 1
     assert (demo.folder / "reward.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.timeout(600)
+def test_a_tensor_that_a_push_leaves_out_is_noticed(tmp_path, monkeypatch):
+    python = local.ensure_sglang()
+    model_path = local.ensure_tiny_qwen3(python)
+    weights = dict(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters())
+    left_out = ""
+    push = SGLangWeights.push
+
+    def push_most(self, named_tensors, version):
+        push(self, [(name, tensor) for name, tensor in named_tensors if name != left_out], version)
+
+    monkeypatch.setattr(SGLangWeights, "push", push_most)
+    with local.start_server(python, model_path, log_path=tmp_path / "server.log") as server:
+        for way in ({}, {"model_path": model_path, "folder": tmp_path / "pushed"}):
+            probed = training.ProbedWeights(server.base_url, **way)
+            for left_out in ("", "model.layers.1.self_attn.v_proj.weight", "model.norm.weight", ""):
+                with torch.no_grad():
+                    for tensor in weights.values():
+                        tensor.mul_(1.001)
+                if not left_out:
+                    probed.push(weights.items(), 1)
+                    continue
+                with pytest.raises(RuntimeError, match="but 1 of the server's .* tensors are others"):
+                    probed.push(weights.items(), 1)
+            probed.close()
