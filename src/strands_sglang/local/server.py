@@ -6,7 +6,9 @@ nor the end of this process, for whatever reason, leaves a process running.
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import socket
 import tempfile
 import time
@@ -21,6 +23,12 @@ from .process import GuardedProcess, Heartbeat, LocalServerError, Progress, say,
 
 START_DEADLINE = 300.0  # seconds until a server answers; 15 to 35 are usual on two idle cores, up to 110 on busy ones
 POLL_INTERVAL = 0.25
+
+PORT_RANGE = range(20_000, 22_000)
+"""Ports of servers, below those that kernels choose and those that SGLang chooses for itself (from 22,000)."""
+
+_first = random.SystemRandom().randrange(len(PORT_RANGE))
+_PORTS = itertools.cycle([*PORT_RANGE[_first:], *PORT_RANGE[:_first]])
 
 
 @dataclass(frozen=True)
@@ -247,10 +255,15 @@ def answers_health(http: httpx.Client) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a port of an address on which no process listens."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port of an address on which no process listens, another one for each call.
+
+    A server listens only once it has loaded its model. Until then, any connection may get a port of the range that the
+    kernel chooses from, so the port is of another range.
+    """
+    for port in itertools.islice(_PORTS, len(PORT_RANGE)):
+        if port_is_free(host, port):
+            return port
+    raise LocalServerError(f"no port of {host} from {PORT_RANGE.start} to {PORT_RANGE.stop - 1} is free")
 
 
 def port_is_free(host: str, port: int) -> bool:

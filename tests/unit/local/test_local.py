@@ -23,7 +23,7 @@ from strands_sglang import local
 from strands_sglang.local import LocalServerError, install
 from strands_sglang.local.install import unpack_verified
 from strands_sglang.local.process import GuardedProcess, clean_environment, run_quietly
-from strands_sglang.local.server import sglang_command
+from strands_sglang.local.server import free_port, sglang_command
 from support.fake_sglang import write_interpreter, write_model
 from support.processes import has_ended
 
@@ -529,6 +529,13 @@ def test_server_that_stays_unhealthy_is_stopped(python, model, tmp_path, monkeyp
     # A machine so slow that the fake did not even get to write its ids has nothing to check.
     if (tmp_path / "pids").exists():
         assert all(has_ended(pid) for pid in pids(tmp_path))
+
+
+@on_linux
+def test_no_connection_can_take_the_port_of_a_loading_server():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # what the kernel chooses from
+    ports = [free_port("127.0.0.1") for _ in range(20)]
+    assert len(set(ports)) == 20 and max(ports) < first
 
 
 @on_linux
