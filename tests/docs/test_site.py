@@ -77,7 +77,7 @@ def test_the_search_finds(term, page):
     page.keyboard.press("/")
     page.keyboard.type(term)
     results = page.get_by_role("dialog", name="Search").locator("a")
-    results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=10_000)
+    results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=60_000)
 
 
 def test_light_and_dark_follow_the_system(page):

@@ -16,7 +16,7 @@ ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
 
 @pytest.fixture
 async def client(tiny_server):
-    async with SGLangClient(tiny_server.base_url, max_retries=2, retry_delay=0.1) as client:
+    async with SGLangClient(tiny_server.base_url, max_retries=2, retry_delay=0.1, abort_grace=60.0) as client:
         yield client
 
 

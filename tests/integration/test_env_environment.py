@@ -49,8 +49,9 @@ async def test_concurrent_episodes_are_recorded_exactly(smollm_server):
 
 
 async def test_episode_out_of_time_leaves_its_partial_answer(smollm_server):
-    async with SGLangClient(smollm_server.base_url, max_retries=3) as client:
-        await client.model_info()
+    async with SGLangClient(smollm_server.base_url, max_retries=3, abort_grace=60.0) as client:
+        # With the prompt in the cache, a busy machine has sampled a token in time.
+        await environment(smollm_server, client=client, params={"max_new_tokens": 1}).step(action("27 * 43", 1161))
         params = {"max_new_tokens": 4000, "ignore_eos": True}
         env = environment(smollm_server, client=client, params=params, episode_timeout=8.0)
         result = await env.step(action("27 * 43", 1161))
@@ -100,7 +101,9 @@ async def test_auto_concurrency_fills_a_server_without_a_long_queue(own_server, 
         assert max(load.waiting for load in loads) <= loads[-1].max_running / 2
         running.cancel()
         await asyncio.wait({running})
-    assert running.cancelled() and await running_requests(tiny_server.base_url) == 0
+    assert running.cancelled()
+    while await running_requests(tiny_server.base_url):  # until the last abort has arrived
+        await asyncio.sleep(0.05)
 
 
 def test_the_example_runs_on_a_real_server(smollm_server, tmp_path):

@@ -26,7 +26,7 @@ from strands_sglang import (
 )
 from strands_sglang.client import prefill
 from support.agents import EveryAnswerCallsATool, make_agent, make_tools
-from support.real_servers import abort_all, rescored, rescored_among, running_requests, until_it_runs
+from support.real_servers import NO_OTHER_STOP, abort_all, rescored, rescored_among, running_requests, until_it_runs
 
 
 class WireLog(httpx.AsyncBaseTransport):
@@ -89,7 +89,7 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
     model = make_model(
         tiny_server,
         wire,
-        sampling_params={"temperature": temperature, "max_new_tokens": 200},
+        sampling_params={"temperature": temperature, "max_new_tokens": 200, "logit_bias": NO_OTHER_STOP},
         tool_parser=EveryAnswerCallsATool(0),
         return_prompt_logprobs=True,
     )
@@ -102,7 +102,7 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
             pass
     assert_exact(wire, model)
     tm = model.token_manager
-    expected = rescored(tiny_server.model_path, tm, temperature)
+    expected = rescored(tiny_server.model_path, tm, temperature, logit_bias=NO_OTHER_STOP)
     differences = [abs(a - b) for a, b in zip(tm.logprobs[1:], expected, strict=True)]
     assert max(differences) < 1e-4
 
@@ -110,10 +110,11 @@ async def test_logprobs_equal_a_float32_forward_pass(tiny_server, wire, temperat
 async def test_logprobs_under_top_p_are_exact_within_sampling_masks(tiny_server, wire):
     """The stock server returns the distribution that truncated sampling really used."""
     temperature, top_k = 0.7, 20
+    sampling_params = {"temperature": temperature, "top_p": 0.9, "top_k": top_k, "max_new_tokens": 60}
     model = make_model(
         tiny_server,
         wire,
-        sampling_params={"temperature": temperature, "top_p": 0.9, "top_k": top_k, "max_new_tokens": 60},
+        sampling_params={**sampling_params, "logit_bias": NO_OTHER_STOP},
         tool_parser=EveryAnswerCallsATool(0),
         request_fields={"return_sampling_mask": True},
     )
@@ -153,8 +154,8 @@ async def test_an_aborted_request_keeps_its_sampling_masks(tiny_server, wire):
 
 async def test_language_model_logprobs_equal_a_forward_pass(smollm_server, wire):
     # Not min_new_tokens: it takes the stop tokens out of the distribution whose logprobs the server returns.
-    sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 48}
-    model = make_model(smollm_server, wire, sampling_params=sampling_params)
+    sampling_params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 48, "logit_bias": NO_OTHER_STOP}
+    model = make_model(smollm_server, wire, sampling_params=sampling_params, tool_parser=EveryAnswerCallsATool(0))
     agent = make_agent(model)
     for question in ("Name three colors.", "Which one is your favorite?"):
         try:
@@ -163,7 +164,7 @@ async def test_language_model_logprobs_equal_a_forward_pass(smollm_server, wire)
             pass
     assert_exact(wire, model)
     tm = model.token_manager
-    expected = rescored(smollm_server.model_path, tm, 1.0)
+    expected = rescored(smollm_server.model_path, tm, 1.0, logit_bias=NO_OTHER_STOP)
     sampled = [
         abs(recorded - scored)
         for recorded, scored, mask in zip(tm.logprobs[1:], expected, tm.loss_mask[1:], strict=True)
@@ -207,9 +208,9 @@ async def test_the_prefix_cache_serves_what_was_seen_before(tiny_server, wire):
 
 async def test_two_rollouts_at_temperature_zero_are_identical(tiny_server):
     async def rollout():
-        async with SGLangClient(tiny_server.base_url) as client, httpx.AsyncClient() as control:
+        async with SGLangClient(tiny_server.base_url) as client, httpx.AsyncClient(timeout=60) as control:
             # Cached values and recomputed ones differ in the last float digits.
-            await control.post(f"{tiny_server.base_url}/flush_cache", params={"timeout": 10})
+            (await control.post(f"{tiny_server.base_url}/flush_cache", params={"timeout": 30})).raise_for_status()
             tools, _ = make_tools()
             model = SGLangModel(
                 tokenizer=get_tokenizer(str(tiny_server.model_path)),

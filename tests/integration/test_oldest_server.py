@@ -68,7 +68,7 @@ def tiny_server(external_server, sglang_python, tmp_path_factory):
 
 
 async def test_it_is_the_version_that_the_documentation_names(tiny_server):
-    version = httpx.get(f"{tiny_server.base_url}/get_server_info", trust_env=False).json()["version"]
+    version = httpx.get(f"{tiny_server.base_url}/get_server_info", timeout=60, trust_env=False).json()["version"]
     assert PINS[0] == f"sglang=={version}"
     assert f"SGLang {version} " in (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
 

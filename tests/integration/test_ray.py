@@ -87,6 +87,23 @@ def solve(request):
     return ScriptedAnswer(rf"\boxed{{{len(request.text) % 4}}}", latency_s=0.2)
 
 
+def in_step(places):
+    """Answer once so many requests wait: no node is ahead because the machine was busier with the other one."""
+    waiting = []
+
+    async def answer(request):
+        waiting.append(asyncio.get_running_loop().create_future())
+        if len(waiting) < places:
+            await waiting[-1]
+        else:
+            for future in waiting:
+                future.done() or future.set_result(None)
+            waiting.clear()
+        return solve(request)
+
+    return answer
+
+
 class PlacedCalculator(CalculatorEnvironment):
     """Says where it ran."""
 
@@ -103,7 +120,7 @@ async def test_two_nodes_share_the_load_and_change_no_result(cluster, chatml_tok
         environment = {**sample.environment, "arguments": None}
         return sample.key, end.reward, end.termination_reason, end.error, tokens.model_dump(), environment
 
-    with ScriptedSGLang(chatml_tokenizer, solve).serve() as base_url:
+    with ScriptedSGLang(chatml_tokenizer, in_step(16)).serve() as base_url:
         factory = sglang_model_factory(tokenizer=tmp_path / "tokenizer", client=SGLangClient(base_url))
         found = {}
         for name, executor in (

@@ -151,6 +151,7 @@ def running_router(python, name, workers, log_path):
 PROMPT = [50, 60, 70, 80, 90]
 # Longer than any test waits: on a busy machine a short one is over before anyone sees it run.
 ENDLESS = {"max_new_tokens": 3500, "ignore_eos": True}
+DEADLINE_S = 5.0  # by then a busy machine has sampled a token, and no machine the last one
 POLICIES = {"sglang-router": "manual", "smg": "consistent_hashing"}
 
 pytestmark = pytest.mark.usefixtures("own_server")
@@ -219,14 +220,14 @@ FRONTS = pytest.mark.parametrize("front", ["client", *POLICIES])
 
 
 def client_of(fronts, front, **settings):
-    return SGLangClient(fronts[front], **{"max_retries": 5, "retry_delay": 0.2, **settings})
+    return SGLangClient(fronts[front], **{"max_retries": 5, "retry_delay": 0.2, "abort_grace": 60.0, **settings})
 
 
 async def is_busy(workers):
     return any([await running_requests(worker.base_url) for worker in workers])
 
 
-async def until(condition, what, *, at_most=20.0):
+async def until(condition, what, *, at_most=120.0):
     """Seconds until an asynchronous or plain condition holds."""
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -248,7 +249,7 @@ async def test_ended_call_leaves_all_workers_idle_within_a_second(workers, front
         """Seconds from the end of a call until the workers are idle; its partial answer is looked at."""
         partial = []
         cancel_signal, clock = threading.Event(), asyncio.get_running_loop().time
-        client = client_of(fronts, front, deadline=2.0 if way == "deadline" else None)
+        client = client_of(fronts, front, deadline=DEADLINE_S if way == "deadline" else None)
         call = client.generate(
             PROMPT,
             ENDLESS,
@@ -260,7 +261,7 @@ async def test_ended_call_leaves_all_workers_idle_within_a_second(workers, front
         task = asyncio.create_task(call)
         sent_at = clock()
         await until(lambda: is_busy(workers), "a worker has the request")
-        ended_at = sent_at + 2.0 if way == "deadline" else clock()
+        ended_at = sent_at + DEADLINE_S if way == "deadline" else clock()
         if way == "close":
             await client.close()
             partial.append(await task)
@@ -273,7 +274,7 @@ async def test_ended_call_leaves_all_workers_idle_within_a_second(workers, front
                 await task
             assert type(caught.value) is ENDS[way]
         while await is_busy(workers):
-            assert clock() - ended_at < 20, "the workers are not idle"
+            assert clock() - ended_at < 120, "the workers are not idle"
             await asyncio.sleep(0.02)
         seconds = clock() - ended_at
         [answer] = partial
@@ -412,7 +413,7 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
 async def test_killed_worker_costs_no_call_and_no_double_record(workers, fronts):
     staying, dying = workers
     tokenizer = get_tokenizer(staying.model_path)
-    tokens = 300
+    tokens = 1000  # a busy machine takes a while to send all of them, and to notice that it has
     params = {"max_new_tokens": tokens, "ignore_eos": True}
     clients = {front: client_of(fronts, front, max_retries=10) for front in fronts}
     models, calls = {}, {}

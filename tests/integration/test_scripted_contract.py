@@ -531,12 +531,13 @@ async def test_a_running_request_is_aborted_with_the_same_shape(pair, tiny_serve
         assert [(r.status_code, r.json()) for r in twice] == [
             (400, {"error": {"message": f"Duplicate request ID detected: {rid}"}})
         ] * 2
-        for client, task in ((pair.real, real_task), (scripted, scripted_task)):
-            # Another user's request may be the running one: ask until ours has ended.
-            while not task.done():
-                await client.post("/abort_request", json={"rid": rid})
-                await asyncio.wait({task}, timeout=0.05)
-    real_body, scripted_body = real_task.result().json(), scripted_task.result().json()
+        # Another user's request may be the running one: ask until ours has ended.
+        while not real_task.done():
+            await pair.real.post("/abort_request", json={"rid": rid})
+            await asyncio.wait({real_task}, timeout=0.05)
+        await scripted.post("/abort_request", json={"rid": rid})
+        scripted_body = (await scripted_task).json()
+    real_body = real_task.result().json()
     found = differences(real_body, scripted_body)
     assert not found, "\n".join(found)
     for response in (real_body, scripted_body):

@@ -23,7 +23,14 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLa
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
 from strands_sglang.trainers.slime import make_generate
 from support.agents import make_agent
-from support.real_servers import abort_all, assert_best_experts, load_reference, replayed, until_it_runs
+from support.real_servers import (
+    NO_OTHER_STOP,
+    abort_all,
+    assert_best_experts,
+    load_reference,
+    replayed,
+    until_it_runs,
+)
 from support.slime import Sample, check_rollouts, slime_args, slime_sampling_params
 from support.vision import image_block, load_without_videos, png
 
@@ -68,8 +75,7 @@ def reference(tiny_moe_server):
 
 
 async def test_every_turn_has_a_row_for_each_computed_token(tiny_moe_server):
-    # Token 0 is a stop of another kind: an answer of noise that is cut behind it would rightly fork.
-    params = {"ignore_eos": True, "max_new_tokens": 40, "logit_bias": {"0": -100.0}}
+    params = {"ignore_eos": True, "max_new_tokens": 40, "logit_bias": NO_OTHER_STOP}
     model = make_model(tiny_moe_server, sampling_params=params)
     await converse(model)
     (sequence,) = model.trajectory.sequences()
@@ -192,6 +198,8 @@ TEMPLATE = (
     "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
+# Sampled marks of images would end the conversation; a random model samples anything.
+NO_MARKS = {**NO_OTHER_STOP, **{str(token): -100.0 for token in range(512, 516)}}
 
 
 @pytest.fixture
@@ -203,12 +211,7 @@ def model(tiny_vl_server):
         processor=load_without_videos("Qwen2_5_VLProcessor", tiny_vl_server.model_path, tokenizer),
         chat_template=TEMPLATE,
         tool_parser=NoToolCalls(),
-        # Sampled marks of images would end the conversation; a random model samples anything.
-        sampling_params={
-            "max_new_tokens": 12,
-            "ignore_eos": True,
-            "logit_bias": {str(token): -100.0 for token in range(512, 516)},
-        },
+        sampling_params={"max_new_tokens": 12, "ignore_eos": True, "logit_bias": NO_MARKS},
     )
 
 
@@ -245,7 +248,7 @@ async def test_logprobs_belong_to_the_recorded_tokens_and_tensors(model, tiny_vl
             0
         ]
     trained = torch.tensor(sequence.loss_mask).bool()[1:]
-    logits[:, 512:516] -= 100.0
+    logits[:, [int(token) for token in NO_MARKS]] -= 100.0
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     recorded = torch.tensor([logprob or 0.0 for logprob in sequence.logprobs])[1:]
     assert int(trained.sum()) == 36
@@ -371,7 +374,7 @@ async def test_a_sampling_mask_removes_the_mismatch_of_top_p(tiny_server):
     model = make_model(
         tiny_server,
         return_routed_experts=False,
-        sampling_params=params,
+        sampling_params={**params, "logit_bias": NO_OTHER_STOP},
         request_fields={"return_sampling_mask": True},
     )
     await converse(model)

@@ -2,9 +2,12 @@
 
 import asyncio
 import functools
+import gc
 import importlib.util
 import inspect
 import json
+import time
+from contextlib import contextmanager
 
 import pytest
 from strands import Agent, tool
@@ -312,6 +315,19 @@ def advance(seconds):
     loop = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + seconds
+
+
+@contextmanager
+def idle_for(cpu_s):
+    """Fail if the block takes more CPU time of this thread, apart from collecting what other tests have left."""
+    gc.disable()
+    try:
+        began = time.thread_time()
+        yield
+        used = time.thread_time() - began
+    finally:
+        gc.enable()
+    assert used < cpu_s, f"{used:.2f} s of CPU time"
 
 
 def needs_module(name):

@@ -37,6 +37,12 @@ async def abort_all(base_url):
         (await http.post("/abort_request", json={"abort_all": True})).raise_for_status()
 
 
+# `<|endoftext|>` of the local models, which a random one samples once in a thousand tokens. It ends a turn, though not
+# as the templates do: a conversation rightly forks behind an answer that is cut there.
+OTHER_STOP = 0
+NO_OTHER_STOP = {str(OTHER_STOP): -100.0}  # a logit bias
+
+
 # Arguments that make a server log every request and its whole response.
 LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json")
 
@@ -93,15 +99,18 @@ def _choosing(experts):
     return choose
 
 
-def rescored(model_path, sequence, temperature):
+def rescored(model_path, sequence, temperature, *, logit_bias=None):
     """Logprob of each token after the first given those before it, shape (T - 1,).
 
-    The server scales the logits of sampled tokens by the temperature, those of prompt tokens never.
+    The server biases the logits of sampled tokens and scales them by the temperature, those of prompt tokens never.
     """
     ids = torch.tensor(sequence.token_ids)
     with torch.no_grad():
         logits = load_reference(model_path)(ids[None, :-1]).logits[0].float()
-    scale = torch.where(torch.tensor(sequence.loss_mask[1:]) == 1, temperature, 1.0)
+    is_sampled = torch.tensor(sequence.loss_mask[1:]) == 1
+    for token, bias in (logit_bias or {}).items():
+        logits[is_sampled, int(token)] += bias
+    scale = torch.where(is_sampled, temperature, 1.0)
     logprobs = torch.log_softmax(logits / scale[:, None], dim=-1).gather(1, ids[1:, None])[:, 0].tolist()
     return logprobs
 

@@ -10,7 +10,7 @@ import respx
 
 from strands_sglang import SGLangClient
 from strands_sglang.testing import ScriptedAnswer, ScriptedResponse, ScriptedSGLang
-from support.agents import build_chatml_tokenizer
+from support.agents import advance, build_chatml_tokenizer
 
 SETTINGS = {"max_retries": 5, "retry_delay": 0.0, "abort_grace": 0.1}  # of clients, unless a test says otherwise
 OK = ScriptedAnswer(token_ids=[7, 2], finish_reason="length")
@@ -37,10 +37,12 @@ def as_json(body, status=200):
     return ScriptedResponse(status, json.dumps(body).encode())
 
 
-def until_aborted(answer):
-    """Return an answer that is given when its request is aborted."""
+def until_aborted(answer, *, after=0.0):
+    """Return an answer that is given when its request is aborted; `after` seconds seem to pass once it has arrived."""
 
     async def sample(_):
+        if after:
+            advance(after)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -49,9 +51,9 @@ def until_aborted(answer):
     return sample
 
 
-def hung():
-    """Return a server that never answers, and ignores aborts."""
-    return scripted(until_aborted(OK), **{"/abort_request": ScriptedResponse()})
+def hung(*, after=0.0):
+    """Return a server that never answers, and ignores aborts; `after` is that of `until_aborted`."""
+    return scripted(until_aborted(OK, after=after), **{"/abort_request": ScriptedResponse()})
 
 
 def client_to(server, **settings):

@@ -221,9 +221,9 @@ async def test_code_that_runs_too_long_is_stopped_with_children(tool, tmp_path):
         "time.sleep(600)"
     )
     began = time.monotonic()
-    output = await tool.run_python(code, tool.Limits(wall_s=3.0))
-    assert output == "started\n\n[stopped after 3 seconds]"
-    assert time.monotonic() - began < 30
+    output = await tool.run_python(code, tool.Limits(wall_s=8.0))
+    assert output == "started\n\n[stopped after 8 seconds]"
+    assert time.monotonic() - began < 60
     assert has_ended(int(mark.read_text()))
 
 

@@ -51,6 +51,8 @@ def wandb_records(content):
         if 32768 - start % 32768 < 7:
             start += 32768 - start % 32768
         length, kind = struct.unpack("<HB", content[start + 4 : start + 7])
+        if start + 7 + length > len(content):  # it is still being written
+            return
         data += content[start + 7 : start + 7 + length]
         start += 7 + length
         if kind not in (2, 3):  # else more parts follow
@@ -60,7 +62,7 @@ def wandb_records(content):
 
 def of_wandb(folder):
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    seen, deadline = {}, time.monotonic() + 30
+    seen, deadline = {}, time.monotonic() + 120
     while not any(one.HasField("exit") for one in wandb_records(path.read_bytes())):
         assert time.monotonic() < deadline
         time.sleep(0.01)  # wandb writes a little after the end of the run

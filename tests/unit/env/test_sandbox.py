@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent as program
 
@@ -69,7 +70,7 @@ def folders(monkeypatch, tmp_path_factory):
     os.chmod(folder, 0o755)
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield folder
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left := running(os.getpid(), folder):
         assert time.monotonic() < deadline, left
     os.rmdir(folder)
@@ -136,7 +137,7 @@ async def test_invalid_source_is_an_error_of_the_program(mode):
 
 
 async def test_a_program_that_never_ends_is_ended(mode):
-    limits = SandboxLimits(wall_s=0.5)
+    limits = SandboxLimits(wall_s=4)  # a busy machine takes a while to start it
     ran = await sandbox_in(mode, limits).run("import time\nprint('began')\ntime.sleep(1000)")
     assert (ran.ended, ran.exit_code, ran.output) == ("timeout", None, "began\n")
 
@@ -236,7 +237,9 @@ async def test_endless_output_is_cut_off_and_ends_the_program(mode):
 
 
 async def test_a_fork_bomb_is_ended(mode):
-    ran = await sandbox_in(mode, SandboxLimits(wall_s=2, processes=24)).run(
+    # Root has no limit on processes of the kernel's: which of two limits is seen first depends on the machine's load.
+    by_root = mode == "unsafe" and os.geteuid() == 0
+    ran = await sandbox_in(mode, SandboxLimits(wall_s=60 if by_root else 2, processes=24)).run(
         program("""
         import os
         while True:
@@ -244,8 +247,6 @@ async def test_a_fork_bomb_is_ended(mode):
             except OSError: pass
     """)
     )
-    # Root has no limit on processes of the kernel's: which of two limits is seen first depends on the machine's load.
-    by_root = mode == "unsafe" and os.geteuid() == 0
     assert ran.ended in (("processes", "memory") if by_root else ("timeout",))
 
 
@@ -436,10 +437,9 @@ async def test_children_outside_the_process_group_are_ended(mode):
 
 
 async def test_children_with_open_output_do_not_delay_the_end(mode):
-    began = time.monotonic()
-    ran = await sandbox_in(mode).run("import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')")
-    assert ran.output == "done\n"
-    assert time.monotonic() - began < SMALL.wall_s
+    code = "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')"
+    ran = await sandbox_in(mode, replace(SMALL, wall_s=60)).run(code)
+    assert (ran.output, ran.ended) == ("done\n", "exited")  # and not after its time
 
 
 async def test_zombies_and_a_closed_output_are_harmless(mode):
@@ -477,7 +477,7 @@ def test_nothing_is_left_when_the_caller_is_killed(mode, folders):
             assert owner.poll() is None and time.monotonic() < deadline
         owner.kill()
     while running(owner.pid, folders) or os.listdir(folders):
-        assert time.monotonic() < deadline + 10
+        assert time.monotonic() < deadline + 60
 
 
 async def test_programs_do_not_block_the_event_loop(mode):

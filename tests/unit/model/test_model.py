@@ -61,7 +61,7 @@ from strands_sglang.testing import (
 )
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
 from support.agents import Gate, advance, call, make_agent, make_tools, needs_module, numbered, statuses
-from support.servers import client_in, client_to, hosts_of, network_of, plug, scripted
+from support.servers import client_in, client_to, hosts_of, network_of, plug, scripted, until_aborted
 
 # === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
@@ -1944,8 +1944,8 @@ async def test_structured_output_can_be_cancelled(rollout):
 
 
 async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, [Gate("The beginning of")])
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(deadline=0.2))
+    server = ScriptedSGLang(chatml_tokenizer, [until_aborted("The beginning of", after=60)])
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(deadline=60))
     with pytest.raises(SGLangDeadlineError) as caught:
         await make_agent(model).invoke_async("go")
     [turn] = model.trajectory.turns

@@ -71,7 +71,7 @@ async def test_agent_calculates_and_is_rewarded(factory):
 
 
 async def test_agent_runs_programs(factory):
-    sandbox = PythonSandbox(SandboxLimits(wall_s=1.0), unsafe=True)
+    sandbox = PythonSandbox(SandboxLimits(wall_s=4.0), unsafe=True)
     programs = ["print(6 * 7)", "x = 1", "1 / 0", "import time\ntime.sleep(100)", "import os; os.kill(os.getpid(), 11)"]
     answers = [call("execute_python_code", code=code) for code in programs]
     environment = PythonEnvironment(factory(*answers, "42"), ExactMatchReward(), sandbox=sandbox)
@@ -80,7 +80,7 @@ async def test_agent_runs_programs(factory):
     assert statuses == ("success", "success", "error", "error", "error")
     assert texts[0] == "42"
     assert "nothing was printed" in texts[1] and "ZeroDivisionError" in texts[2]
-    assert texts[3] == "[stopped: it ran for more than 1 seconds]" and texts[4] == "[ended by SIGSEGV]"
+    assert texts[3] == "[stopped: it ran for more than 4 seconds]" and texts[4] == "[ended by SIGSEGV]"
     assert result.reward is not None and result.reward.reward == 1.0
 
 
@@ -106,7 +106,7 @@ async def test_timed_out_episode_ends_its_program(factory, tmp_path):
     )
     result = await environment.step(task())
     assert result.termination_reason == TerminationReason.TIMEOUT
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while running(os.getpid(), "/nowhere"):
         assert time.monotonic() < deadline
 

@@ -100,7 +100,7 @@ async def test_slow_pattern_is_an_error_that_names_it():
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"\(a\+\)\+\$"):
         await reward(RegexReward(r"(a+)+$"), "a" * 50 + "b")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
     assert await reward(RegexReward(r"(a+)+$"), "aaa") == (1.0, "correct")
 
 
@@ -341,7 +341,7 @@ async def test_hostile_answers_are_wrong_within_the_limits(text, truth):
     given_reward, verdict = await verdict_of(text, truth, limits=SHORT)
     assert given_reward == 0.0
     assert verdict in ("over_limits", "wrong", "no_answer", "too_long", "unreadable", "unevaluated")
-    assert time.monotonic() - began < 30  # a second of CPU time, and a new worker, on a busy machine
+    assert time.monotonic() - began < 120  # a second of CPU time, and a new worker, on a busy machine
     assert await verdict_of("it is $1.0$", "1", limits=SHORT) == (1.0, "correct")
 
 
@@ -589,7 +589,7 @@ async def test_hanging_reward_times_out():
 async def test_cancelled_caller_leaves_the_queue():
     reward_fn = MathReward(limits=LIMITS, n_workers=1)
     waiting = [asyncio.ensure_future(graded(hostile(number), "2^{10}+1", reward_fn, 30.0)) for number in range(3)]
-    waiting.append(asyncio.ensure_future(graded("5.0", "5", reward_fn, 0.2)))
+    waiting.append(asyncio.ensure_future(graded("5.0", "5", reward_fn, 2.0)))
     await asyncio.sleep(0)
     for one in waiting[:3]:
         one.cancel()
