@@ -34,6 +34,7 @@ from .trackers import TRACKERS
 if TYPE_CHECKING:
     from .core.types import Action
     from .eval import Evaluator
+    from .eval.metrics import Prices
 
 FAILED = terminal.FAILED
 WRONG_USAGE = 2
@@ -218,6 +219,12 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "-o", "--output", metavar="PAGE", type=Path, help=f"the page to write (default: {page} in this folder)"
         )
+    report.add_argument(
+        "--prices",
+        type=prices,
+        metavar="P,C,S",
+        help="what a million prompt, cached and sampled tokens cost, as in 0.15,0.02,0.6: add costs",
+    )
     for command in (score, report, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--success-threshold", **_THRESHOLD)
@@ -245,6 +252,16 @@ def finite(text: str) -> float:
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return number
+
+
+def prices(text: str) -> Prices:
+    """Parse three prices."""
+    from .eval.metrics import Prices
+
+    parts = [finite(part) for part in text.split(",")]
+    if len(parts) != 3 or min(parts) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not three prices such as 0.15,0.02,0.6")
+    return Prices(*parts)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -530,23 +547,28 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def report_metrics(arguments: argparse.Namespace) -> int:
     """Print the metrics of an evaluation; return the exit code."""
     from .eval import CheckpointError, read_results, standard_metrics
-    from .eval.metrics import end_lines, metric_lines
+    from .eval.metrics import costs, end_lines, metric_lines
 
     if writes_page(arguments):
         from .report import report_page
 
-        return write_page(arguments, report_page, "report.html", arguments.folder)
+        page = functools.partial(report_page, prices=arguments.prices)
+        return write_page(arguments, page, "report.html", arguments.folder)
+    threshold = arguments.success_threshold
     try:
         with waiting(f"reading {arguments.folder}"):
             run, results = read_results(arguments.folder)
-            metrics = standard_metrics(
-                results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
-            )
+            n = run.n_samples_per_prompt
+            metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=threshold)
     except CheckpointError as error:
         raise UsageError(error) from error
+    if arguments.prices is not None:
+        metrics |= costs(results, arguments.prices, success_threshold=threshold)
     if arguments.json:
         return say(as_json(metrics))
-    title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+    missing = len(run.sample_keys) - sum(len(row) for row in results.values())
+    title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {n} samples"
+    title += f", {missing} not run yet" if missing else ""
     return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
 
 

@@ -19,9 +19,11 @@ from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, re
 
 from .eval.checkpoint import CheckpointError, EvalSample, Results, read_results, results_file
 from .eval.metrics import (
+    Prices,
     Score,
     answer_of,
     compare,
+    costs,
     difference_rows,
     majority_at_k,
     metric_rows,
@@ -39,19 +41,20 @@ BARS = 10
 MEASURES = {
     "seconds": "Seconds",
     "sampled_tokens": "Sampled tokens",
-    "prompt_tokens": "Prompt tokens",
+    "input_tokens": "Prompt tokens",
     "cached_tokens": "Cached tokens",
     "model_calls": "Model calls",
 }
 """What a sample costs."""
 
 
-def report_page(path: str | Path, *, success_threshold: float) -> str:
+def report_page(path: str | Path, *, success_threshold: float, prices: Prices | None = None) -> str:
     """Return the page of an evaluation. It may still be running.
 
     Args:
         path: Results file, or its folder.
         success_threshold: Least reward of a success.
+        prices: What tokens cost; None to leave out costs.
 
     Raises:
         CheckpointError: The files are missing or damaged.
@@ -78,9 +81,12 @@ def report_page(path: str | Path, *, success_threshold: float) -> str:
         tables=[
             Table(title="Metrics", head=head, rows=rows),
             _outcomes({"samples": samples}),
-            _costs(samples),
+            _costs(
+                samples, prices, {} if prices is None else costs(results, prices, success_threshold=success_threshold)
+            ),
         ],
         plots=[
+            *_shares(samples),
             *_histogram("Rewards", "samples", [one.reward for one in samples if one.reward is not None]),
             *_histogram("Sampled tokens", "samples", _measured(samples, "sampled_tokens")),
             *_histogram("Seconds", "samples", _measured(samples, "seconds")),
@@ -320,14 +326,19 @@ def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
     )
 
 
-def _costs(samples: Sequence[EvalSample]) -> Table:
+def _costs(samples: Sequence[EvalSample], prices: Prices | None, spent: Mapping[str, float]) -> Table:
+    measured = {title: _measured(samples, name) for name, title in MEASURES.items()}
+    if prices is not None:
+        known = [prices.cost_of(sample) for sample in samples if sample.is_finished]
+        measured["Cost of tokens"] = [cost for cost in known if cost is not None]
     rows = []
-    for name, title in MEASURES.items():
-        values = _measured(samples, name)
+    for title, values in measured.items():
         if values:
             median, most = np.quantile(values, [0.5, 0.95])
             numbers = (sum(values), float(np.mean(values)), median, most, max(values))
             rows.append([title, *(f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)])
+    if "cost_per_solved_prompt" in spent:
+        rows.append(["Cost of tokens per solved task", f"{spent['cost_per_solved_prompt']:.3g}", *["-"] * 4])
     ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
     if ends:
         took = max(end for _, end in ends) - min(start for start, _ in ends)
@@ -346,6 +357,22 @@ def _configuration(differing: Mapping[str, tuple[Any, Any]]) -> list[Table]:
 def _drawn(chart: Any) -> str:
     svg: str = chart.to_svg(width=WIDTH, height=HEIGHT)
     return svg.replace("<svg ", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" ', 1)
+
+
+def _shares(samples: Sequence[EvalSample]) -> list[Plot]:
+    """A bar for each outcome."""
+    import leather
+
+    counts = Counter(one.step_result.termination_reason.value for one in samples)
+    shares = [(100 * count / len(samples), name) for name, count in counts.most_common()]
+    if not shares:
+        return []
+    chart = leather.Chart()
+    chart.add_x_scale(0, 100)
+    chart.add_x_axis(name="% of samples")
+    chart.add_bars(shares)
+    says = ", ".join(f"{name}: {share:.1f} %" for share, name in shares)
+    return [Plot(title="Outcomes", says=f"Share of samples: {says}", svg=_drawn(chart))]
 
 
 def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:

@@ -68,7 +68,7 @@ def paint(text: str, color: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """A text with the URLs in it as they may be told: `http://host` instead of `http://user:password@host`."""
+    """A text whose URLs show no user information: `http://host` instead of `http://user:password@host`."""
     return re.sub(r"(?<=://)[^/?#\s]*@", "", text) if "://" in text else text
 
 

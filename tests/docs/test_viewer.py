@@ -345,7 +345,12 @@ def evaluated(path, seed, shift):
         return StepResult(
             observation=Observation(
                 messages=[*said, {"role": "assistant", "content": [{"text": f"It is {right}."}]}],
-                metrics={"model_calls": 3, "sampled_tokens": draw.randint(80, 900), "prompt_tokens": 1000},
+                metrics={
+                    "model_calls": 3,
+                    "sampled_tokens": draw.randint(80, 900),
+                    "input_tokens": 1000,
+                    "cached_tokens": 600,
+                },
             ),
             reward=RewardResult(reward=float(right)),
             termination_reason=TerminationReason.TASK_COMPLETE if right else TerminationReason.MAX_TOKENS_REACHED,

@@ -192,7 +192,9 @@ class EvalSample(BaseModel):
                     reward_error_is_infrastructure=bool(record.get("reward_error_is_infrastructure")),
                 ),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except KeyError as error:
+            raise ValueError(f"not a record of a sample: {error} is missing") from error
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"not a record of a sample: {error!r}") from error
 
 
@@ -475,13 +477,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     try:
         content = decode(file.read_bytes())
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+            raise CheckpointError(f"{file}: this release reads the format {FORMAT!r}, not {content['format']!r}")
         return Run(content["benchmark"], content["config"], content["n_samples_per_prompt"], content["prompts"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no results of an evaluation ({file.name} is missing)") from error
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{file}: damaged: {error} is missing") from error
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged: {error}") from error
 
 

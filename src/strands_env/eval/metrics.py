@@ -17,7 +17,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -625,6 +625,47 @@ def end_lines(results: Results) -> list[str]:
         if len(causes) > _MAX_SHOWN:
             lines.append(f"{what}: {len(causes) - _MAX_SHOWN} other causes")
     return lines
+
+
+class Prices(NamedTuple):
+    """What a million tokens cost. The cached ones are among those of a prompt, at a price of their own."""
+
+    prompt: float
+    cached: float
+    sampled: float
+
+    def cost_of(self, sample: EvalSample) -> float | None:
+        """Return what the tokens of a sample cost; None if they were not counted."""
+        counts: list[Any] = [sample.step_result.observation.metrics.get(name) for name in TOKEN_METRICS]
+        if not all(type(count) is int for count in counts):
+            return None
+        prompt, cached, sampled = counts
+        return (self.prompt * (prompt - cached) + self.cached * cached + self.sampled * sampled) / 1e6
+
+
+TOKEN_METRICS = ("input_tokens", "cached_tokens", "sampled_tokens")
+
+
+def costs(results: Results, prices: Prices, *, success_threshold: float) -> dict[str, float]:
+    """Compute what finished samples cost: in all, per sample, and per prompt that at least one of them solves.
+
+    Args:
+        results: All samples.
+        prices: What tokens cost.
+        success_threshold: Least reward of a success.
+
+    Returns:
+        `cost`, and as far as there are any, `cost_per_sample` and `cost_per_solved_prompt`.
+    """
+    known = [prices.cost_of(sample) for row in results.values() for sample in row if sample.is_finished]
+    spent = [cost for cost in known if cost is not None]
+    if not spent:
+        return {}
+    rows = scores(results, success_threshold=success_threshold).values()
+    solved = sum(any(score.is_success for score in row) for row in rows)
+    total = sum(spent)
+    found = {"cost": total, "cost_per_sample": total / len(spent)}
+    return {**found, "cost_per_solved_prompt": total / solved} if solved else found
 
 
 def wrapped(line: str) -> list[str]:

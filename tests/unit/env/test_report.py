@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from strands_env.cli import main
 from strands_env.core import Environment
 from strands_env.eval import Evaluator, read_results, standard_metrics
-from strands_env.eval.metrics import compare
+from strands_env.eval.metrics import Prices, compare
 from strands_env.report import comparison_page, prompt_values, report_page
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
@@ -89,11 +89,32 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
             assert shown == ("–" if one.reward is None else f"{one.reward:.3g}")
 
 
+def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tmp_path, capsys):
+    server = ScriptedSGLang(chatml_tokenizer, ["It is 0."] * 4)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    factory = lambda action: Environment(lambda: model, Contains())  # noqa: E731
+    asyncio.run(Evaluator(factory, 2, max_concurrency=1, output_path=tmp_path).run(tasks(2)))
+    assert main(["report", str(tmp_path), "--prices", "3, 1, 10", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    turns = [json.loads(record)["observation"]["metrics"] for record in open(tmp_path / "results.jsonl")]
+    prompts, cached, sampled = (
+        sum(turn[name] for turn in turns) for name in ("input_tokens", "cached_tokens", "sampled_tokens")
+    )
+    assert prompts == sum(len(request.input_ids) for request in server.requests if not request.is_prefill) > cached > 0
+    total = (3 * (prompts - cached) + cached + 10 * sampled) / 1e6
+    told = [metrics[name] for name in ("cost", "cost_per_sample", "cost_per_solved_prompt")]
+    assert told == pytest.approx([total, total / 4, total])  # of 0 + 0 and 1 + 1, one is solved
+    page = Page(report_page(tmp_path, success_threshold=1.0, prices=Prices(3, 1, 10)))
+    rows = {row[0]: row[1] for row in page.index["report"]["tables"][2]["rows"]}
+    assert (rows["Prompt tokens"], rows["Cost of tokens per solved task"]) == (f"{prompts:,}", f"{total:.3g}")
+    assert float(rows["Cost of tokens"]) == pytest.approx(total, rel=0.01)
+
+
 def test_plots_are_svg_without_scripts_styles_and_addresses(tmp_path):
     played = [step_result(reward) for reward in np.linspace(-1, 1, 16)]
     report = report_of(evaluated(tmp_path, played, count=4))["report"]
     plots = [*report["plots"], *filter(None, report["metrics"].values())]
-    assert {"Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
+    assert {"Outcomes", "Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
     for plot in plots:
         assert plot["says"]
         for element in ElementTree.fromstring(plot["svg"]).iter():
@@ -143,13 +164,16 @@ def test_prompts_with_other_ids_are_the_same_task(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 40, 400])
-def test_a_run_that_is_written_has_a_page(tmp_path, cut):
+def test_a_run_that_is_written_has_a_page(tmp_path, cut, capsys):
     evaluated(tmp_path, MIXED[:2])
     content = (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").write_bytes(content[:-cut])
     index = report_of(tmp_path)
     assert len(index["episodes"]) == sum(len(task["samples"][0]) for task in index["report"]["tasks"]) >= 11
     assert cut == 1 or "1 of the samples are dropped or not run yet" in index["report"]["notes"][1]
+    main(["report", str(tmp_path)])
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title == "evaluation: 3 prompts x 4 samples" + (", 1 not run yet" if cut > 1 else "")
 
 
 def test_a_run_without_any_sample_has_a_page(tmp_path):
@@ -223,11 +247,18 @@ def test_commands_write_the_page_and_name_it(tmp_path, capsys, monkeypatch):
 
 def test_what_cannot_be_done_is_one_line(tmp_path, capsys):
     a = evaluated(tmp_path / "a", MIXED)
-    (tmp_path / "folder").mkdir()
+    for name, plan in (("folder", None), ("later", {"format": "strands-env evaluation 2"}), ("other", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.run.json").write_text(json.dumps(plan))
     for arguments, why in (
         ((a, "-o", "x.html"), "--output needs --html"),
         ((a, "--html", "--json"), "--html and --json"),
         ((tmp_path / "none", "--html"), "no results of an evaluation"),
+        (
+            (tmp_path / "later",),
+            "this release reads the format 'strands-env evaluation 1', not 'strands-env evaluation 2'",
+        ),
+        ((tmp_path / "other",), "'format' is missing"),
         ((a, "--html", "-o", tmp_path / "folder"), f"--output {tmp_path / 'folder'}"),
     ):
         code, error = told(capsys, "report", *arguments)
