@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from ..core.types import Action, TaskContext
 
@@ -102,6 +104,8 @@ def load_benchmark(
             # A local file may contain only the results.
             return benchmark.read_answer(answer) if "####" in str(answer) else str(answer)
 
+        of_subset = Path(path) / (benchmark.subset or "")
+        path = of_subset if of_subset.is_dir() else path
         split = benchmark.split if Path(path).is_dir() else None
         return load_tasks(path, split=split, read_answer=read_answer, limit=limit, check_truth=check_truth)
     try:
@@ -142,13 +146,13 @@ def load_tasks(
     """Load tasks from a file, or from a folder of files.
 
     Supported formats are JSON Lines (`.jsonl`, `.ndjson`), a JSON list or JSON Lines (`.json`), tables whose first line
-    names the fields (`.csv`, `.tsv`), and Parquet (`.parquet`; needs pyarrow). A field name `a.b` means the field `b`
-    of the object `a`. Additional fields are kept in the task's context. A row with `message` and `task_context` is an
-    `Action` and is used unchanged.
+    names the fields (`.csv`, `.tsv`), and Parquet (`.parquet`; needs pyarrow). Files of text may be compressed
+    (`.jsonl.gz`). A field name `a.b` means the field `b` of the object `a`. Additional fields are kept in the task's
+    context. A row with `message` and `task_context` is an `Action` and is used unchanged.
 
-    A folder has the files of one dataset, as a copy from the Hugging Face Hub does. Files and folders are named after
-    their split (`test.jsonl`, `data/train-00000-of-00002.parquet`, `validation/a.csv`); parts are read in the order of
-    their names.
+    A folder has the files of one dataset, as a copy from the Hugging Face Hub does. If the header of its `README.md`
+    names the files of each split (`configs`), these are read. Else files and folders are named after their split
+    (`test.jsonl`, `data/train-00000-of-00002.parquet`, `validation/a.csv`); parts are read in the order of their names.
 
     Args:
         path: File or folder to read.
@@ -319,22 +323,39 @@ _SPLITS = {"train": "train(?:ing)?", "validation": "(?:validation|valid|val|dev)
 """Patterns by split, as words in names of files and folders (https://huggingface.co/docs/hub/datasets-file-names-and-splits)."""
 
 
+_PACKED = (".arrow", ".zip", ".tar", ".tgz", ".zst", ".bz2", ".xz", ".7z", ".lz4")
+"""Files that may be the ones of a split, and cannot be read."""
+
+
+def _kind(path: Path) -> str:
+    """The suffix of a file, without that of its compression."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
 def _files(folder: Path, split: str | None) -> list[Path]:
     """Return the data files of one split of a folder.
 
     Raises:
         TaskError: There are none, or it is not clear which.
     """
-    found = sorted(file for suffix in _SUFFIXES for file in folder.rglob(f"*{suffix}") if file.is_file())
-    # Hidden files are caches, as of downloads from the Hub.
-    names = {file: file.relative_to(folder) for file in found if file.name not in _NOT_TASKS}
-    names = {file: name for file, name in names.items() if not any(part.startswith(".") for part in name.parts)}
-    if not names:
-        raise TaskError(f"{folder}: no data files; looked for {', '.join(_SUFFIXES)}")
+    declared = _declared_files(folder, split)
+    if declared is not None:
+        return declared
 
     def is_of(pattern: str, name: Path) -> bool:
         return re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", str(name), re.IGNORECASE) is not None
 
+    # Hidden files are caches, as of downloads from the Hub.
+    names = {file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()}
+    names = {file: name for file, name in names.items() if not any(part.startswith(".") for part in name.parts)}
+    names = {
+        file: name
+        for file, name in names.items()
+        if (_kind(file) in _SUFFIXES and file.name not in _NOT_TASKS)
+        or (file.suffix in _PACKED and any(is_of(pattern, name) for pattern in (*_SPLITS.values(), split) if pattern))
+    }
+    if not names:
+        raise TaskError(f"{folder}: no data files; looked for {', '.join(_SUFFIXES)}")
     present = [one for one, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
     if split is None and len(present) > 1:
         raise TaskError(f"{folder} has the splits {', '.join(present)}: pass split={present[-1]}")
@@ -345,7 +366,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
             shown = ", ".join(str(name) for name in list(names.values())[:5])
             raise TaskError(f"{folder}: no file of the split {split}, only {shown}")
         names = chosen
-    kinds = sorted({file.suffix for file in names})
+    kinds = sorted({_kind(file) + (".gz" if file.suffix == ".gz" else "") for file in names})
     if len(kinds) > 1:
         raise TaskError(f"{folder} has the same tasks in several formats ({', '.join(kinds)})? Name one file or folder")
     splits = re.compile(f"(?:{'|'.join([*_SPLITS.values(), *([re.escape(split)] if split else [])])})", re.IGNORECASE)
@@ -358,14 +379,71 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     return list(names)
 
 
+def _declared_files(folder: Path, split: str | None) -> list[Path] | None:
+    """Return the data files of one split that a dataset's card names; None if it names none.
+
+    The header of the card is that of https://huggingface.co/docs/hub/datasets-manual-configuration.
+
+    Raises:
+        TaskError: It is not clear which split or dataset, a file is not there, or the header is damaged.
+    """
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    from huggingface_hub import metadata_load
+
+    try:
+        header = metadata_load(card) or {}
+        named = {str(one.get("config_name")): one for one in header.get("configs") or () if "data_files" in one}
+        default = [name for name, one in named.items() if one.get("default") or len(named) == 1] or ["default"]
+        if not named:
+            return None
+        if default[0] not in named:
+            raise TaskError(f"{card} names several datasets ({', '.join(named)}): name the folder or file of one")
+        config = named[default[0]]
+        files = config["data_files"]
+        if isinstance(files, list) and all(isinstance(one, Mapping) for one in files):
+            files = {one["split"]: one["path"] for one in files}
+        splits = {str(name): one for name, one in (files if isinstance(files, Mapping) else {"train": files}).items()}
+        splits = {name: [one] if isinstance(one, str) else list(one) for name, one in splits.items()}
+        base = folder / config.get("data_dir", "")
+    except TaskError:
+        raise
+    except Exception as error:  # whatever YAML and its content make happen
+        raise TaskError(f"{card}: its header cannot be read: {_line(error)}") from error
+    if split is None and len(splits) > 1:
+        raise TaskError(f"{folder} has the splits {', '.join(splits)}: pass split={list(splits)[-1]}")
+    name = next(iter(splits)) if split is None else split
+    if name not in splits:
+        raise TaskError(f"{folder}: {card.name} names no split {name}, only {', '.join(splits)}")
+    found: dict[Path, None] = {}
+    for pattern in splits[name]:
+        if "://" in pattern or ".." in Path(pattern).parts or Path(pattern).is_absolute():
+            raise TaskError(f"{folder}: {pattern}, which {card.name} names, is not in the folder")
+        matches = base.glob(f"{pattern}/*" if pattern.endswith("**") else pattern)
+        files = sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
+        if not files:
+            raise TaskError(f"{folder}: there is no file {pattern}, which {card.name} names")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
 def _rows_of_folder(folder: Path, split: str | None) -> Iterator[tuple[str, Any]]:
     for file in _files(folder, split):
         for place, row in _rows(file):
             yield f"{file.relative_to(folder)}, {place}", row
 
 
+def _opened(path: Path, encoding: str = "utf-8", newline: str | None = None) -> TextIO:
+    """Open a text file that may be compressed."""
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "rt", encoding=encoding, newline=newline))
+    return path.open(encoding=encoding, newline=newline)
+
+
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read the rows of a file, each with its position."""
+    kind = _kind(path)
     try:
         if path.suffix == ".parquet":
             try:
@@ -379,8 +457,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             except ValueError as error:  # base class of pyarrow's errors
                 raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
             yield from _numbered(table)
-        elif path.suffix == ".json":
-            content = path.read_text(encoding="utf-8")
+        elif kind == ".json":
+            with _opened(path) as file:
+                content = file.read()
             try:
                 listed = json.loads(content)
             except json.JSONDecodeError:
@@ -391,11 +470,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             if not isinstance(listed, list):
                 raise TaskError(f"{path}: a .json file of tasks must contain a list")
             yield from _numbered(listed)
-        elif path.suffix in (".jsonl", ".ndjson"):
+        elif kind in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
-        elif path.suffix in (".csv", ".tsv"):
-            with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
-                reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+        elif kind in (".csv", ".tsv"):
+            with _opened(path, "utf-8-sig", "") as file:  # spreadsheets write a byte order mark
+                reader = csv.DictReader(file, delimiter="," if kind == ".csv" else "\t", strict=True)
                 limit = csv.field_size_limit(1 << 30)
                 try:
                     for row in reader:
@@ -409,17 +488,21 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 finally:
                     csv.field_size_limit(limit)
         else:
-            raise TaskError(f"{path}: unknown file type; use .jsonl, .json, .csv, .tsv or .parquet")
+            raise TaskError(
+                f"{path}: unknown file type; use .jsonl, .json, .csv, .tsv or .parquet, as it is or with .gz"
+            )
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TaskError(f"{path}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise TaskError(f"{path}: not JSON: {error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TaskError(f"{path}: damaged: {error}") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import errno
+import gzip
 import itertools
 import json
 import math
@@ -161,6 +162,94 @@ def test_a_folder_that_is_not_clear_is_refused(tmp_path, names, split, told):
         load_tasks(hub_copy(tmp_path, *names), split=split)
 
 
+CARD = """---
+license: mit
+configs:
+{}
+---
+# A dataset
+"""
+TWO_SPLITS = """- config_name: default
+  data_files:
+  - split: train
+    path: a.jsonl
+  - split: test
+    path: ["parts/*.jsonl", last.csv]"""
+
+
+@pytest.mark.parametrize(
+    ("configs", "split", "read"),
+    [
+        (TWO_SPLITS, "test", ["parts/0.jsonl", "parts/1.jsonl", "last.csv"]),
+        ("- {config_name: x, data_files: last.csv}", None, ["last.csv"]),
+        ("- {config_name: x, data_files: [last.csv, a.jsonl]}", "train", ["last.csv", "a.jsonl"]),
+        ("- {data_files: {dev: '**/1.jsonl'}, data_dir: parts}", "dev", ["parts/1.jsonl"]),
+        ("- {config_name: x, data_files: a.jsonl}\n- {config_name: y, data_files: last.csv, default: true}", None, [
+            "last.csv"
+        ]),
+        ("- {config_name: default, data_files: a.jsonl}\n- {config_name: y, data_files: last.csv}", None, ["a.jsonl"]),
+    ],
+)  # fmt: skip
+def test_the_card_of_a_dataset_names_its_files(tmp_path, configs, split, read):
+    hub_copy(tmp_path, "a.jsonl", "parts/0.jsonl", "parts/1.jsonl", "last.csv", "test.jsonl")
+    (tmp_path / "README.md").write_text(CARD.format(configs))
+    assert [action.message for action in load_tasks(tmp_path, split=split)] == read
+
+
+@pytest.mark.parametrize(
+    ("configs", "split", "told"),
+    [
+        (TWO_SPLITS, None, "has the splits train, test: pass split=test"),
+        (TWO_SPLITS, "dev", "README.md names no split dev, only train, test"),
+        (TWO_SPLITS, "test", "there is no file last.csv, which README.md names"),
+        ("- {data_files: ../x.jsonl}", None, "not in the folder"),
+        ("- {data_files: 'https://h/x.jsonl'}", None, "not in the folder"),
+        ("- {config_name: x, data_files: a}\n- {config_name: y, data_files: b}", None, r"several datasets \(x, y\)"),
+        ("- {data_files: [{path: a.jsonl}]}", None, "its header cannot be read: 'split'"),
+        ("- {data_files: 7}", None, "its header cannot be read"),
+        ("- {", None, "its header cannot be read"),
+    ],
+)
+def test_a_card_that_is_not_clear_is_refused(tmp_path, configs, split, told):
+    hub_copy(tmp_path, "a.jsonl", "parts/0.jsonl")
+    (tmp_path / "README.md").write_text(CARD.format(configs))
+    with pytest.raises(TaskError, match=told):
+        load_tasks(tmp_path, split=split)
+
+
+def test_compressed_files_are_read(tmp_path):
+    for name, text in (
+        ("train.jsonl.gz", '{"question": "é", "answer": "1"}\n'),
+        ("test.csv.gz", "\ufeffquestion,answer\né,1\n"),
+        ("dev.json.gz", '[{"question": "é", "answer": "1"}]'),
+    ):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        assert [action.message for action in load_tasks(tmp_path / name)] == ["é"]
+    for split in ("train", "test", "validation"):
+        assert [action.message for action in load_tasks(tmp_path, split=split)] == ["é"]
+    whole = (tmp_path / "train.jsonl.gz").read_bytes()
+    for content, told in (
+        (whole[:-9], "damaged"),
+        (b"{}", "Not a gzipped file"),
+        (whole[:10] + b"\xff" * 9, "damaged"),
+    ):
+        (tmp_path / "train.jsonl.gz").write_bytes(content)
+        with pytest.raises(TaskError, match=told):
+            load_tasks(tmp_path / "train.jsonl.gz")
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(TaskError, match=r"several formats \(\.jsonl, \.jsonl\.gz\)"):
+        load_tasks(tmp_path, split="train")
+
+
+def test_a_packed_split_is_not_passed_over_for_another(tmp_path):
+    hub_copy(tmp_path, "train.jsonl", "test.zip", "images.zip")
+    with pytest.raises(TaskError, match="has the splits train, test"):
+        load_tasks(tmp_path)
+    with pytest.raises(TaskError, match=r"test\.zip: unknown file type"):
+        load_tasks(tmp_path, split="test")
+    assert [action.message for action in load_tasks(tmp_path, split="train")] == ["train.jsonl"]
+
+
 def test_a_wrong_row_of_a_folder_is_named_with_its_file(tmp_path):
     write(hub_copy(tmp_path) / "test.jsonl", [{"question": "?", "answer": 0}, {"question": "?"}])
     with pytest.raises(TaskError, match=r"test\.jsonl, line 2: no answer"):
@@ -170,8 +259,10 @@ def test_a_wrong_row_of_a_folder_is_named_with_its_file(tmp_path):
 
 
 def test_a_copy_of_a_benchmark_may_be_a_folder(tmp_path):
-    folder = hub_copy(tmp_path, "train.jsonl", "test.jsonl")
+    folder = hub_copy(tmp_path / "one", "train.jsonl", "test.jsonl")
     assert [action.message for action in load_benchmark("gsm8k", folder)] == ["test.jsonl"]
+    folder = hub_copy(tmp_path / "two", "main/test.csv", "socratic/test.csv")
+    assert [action.message for action in load_benchmark("gsm8k", folder)] == ["main/test.csv"]
 
 
 def test_json_list_is_read(tmp_path):
