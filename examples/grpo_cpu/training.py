@@ -404,7 +404,7 @@ def main(folder: Path, base_url: str) -> None:
         gradient_accumulation_steps=1,
         num_generations=settings.samples,
         max_staleness=3,
-        gradient_checkpointing=False,
+        gradient_checkpointing=True,
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": "float32"},

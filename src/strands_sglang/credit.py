@@ -37,6 +37,9 @@ Normalizer = Literal["episode_mean", "token_mean", "constant"]
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as in slime and verl."""
 
+LARGEST_REWARD = 1e18
+"""Trainers compute in float32, which ends at 3.4e38: sums of larger rewards' squares would be infinite."""
+
 FORMAT = "strands-sglang training rows"
 VERSION = "1"
 
@@ -550,9 +553,12 @@ def group_advantages(
         Advantages, shape `(G,)`; all 0.0 for equal rewards, if there is a baseline.
 
     Raises:
-        ValueError: A group of one has no baseline, or `normalize_std` comes without one.
+        ValueError: A group of one has no baseline, `normalize_std` comes without one, or a reward is not finite or
+            exceeds 1e18.
     """
     count = len(rewards)
+    if not all(abs(reward) <= LARGEST_REWARD for reward in rewards):
+        raise ValueError(f"rewards must be finite, and at most {LARGEST_REWARD:g} in size: {list(rewards)!r:.200}")
     if baseline is None:
         if normalize_std:
             raise ValueError("normalize_std needs a baseline: equal rewards have no deviation to divide by")
@@ -601,9 +607,11 @@ def training_rows(
         The rows, and what was kept out of them.
 
     Raises:
-        ValueError: Two episodes share an id, `turn_rewards` names a turn that is no part of the rollout, or a version
-            is not an integer although `max_staleness` is given.
+        ValueError: Two episodes share an id, `turn_rewards` names a turn that is no part of the rollout, a version is
+            not an integer although `max_staleness` is given, or `discount` is not from 0 to 1.
     """
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount={discount!r} is not from 0 to 1")
     if (max_staleness is None) != (version is None):
         raise ValueError("max_staleness and version belong together: pass both or neither")
     batch = list(episodes)
@@ -662,7 +670,7 @@ def training_rows(
         left_out,
         flat,
         {name: own for name, own in advantages.items() if name in trained},
-        {episode.id: _total_reward(episode) for episode in batch if episode.id in returns},
+        {episode.id: math.fsum(_rewards(episode)) for episode in batch if episode.id in returns},
         settings={
             "baseline": baseline,
             "normalize_std": normalize_std,
@@ -695,19 +703,18 @@ def _without_reward(episode: Episode) -> str | None:
     if episode.outcome is not None and OUTCOMES[episode.outcome].reward is RewardRule.NONE:
         return f"the outcome {episode.outcome.value} has no reward"
     if episode.reward is None:
-        return "no reward"
-    if not math.isfinite(_total_reward(episode)):
+        return "turn_rewards need a reward of the episode, which may be 0.0" if episode.turn_rewards else "no reward"
+    rewards = _rewards(episode)
+    if not all(map(math.isfinite, rewards)):
         return "a reward is not finite"
+    if sum(map(abs, rewards)) > LARGEST_REWARD:
+        return f"its rewards exceed {LARGEST_REWARD:g}"
     return None
 
 
-def _total_reward(episode: Episode) -> float:
-    """Return the sum of all rewards, as a plain float: they may be numbers of NumPy or PyTorch."""
-    rewards = [float(reward) for reward in (episode.reward or 0.0, *episode.turn_rewards.values())]
-    try:
-        return math.fsum(rewards)
-    except (OverflowError, ValueError):  # too large together, or both infinities
-        return math.nan
+def _rewards(episode: Episode) -> list[float]:
+    """Return the rewards of an episode and its turns as plain floats: they may be numbers of NumPy or PyTorch."""
+    return [float(reward) for reward in (episode.reward or 0.0, *episode.turn_rewards.values())]
 
 
 def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[float]:

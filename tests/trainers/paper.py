@@ -1,6 +1,7 @@
 """Episodes of several sequences, and the gradient that docs/understand/credit.md defines for them, in float64."""
 
 import copy
+import math
 from array import array
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from strands_sglang.credit import Episode, TrainingRows, training_rows
-from strands_sglang.protocol.generation import Generation
+from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.trajectory.trajectory import Trajectory
 from support.agents import assistant, user
 from support.recorder import Recorder
 
@@ -120,6 +122,54 @@ def relative_error(found, expected):
     assert found.keys() >= expected.keys()
     distance = sum(float(((found[name].double() - expected[name]) ** 2).sum()) for name in expected)
     return (distance / sum(float((one**2).sum()) for one in expected.values())) ** 0.5
+
+
+# === what must be kept out of an update ===
+
+
+def with_turns(episode, **changes):
+    """The episode, with changes of what its turns sampled; each is a function of the turn."""
+    trajectory = Trajectory.from_bytes(episode.trajectory.to_bytes())
+    for turn in trajectory.turns:
+        turn.generation = replace(turn.generation, **{name: make(turn) for name, make in changes.items()})
+    return replace(episode, trajectory=trajectory)
+
+
+def sampled_by(episode, *versions):
+    """The episode, with the version of the weights that sampled each turn; the last one for all further turns."""
+    name = lambda turn: versions[min(turn.index, len(versions) - 1)]  # noqa: E731
+    return with_turns(
+        episode,
+        weight_version=name,
+        weight_versions=lambda turn: (VersionSpan(name(turn), 0, len(turn.output_ids)),),
+    )
+
+
+LIMITS = {"max_tokens": 74, "max_staleness": 2}
+NEWEST = 9
+
+
+def group_with_bad_ones(made):
+    """A group of `episodes`: two can be trained, the others cannot, with `LIMITS` and weights of version `NEWEST`.
+
+    Returns:
+        The episodes, and the reason for which each of the others is kept out, by its id.
+    """
+    good, long, other, _ = (sampled_by(episode, str(NEWEST)) for episode in made)
+    untrained = replace(good, id="untrained", trajectory=Trajectory.from_bytes(good.trajectory.to_bytes()))
+    for turn in untrained.trajectory.turns:
+        turn.constrained = True
+    bad = {
+        "the outcome infrastructure_error has no reward": replace(good, id="failed", outcome="infrastructure_error"),
+        "a reward is not finite": replace(good, id="odd", reward=math.nan),
+        "no trained token": untrained,
+        "a trained token has no logprob": with_turns(
+            replace(good, id="nan"), logprobs=lambda turn: array("d", [math.nan] * len(turn.output_ids))
+        ),
+        f"longer than max_tokens={LIMITS['max_tokens']}": long,
+        f"older than max_staleness={LIMITS['max_staleness']}": sampled_by(replace(good, id="stale"), "6", str(NEWEST)),
+    }
+    return [good, *bad.values(), other], {episode.id: reason for reason, episode in bad.items()}
 
 
 # === faults that trainers' adapters have had: what a test of ours must notice ===

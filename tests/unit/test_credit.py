@@ -135,6 +135,25 @@ def test_leave_one_out_is_the_mean_of_the_others():
     assert group_advantages(rewards, baseline="leave_one_out") == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize_std": True}, {"baseline": "leave_one_out"}, {"discount": 0.5}])
+@given(rewards=st.lists(st.floats(), min_size=2, max_size=4), turn=st.floats())
+def test_any_rewards_give_advantages_that_float32_holds(options, rewards, turn):
+    given_turn = {0: turn} if options.get("discount") else {}
+    made = [Episode(plain(), reward, "g", turn_rewards=given_turn) for reward in rewards]
+    rows = training_rows(made, **options)
+    values = np.array([value for row in rows for value in row.advantages])
+    assert np.isfinite(values.astype("float32") ** 2).all()
+    assert {row.episode for row in rows} == {one.id for one in made} - rows.left_out.keys()
+
+
+@pytest.mark.parametrize("reward", [1e308, math.inf, math.nan])
+def test_rewards_without_finite_advantages_are_refused(reward):
+    with pytest.raises(ValueError, match="rewards must be finite, and at most 1e.18 in size"):
+        group_advantages([reward, reward])
+    with pytest.raises(ValueError, match="discount=1.5 is not from 0 to 1"):
+        training_rows([], discount=1.5)
+
+
 def test_a_baseline_needs_siblings_and_std_a_baseline():
     with pytest.raises(ValueError, match="a group of one episode has no baseline"):
         group_advantages([1.0])
@@ -201,7 +220,12 @@ def unsampled():
         (Episode(plain(), None, "g", "x"), "no reward", False),
         (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
         (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
-        (Episode(plain(), 1e308, "g", "x", turn_rewards={0: 1e308}), "a reward is not finite", False),
+        (Episode(plain(), 1e308, "g", "x", turn_rewards={0: -1e308}), "its rewards exceed 1e+18", False),
+        (
+            Episode(plain(), None, "g", "x", turn_rewards={0: 1.0}),
+            "turn_rewards need a reward of the episode, which may be 0.0",
+            False,
+        ),
         (
             Episode(plain(), 1.0, "g", "x", outcome=TerminationReason.INFRASTRUCTURE_ERROR),
             "the outcome infrastructure_error has no reward",

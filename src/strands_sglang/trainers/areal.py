@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..credit import Episode, TrainingRow, TrainingRows, training_rows
+from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,14 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
 
     Returns:
         A decorator that returns an instance of AReaL's `RolloutWorkflow`. Episodes that cannot be trained are logged
-            and left out; a group without any, or without variance, is rejected, as AReaL calls it.
+            and left out; AReaL's metrics count them as `episodes_left_out`. A group without any other, or without
+            variance, is rejected, as AReaL calls it.
     """
 
     def decorate(run_episode: RunEpisode) -> Any:
+        from areal import workflow_context
         from areal.api.workflow_api import RolloutWorkflow
+        from areal.utils import stats_tracker
 
         class StrandsWorkflow(RolloutWorkflow):
             async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
@@ -93,6 +96,7 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
                 )
                 for name, reason in rows.left_out.items():
                     logger.warning("episode=<%s> | left out of training: %s", name, reason)
+                stats_tracker.get(workflow_context.stat_scope()).scalar(episodes_left_out=len(rows.left_out))
                 return to_batch(rows, version)
 
         return StrandsWorkflow()
@@ -108,7 +112,7 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
 
     Args:
         rows: The rows of whole groups.
-        version: Version of tokens for which the server named no integer, such as SGLang's "default" before any update.
+        version: Version of tokens for which the server named no integer.
 
     Returns:
         The batch; None, which AReaL takes for a rejected group, if there are no rows.
@@ -123,8 +127,8 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
 
     def versions(row: TrainingRow) -> list[int]:
         """Return the version that sampled each trained token; -1 for the others, as in AReaL."""
-        names = zip(row.versions, row.loss_mask, strict=True)
-        return [(int(name) if name and name.isdigit() else version) if mask else -1 for name, mask in names]
+        numbers = zip(map(version_number, row.versions), row.loss_mask, strict=True)
+        return [(version if number is None else number) if mask else -1 for number, mask in numbers]
 
     ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
     columns: dict[str, tuple[Callable[[TrainingRow], list[Any]], Any, float]] = {

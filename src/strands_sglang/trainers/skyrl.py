@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..credit import Episode, training_rows
+from ..credit import Episode, TrainingRow, training_rows
 from .records import newest_version
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ def generator_output(
     """Return the rows of a batch of episodes as a step-wise `GeneratorOutput`.
 
     Set `generator.step_wise_trajectories=true`. An episode that cannot be trained is left out, and the log says why. So
-    is one whose siblings are all left out: SkyRL would train it with a baseline of 0.
+    is one whose siblings are all left out: SkyRL would train it with a baseline of 0. A prompt without an episode to
+    train has one row with a mask of 0, because SkyRL's trainer fails if a prompt is missing.
 
     Args:
         episodes: The episodes.
@@ -86,7 +87,7 @@ def generator_output(
         seconds: Duration of each episode, for SkyRL's metrics.
 
     Raises:
-        ValueError: An episode has rewards of single turns, which SkyRL ignores, or none can be trained.
+        ValueError: An episode has rewards of single turns, which SkyRL ignores.
     """
     if any(episode.turn_rewards for episode in episodes):
         raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
@@ -96,34 +97,49 @@ def generator_output(
     left_out = dict(rows.left_out)
     groups = [str(one.instance_id) for one in trajectory_ids]
     trained = Counter(groups[int(name)] for name in rows.advantages)
-    alone = [name for name in rows.advantages if trained[groups[int(name)]] == 1 < groups.count(groups[int(name)])]
-    if alone:
-        left_out.update((name, "the only episode of its group that can be trained") for name in alone)
-        kept = [episode for episode in named if episode.id not in left_out]
-        rows = training_rows(kept, baseline=None)
+    for name in rows.advantages:
+        if trained[groups[int(name)]] == 1 < groups.count(groups[int(name)]):
+            left_out[name] = "the only episode of its group that can be trained"
     for name, reason in left_out.items():
         logger.warning("trajectory_id=<%s> | left out of training: %s", trajectory_ids[int(name)], reason)
-    if not len(rows):
-        raise ValueError(f"no episode of the batch can be trained: {dict(Counter(left_out.values()))}")
-    firsts = [row.loss_mask.index(1) for row in rows]
-    ends = [*(row.episode for row in rows[1:]), None]
+    kept = [row for row in rows if row.episode not in left_out]
+    outputs = [(int(row.episode), _columns(row, rows.rewards[row.episode])) for row in kept]
+    known = {groups[number] for number, _ in outputs}
+    outputs += [(groups.index(group), _FILLER) for group in dict.fromkeys(groups) if group not in known]
+    outputs.sort(key=lambda one: one[0])  # the rows of a prompt together, those of an episode in their order
+    numbers = [number for number, _ in outputs]
     return {
-        "prompt_token_ids": [row.token_ids[:first] for row, first in zip(rows, firsts, strict=True)],
-        "response_ids": [row.token_ids[first:] for row, first in zip(rows, firsts, strict=True)],
-        "loss_masks": [row.loss_mask[first:] for row, first in zip(rows, firsts, strict=True)],
-        "rollout_logprobs": [row.logprobs[first:] for row, first in zip(rows, firsts, strict=True)],
-        # A reward on the last token of each row; SkyRL reads the one of an episode's last row.
-        "rewards": [
-            [0.0] * (len(row) - first - 1) + [rows.rewards[row.episode]]
-            for row, first in zip(rows, firsts, strict=True)
-        ],
-        "stop_reasons": [row.tokens.segments[-1].finish_reason or "stop" for row in rows],
-        "trajectory_ids": [trajectory_ids[int(row.episode)] for row in rows],
-        "is_last_step": [row.episode != following for row, following in zip(rows, ends, strict=True)],
+        **{name: [columns[name] for _, columns in outputs] for name in _FILLER},
+        "trajectory_ids": [trajectory_ids[number] for number in numbers],
+        "is_last_step": [number != following for number, following in zip(numbers, [*numbers[1:], None], strict=True)],
         "rollout_metrics": {
             "episodes_left_out": float(len(left_out)),
-            "rows_per_episode": len(rows) / len(rows.advantages),
+            "rows_per_episode": len(kept) / max(1, len(episodes) - len(left_out)),
         },
-        "trajectory_generation_times": None if seconds is None else [seconds[int(row.episode)] for row in rows],
+        "trajectory_generation_times": None if seconds is None else [seconds[number] for number in numbers],
         "rollout_expert_indices": None,
     }
+
+
+def _columns(row: TrainingRow, reward: float) -> dict[str, Any]:
+    """Return what SkyRL has of a row. The reward is on its last token; SkyRL reads that of an episode's last row."""
+    first = row.loss_mask.index(1)
+    return {
+        "prompt_token_ids": row.token_ids[:first],
+        "response_ids": row.token_ids[first:],
+        "loss_masks": row.loss_mask[first:],
+        "rollout_logprobs": row.logprobs[first:],
+        "rewards": [0.0] * (len(row) - first - 1) + [reward],
+        "stop_reasons": row.tokens.segments[-1].finish_reason or "stop",
+    }
+
+
+_FILLER: dict[str, Any] = {
+    "prompt_token_ids": [0],
+    "response_ids": [0],
+    "loss_masks": [0],
+    "rollout_logprobs": [0.0],
+    "rewards": [0.0],
+    "stop_reasons": "stop",
+}
+"""The row of a prompt without an episode to train."""

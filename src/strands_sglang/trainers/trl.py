@@ -28,6 +28,7 @@ import httpx
 from ..credit import Episode, Normalizer, TrainingRow, TrainingRows, training_rows
 from ..exceptions import SGLangHTTPError
 from ..terminal import without_credentials
+from .records import newest_version
 
 if TYPE_CHECKING:
     import torch
@@ -221,8 +222,7 @@ class AsyncGRPORollouts:
         Raises:
             ValueError: No group of this size would ever train.
         """
-        if group_size < 2 and credit.get("baseline", "mean") is not None:
-            raise ValueError("a group of one episode has no baseline: set group_size to at least 2, or baseline=None")
+        _check_group_size(group_size, credit)
         self.rollout_buffer: queue.Queue[Any] = _RowBuffer(self._takes, self._note_taken)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.version = version
@@ -442,8 +442,14 @@ class GRPORollouts:
             constant: The divisor of the normalizer `"constant"`.
             weights: Where the servers get the trainer's weights from, before each batch of rollouts. None if something
                 else pushes them.
-            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`.
+            **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`,
+                `max_tokens` and `max_staleness`; the version is the newest in the batch.
+
+        Raises:
+            ValueError: No group of this size would ever train.
         """
+        _check_group_size(group_size, credit)
+        self.left_out: Counter[str] = Counter()
         self._run_episode, self._group_size, self._weights, self._credit = run_episode, group_size, weights, credit
         self._normalizer: Normalizer = normalizer
         self._constant = constant
@@ -533,10 +539,26 @@ class GRPORollouts:
             raise ValueError("loss_type='bnpo' weighs a token by its micro-batch; use 'dapo', or one micro-batch")
 
     async def _run_groups(self, prompts: Sequence[Any]) -> list[TrainingRows]:
-        groups = (
-            _run_episodes(self._run_episode, prompt, number, self._group_size) for number, prompt in enumerate(prompts)
+        groups = await asyncio.gather(
+            *(
+                _run_episodes(self._run_episode, prompt, number, self._group_size)
+                for number, prompt in enumerate(prompts)
+            )
         )
-        return [training_rows(episodes, **self._credit) for episodes in await asyncio.gather(*groups)]
+        credit = self._credit
+        if credit.get("max_staleness") is not None:
+            credit = {"version": newest_version(itertools.chain(*groups)), **credit}
+        batches = [training_rows(episodes, **credit) for episodes in groups]
+        for batch in batches:
+            self.left_out += batch.counts
+            for name, reason in batch.left_out.items():
+                logger.warning("episode=<%s> | left out of training: %s", name, reason)
+        return batches
+
+
+def _check_group_size(group_size: int, credit: Mapping[str, Any]) -> None:
+    if group_size < 2 and credit.get("baseline", "mean") is not None:
+        raise ValueError("a group of one episode has no baseline: set group_size to at least 2, or baseline=None")
 
 
 def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], **_: Any) -> list[float]:

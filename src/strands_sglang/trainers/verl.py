@@ -12,17 +12,18 @@ docs/guides/verl.md shows a complete loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import orjson
 
 from ..client.client import SGLangClient
-from ..credit import Episode, TrainingRow, training_rows
+from ..credit import Episode, TrainingRow, training_rows, version_number
 from ..model.model import SGLangModel
 from .records import newest_version
 
@@ -92,6 +93,38 @@ def _response(request: httpx.Request, status: int, content: dict[str, Any]) -> h
     return httpx.Response(status, content=orjson.dumps(content), headers=headers, request=request)
 
 
+@dataclass
+class _Siblings:
+    """The episodes of a prompt, which a worker of verl runs at once.
+
+    verl trains the only episode that is left of a group with a baseline of 0, so it is held back until the last ends.
+    """
+
+    started: int = 0
+    running: int = 0
+    trained: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def outputs_of(self, episode: Awaitable[list[Any]], name: str) -> list[Any]:
+        """Return what an episode trains, once its siblings have ended, too."""
+        self.started += 1
+        self.running += 1
+        try:
+            outputs = await episode
+            self.trained += bool(outputs)
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.ended.set()
+        await self.ended.wait()
+        if outputs and self.trained == 1 < self.started:
+            logger.warning(
+                "prompt=<%s> | left out of training: the only episode of its group that can be trained", name
+            )
+            return []
+        return outputs
+
+
 def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: Any) -> Callable[[RunEpisode], type]:
     """Make a function into an agent loop that verl finds by its name.
 
@@ -106,14 +139,27 @@ def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: A
     Returns:
         A decorator of a function `run_episode(model, fields)`, which returns an `AgentLoopBase` subclass. An episode
             without a reward is scored by verl, unless its outcome says nothing about the policy. What cannot be trained
-            is logged and returned as an empty list, which verl drops.
+            is logged and returned as an empty list, which verl drops; so is an episode whose siblings all are.
     """
 
     def decorate(run_episode: RunEpisode) -> type:
         from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
+        prompts: dict[str, _Siblings] = {}
+
         class StrandsAgentLoop(AgentLoopBase):
             async def run(self, sampling_params: dict[str, Any], **fields: Any) -> list[Any]:
+                # Sessions have numbers in verl's worker for TransferQueue, which runs all of a prompt at once. Its
+                # other worker may get only some of them.
+                uid = str(fields["uid"]) if "session_id" in fields else ""
+                siblings = prompts.setdefault(uid, _Siblings()) if uid else _Siblings()
+                try:
+                    return await siblings.outputs_of(self._outputs(sampling_params, fields), uid)
+                finally:
+                    if prompts.get(uid) is siblings and not siblings.running:
+                        del prompts[uid]
+
+            async def _outputs(self, sampling_params: dict[str, Any], fields: Mapping[str, Any]) -> list[Any]:
                 client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager))
                 model = SGLangModel(
                     tokenizer=self.tokenizer,
@@ -177,7 +223,7 @@ def agent_loop_outputs(
     outputs = []
     for row in rows:
         first = row.loss_mask.index(1)
-        known = [int(version) for version in row.versions if version is not None and version.lstrip("-").isdigit()]
+        known = [number for number in map(version_number, row.versions) if number is not None]
         steps = {"min_global_steps": min(known), "max_global_steps": max(known)} if known else {}
         outputs.append(
             AgentLoopOutput(

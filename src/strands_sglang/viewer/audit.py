@@ -7,11 +7,10 @@ with the same factor share a column.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..credit import LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
+from ..credit import LARGEST_REWARD, LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
 from ..inspection.records import Episode, Group, SequenceRecord
 from ..trajectory.tokens import TokenManager
 from .stores import fitted, short_name
@@ -30,7 +29,7 @@ def advantages_of(group: Group) -> dict[str, dict[int, float]]:
     scored = [
         episode
         for episode in group.episodes
-        if episode.reward is not None and math.isfinite(episode.reward) and not episode.left_out
+        if episode.reward is not None and abs(episode.reward) <= LARGEST_REWARD and not episode.left_out
     ]
     if len(scored) < 2:
         return {}

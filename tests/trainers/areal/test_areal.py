@@ -13,12 +13,12 @@ from areal.api.cli_args import GenerationHyperparameters, NormConfig, PPOActorCo
 from areal.api.workflow_api import RolloutWorkflow
 from areal.infra.workflow_executor import check_trajectory_format
 from areal.trainer.ppo.actor import PPOActor, grpo_loss_fn
+from areal.utils import stats_tracker
 from areal.utils.data import Normalization
 from transformers import Qwen3ForCausalLM
 
 from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
-from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import areal as adapter
 from support.agents import build_chatml_tokenizer, call
@@ -180,24 +180,30 @@ def test_what_areal_cannot_train_is_left_out(episodes, log):
         batch_of([replace(first, turn_rewards={0: 1.0}), second])
 
 
+def test_bad_episodes_are_named_counted_and_left_out(folder, reference, episodes, log):
+    group, reasons = paper.group_with_bad_ones(episodes)
+    rows = training_rows(group, version=paper.NEWEST, **paper.LIMITS)
+    workflow, engine = workflow_of(group, **paper.LIMITS), SimpleNamespace(get_version=lambda: paper.NEWEST)
+    stats_tracker.get("rollout").export()
+    batch = asyncio.run(workflow.arun_episode(engine, {}))
+    assert {row.episode for row in rows} == {one.id for one in group} - reasons.keys()
+    assert stats_tracker.get("rollout").export()["rollout/episodes_left_out"] == len(reasons)
+    assert all(f"episode=<{name}> | left out of training: {reason}" in log.text for name, reason in reasons.items())
+    expected = paper.gradient(reference, rows, "token_mean")
+    assert paper.relative_error(gradient_of(folder, batch), expected) < TOLERANCE
+
+
 def test_versions_are_integers_and_stale_episodes_left_out(reference):
     def sampled_by(*versions):
-        episodes = paper.episodes(reference)
-        for episode, version in zip(episodes, versions, strict=True):
-            for turn in episode.trajectory.turns:
-                turn.generation = replace(
-                    turn.generation,
-                    weight_version=version,
-                    weight_versions=(VersionSpan(version, 0, len(turn.output_ids)),),
-                )
-        return episodes
+        made = zip(paper.episodes(reference), versions, strict=True)
+        return [paper.sampled_by(episode, version) for episode, version in made]
 
     batch = batch_of(sampled_by("3", "4", "5", "5"), max_staleness=1)
     assert len(batch["input_ids"]) == 7
     assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 4, 5]
     assert (batch["versions"] >= 0).equal(batch["loss_mask"].bool())
-    batch = batch_of(sampled_by("default", "3", "3", "3"))  # SGLang's name before any update: the engine's version
-    assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 3, 5]
+    batch = batch_of(sampled_by("default", "3", "3", "odd"))  # SGLang's name before any update; the engine's version
+    assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 0, 3, 5]
 
 
 def test_the_example_is_a_workflow(tmp_path, monkeypatch):

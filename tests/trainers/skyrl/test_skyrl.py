@@ -1,7 +1,6 @@
 """SkyRL's own validator, advantages and reductions on our rows: each episode counts once, each sampled token once."""
 
 import asyncio
-import math
 import runpy
 from collections import Counter
 from dataclasses import replace
@@ -11,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
-from skyrl.train.dataset.preprocess import compute_prompt_boundaries
+from skyrl.train.dataset.preprocess import compute_prompt_boundaries, compute_prompt_mini_batch_boundaries
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
-from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import skyrl as adapter
 from strands_sglang.trainers.skyrl import generator_output, make_generator
@@ -161,44 +158,58 @@ async def test_the_generator_runs_the_batch(episodes):
     assert len(times) == 8 and len(set(times)) == 4
 
 
-def test_what_skyrl_cannot_train_is_left_out(episodes, caplog):
-    failed = replace(episodes[1], outcome=TerminationReason.INFRASTRUCTURE_ERROR)
-    output = generator_output([episodes[0], failed, *episodes[2:]], IDS)
-    assert {one.repetition_id for one in output["trajectory_ids"]} == {0, 2, 3}
-    assert "the outcome infrastructure_error has no reward" in caplog.text
-    with pytest.raises(ValueError, match="no episode of the batch can be trained"):
-        generator_output([failed], IDS[:1])
+def test_rewards_of_turns_are_refused(episodes):
     with pytest.raises(ValueError, match="SkyRL takes one reward per episode"):
         generator_output([replace(episodes[0], turn_rewards={0: 1.0})], IDS[:1])
 
 
-def with_turns(episode, **changes):
-    """The episode, with changes of what its turns sampled."""
-    trajectory = type(episode.trajectory).from_bytes(episode.trajectory.to_bytes())
-    for turn in trajectory.turns:
-        turn.generation = replace(turn.generation, **{name: make(turn) for name, make in changes.items()})
-    return replace(episode, trajectory=trajectory)
-
-
 def test_bad_episodes_are_named_counted_and_left_out(episodes, caplog):
-    stale = with_turns(episodes[2], weight_versions=lambda turn: (VersionSpan("1", 0, len(turn.output_ids)),))
-    new = [
-        with_turns(one, weight_versions=lambda turn: (VersionSpan("4", 0, len(turn.output_ids)),)) for one in episodes
-    ]
-    nan = with_turns(new[0], logprobs=lambda turn: [math.nan] * len(turn.output_ids))
-    output = generator_output([nan, new[1], stale, new[3]], IDS, max_tokens=80, max_staleness=2)
-    assert {one.repetition_id for one in output["trajectory_ids"]} == {1, 3}
-    assert output["rollout_metrics"]["episodes_left_out"] == 2
-    assert "a trained token has no logprob" in caplog.text and "older than max_staleness=2" in caplog.text
-    with pytest.raises(ValueError, match="'longer than max_tokens=40': 4"):
-        generator_output(new, IDS, max_tokens=40)
+    group, reasons = paper.group_with_bad_ones(episodes)
+    output = generator_output(group, [TrajectoryID("u", number) for number in range(len(group))], **paper.LIMITS)
+    validate_generator_output(len(group), output, step_wise=True)
+    assert [group[one.repetition_id].id for one in output["trajectory_ids"]] == ["e0", "e2", "e2"]
+    assert output["rollout_metrics"] == {"episodes_left_out": float(len(reasons)), "rows_per_episode": 1.5}
+    for number, episode in enumerate(group):
+        if episode.id in reasons:
+            name = TrajectoryID("u", number)
+            assert f"trajectory_id=<{name}> | left out of training: {reasons[episode.id]}" in caplog.text
+
+
+def test_a_prompt_without_an_episode_to_train_keeps_its_place(episodes):
+    """SkyRL's trainer fails if a prompt of the batch is missing; a row with a mask of 0 changes no token's weight."""
+    ids = [TrajectoryID(name, number) for name in "uvw" for number in range(2)]
+    failed = replace(episodes[0], reward=None)
+    output = generator_output([failed, failed, *episodes[:2], failed, episodes[3]], ids)
+    validate_generator_output(6, output, step_wise=True)
+    uids = [one.instance_id for one in output["trajectory_ids"]]
+    assert uids == ["u", "v", "v", "v", "w"] and [sum(mask) > 0 for mask in output["loss_masks"]] == [0, 1, 1, 1, 0]
+    assert len(compute_prompt_mini_batch_boundaries(uids, 1, 3, True, 2)) == 3
+    data = batch_of(output)
+    one = trainer(loss_reduction="token_mean")
+    data = one._normalize_advantages(one.compute_advantages_and_returns(data), [(0, 5)])
+    rows = training_rows(episodes[:2], normalize_std=True)
+    expected = [0.0, *(row.advantage / sum(each.trained for each in rows) for row in rows), 0.0]
+    pairs = zip(data["advantages"], data["loss_mask"], strict=True)
+    found = [float((own * mask).sum() / mask.sum().clamp(min=1)) for own, mask in pairs]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_batch_without_an_episode_to_train_changes_nothing(episodes):
+    output = generator_output([replace(one, reward=None) for one in episodes], IDS)
+    validate_generator_output(4, output, step_wise=True)
+    data = batch_of(output)
+    one = trainer(loss_reduction="token_mean")
+    data = one._normalize_advantages(one.compute_advantages_and_returns(data), [(0, 1)])
+    assert data["advantages"].tolist() == [[0.0]] and output["loss_masks"] == [[0]]
+    assert output["rollout_metrics"]["episodes_left_out"] == 4
 
 
 def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
     failed = replace(episodes[0], reward=None)
     ids = [TrajectoryID("u", 0), TrajectoryID("u", 1), TrajectoryID("v", 0), TrajectoryID("v", 1)]
     output = generator_output([failed, *episodes[1:]], ids)
-    assert {one.instance_id for one in output["trajectory_ids"]} == {"v"}
+    assert [one.instance_id for one in output["trajectory_ids"]] == [*"u", *"vvvvv"]
+    assert not any(output["loss_masks"][0])
     assert "the only episode of its group that can be trained" in caplog.text
     assert output["rollout_metrics"]["episodes_left_out"] == 2
     one_each = [TrajectoryID(name, 0) for name in "abcd"]  # a setting without groups

@@ -57,6 +57,17 @@ def test_data_hold_the_rows(by_turn, loss, normalizer):
         assert inputs.get("weights", row.loss_mask[1:]) == row.loss_mask[1:]
 
 
+def test_bad_episodes_are_named_counted_and_left_out(episodes):
+    group, reasons = paper.group_with_bad_ones(episodes)
+    rows = training_rows(group, version=paper.NEWEST, **paper.LIMITS)
+    assert rows.left_out == reasons and rows.counts == dict.fromkeys(reasons.values(), 1)
+    data = to_data(rows)
+    assert [datum.model_input.to_ints() for datum in data] == [row.token_ids[:-1] for row in rows]
+    assert {row.episode for row in rows} == {"e0", "e2"}
+    assert all(np.isfinite(column.to_numpy()).all() for datum in data for column in datum.loss_fn_inputs.values())
+    assert to_data(training_rows([episodes[0]])) == []  # a group of one
+
+
 def test_losses_of_other_trainers_are_refused(by_turn):
     with pytest.raises(ValueError, match="is not one of Tinker's"):
         to_data(training_rows(by_turn), loss="trl:grpo")

@@ -20,7 +20,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import strands_sglang.trainers.trl as adapter
 from strands_sglang import TerminationReason
-from strands_sglang.credit import Episode
+from strands_sglang.credit import Episode, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import assistant, build_chatml_tokenizer, call, user
@@ -123,7 +123,7 @@ def async_grpo(train):
 def grpo(folder, common):
     """Runs GRPOTrainer for one step and returns its gradients."""
 
-    def run(episodes, *, loss_type="dapo", normalizer="token_mean", micro_batches=1, **options):
+    def run(episodes, *, loss_type="dapo", normalizer="token_mean", micro_batches=1, rollouts=None, **options):
         settings = {"scale_rewards": "none", "beta": 0.0, "num_generations": GENERATIONS, **options}
         config = GRPOConfig(
             **common,
@@ -134,9 +134,10 @@ def grpo(folder, common):
             max_completion_length=paper.CONSTANT,
         )
         gradients = Gradients()
-        rollouts = adapter.GRPORollouts(
-            runner(episodes), group_size=len(episodes), normalizer=normalizer, constant=paper.CONSTANT
-        )
+        if rollouts is None:
+            rollouts = adapter.GRPORollouts(
+                runner(episodes), group_size=len(episodes), normalizer=normalizer, constant=paper.CONSTANT
+            )
         GRPOTrainer(
             model=str(folder),
             args=config,
@@ -364,6 +365,8 @@ def test_no_more_is_sampled_than_a_step_needs():
 def test_a_group_of_one_is_refused():
     with pytest.raises(ValueError, match="a group of one episode has no baseline: set group_size"):
         adapter.AsyncGRPORollouts(None, [], NO_SERVER, group_size=1)
+    with pytest.raises(ValueError, match="a group of one episode has no baseline: set group_size"):
+        adapter.GRPORollouts(None, group_size=1)
 
 
 def run_to_the_end(rollouts):
@@ -397,6 +400,50 @@ def test_rollouts_say_when_nothing_is_left_to_train(reference):
 def test_a_batch_that_cannot_be_trained_changes_nothing(grpo, reference):
     found = grpo([replace(one, reward=None) for one in paper.episodes(reference)])
     assert not any(gradient.any() for gradient in found.values())
+
+
+def test_grpo_trains_the_good_episodes_of_a_group_with_bad_ones(grpo, reference, caplog):
+    group, reasons = paper.group_with_bad_ones(paper.episodes(reference))
+    rows = training_rows(group, version=paper.NEWEST, **paper.LIMITS)
+    assert {row.episode for row in rows} == {one.id for one in group} - reasons.keys()
+    in_turn = iter(group)
+
+    async def run_episode(prompt):
+        return next(in_turn)
+
+    rollouts = adapter.GRPORollouts(run_episode, group_size=len(group), **paper.LIMITS)
+    found = grpo(group, rollouts=rollouts)
+    assert paper.relative_error(found, paper.gradient(reference, rows, "token_mean")) < TOLERANCE
+    assert rollouts.left_out == dict.fromkeys(reasons.values(), 1)
+    assert all(f"episode=<{name}> | left out of training: {reason}" in caplog.text for name, reason in reasons.items())
+
+
+@pytest.mark.parametrize("rows", [GENERATIONS - 1, GENERATIONS + 1])
+def test_grpo_takes_no_other_number_of_rows(grpo, reference, rows):
+    """What the fillers are for: TRL wants `num_generations` rows per prompt."""
+    rollouts = adapter.GRPORollouts(runner(paper.episodes(reference)), group_size=4)
+
+    def with_other_rows(prompts, trainer):
+        return {name: [*column, *column][:rows] for name, column in rollouts(prompts, trainer).items()}
+
+    with pytest.raises((ValueError, LookupError)):
+        grpo([], rollouts=with_other_rows)
+
+
+def test_grpos_own_baseline_is_over_rows(grpo, reference):
+    """What the reward function of advantages is for: TRL subtracts the mean over all rows of a prompt."""
+    rollouts = adapter.GRPORollouts(runner(paper.episodes(reference)), group_size=4, baseline=None)
+    rows = list(training_rows(paper.episodes(reference), baseline=None))
+    rewards = [row.advantage for row in rows]
+    rewards += [1.0] * (GENERATIONS - len(rows))
+
+    def with_rewards(prompts, trainer):
+        return {**rollouts(prompts, trainer), "row_advantage": rewards}
+
+    found = grpo([], rollouts=with_rewards)
+    mean = sum(rewards) / GENERATIONS
+    as_trl = [replace(row, advantages=[row.advantage - mean for _ in row.advantages]) for row in rows]
+    assert paper.relative_error(found, paper.gradient(reference, as_trl, "token_mean")) < TOLERANCE
 
 
 def test_the_grpo_example_trains(folder, reference, common, monkeypatch):

@@ -1,6 +1,7 @@
 """verl's own post-processing, advantages and loss on our rows: each episode counts once, each sampled token once."""
 
 import asyncio
+import itertools
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import verl.trainer.ppo.v1.agent_loop_tq as agent_loop_tq
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.rollout.replica import TokenOutput
 
-from strands_sglang import TerminationReason
 from strands_sglang.credit import Episode, TrainingRows, training_rows
 from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.trainers import verl as adapter
@@ -33,19 +34,34 @@ def episodes(episodes):
 
 
 @pytest.fixture
-def processed(monkeypatch):
-    """Runs each episode's outputs through verl's worker, which puts them into its queue; returns fields by key."""
-    kept = {}
+def kept(monkeypatch):
+    """What verl's worker puts into its queue: fields by key, and the status of each prompt."""
+    fields_by_key = {}
 
-    async def put(keys, fields, tags, partition_id):
-        kept.update(zip(keys, fields, strict=True))
+    async def put_batch(keys, fields, tags, partition_id):
+        fields_by_key.update(zip(keys, fields, strict=True))
 
-    monkeypatch.setattr(agent_loop_tq, "tq", SimpleNamespace(async_kv_batch_put=put))
+    async def put(key, partition_id, tag):
+        fields_by_key[key] = tag["status"]
+
+    monkeypatch.setattr(agent_loop_tq, "tq", SimpleNamespace(async_kv_batch_put=put_batch, async_kv_put=put))
+    return fields_by_key
+
+
+@pytest.fixture
+def worker():
+    """verl's worker for TransferQueue, without servers."""
     actor = agent_loop_tq.AgentLoopWorkerTQ
     worker_class = actor.__ray_metadata__.modified_class if hasattr(actor, "__ray_metadata__") else actor
     worker = object.__new__(worker_class)  # its constructor connects to servers
     worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
     worker.distillation_enabled = worker.stream_teacher_with_rollout = False
+    return worker
+
+
+@pytest.fixture
+def processed(worker, kept):
+    """Runs each episode's outputs through verl's worker; returns fields by key."""
 
     def run(outputs_by_session):
         for session, outputs in enumerate(outputs_by_session):
@@ -151,15 +167,26 @@ def test_a_last_row_without_trained_tokens_would_lose_the_episode(episodes, proc
         assert sum(agent_loop_outputs(episode)[-1].response_mask) > 0
 
 
-def test_what_verl_cannot_train_is_left_out(episodes, caplog):
+def test_bad_episodes_are_named_and_left_out(episodes, caplog):
+    group, reasons = paper.group_with_bad_ones(episodes)
+    limits = {"prompt_length": 49, "max_staleness": paper.LIMITS["max_staleness"]}
+    assert [one.id for one in group if agent_loop_outputs(one, **limits)] == ["e0", "e2"]
+    reasons["e1"] = "a row's prompt has 50 tokens, and rollout.prompt_length is 49"
+    for name, reason in reasons.items():
+        assert f"episode=<{name}> | left out of training: {reason}" in caplog.text
+
+
+def test_rows_longer_than_verls_limits_are_left_out(episodes, caplog):
     first = episodes[0]
-    assert agent_loop_outputs(replace(first, outcome=TerminationReason.INFRASTRUCTURE_ERROR)) == []
     assert agent_loop_outputs(first, response_length=25) == []
     assert "a row's response has 26 tokens, and rollout.response_length is 25" in caplog.text
     assert agent_loop_outputs(first, prompt_length=29) == []
     assert len(agent_loop_outputs(first, prompt_length=30, response_length=26)) == 1
+
+
+def test_rewards_of_turns_are_refused(episodes):
     with pytest.raises(ValueError, match="verl takes one reward per episode"):
-        agent_loop_outputs(replace(first, turn_rewards={0: 1.0}))
+        agent_loop_outputs(replace(episodes[0], turn_rewards={0: 1.0}))
 
 
 def test_an_episode_without_reward_is_scored_by_verl(episodes):
@@ -220,13 +247,57 @@ def test_estimators_other_than_grpo_count_rows(episodes, processed):
         compute_advantage_for_multi_trajectories(batch_of(kept), list(kept), AdvantageEstimator.GRPO_PASSK)
 
 
-def test_a_group_of_one_has_its_reward_as_advantage(episodes, processed):
-    """verl trains an episode whose siblings are left out: its baseline is 0."""
+def test_a_group_of_one_would_have_its_reward_as_advantage(episodes, processed):
+    """What the agent loop protects from: verl trains an episode whose siblings are left out with a baseline of 0."""
     kept = processed([agent_loop_outputs(replace(episodes[1], reward=0.5))])
     data = batch_of(kept)
     done = compute_advantage_for_multi_trajectories(data, list(kept), AdvantageEstimator.GRPO)
     found = done.batch["advantages"][data.batch["response_mask"].bool()].tolist()
     assert found == pytest.approx([0.5] * 46, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("failed", "trained"), [((0,), [1, 2]), ((0, 2), []), ((1, 2), []), ((0, 1, 2), []), ((), [0, 1, 2])]
+)
+def test_the_last_episode_of_a_group_is_left_out(worker, kept, episodes, caplog, failed, trained):
+    """verl's own worker runs the group, whose first episode ends last."""
+    started = itertools.count()
+    order = asyncio.Event()
+
+    @agent_loop("grouped")
+    async def grouped(model, fields):
+        number = next(started)
+        if number == 0:  # the first ends last
+            await order.wait()
+        elif number == 2:
+            order.set()
+        assert number == fields["session_id"]
+        return replace(episodes[number], outcome="infrastructure_error" if number in failed else None)
+
+    rollout = OmegaConf.create({"n": 3, "prompt_length": 1000, "response_length": 1000})
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    worker.llm_client, worker.tokenizer, worker.hf_model_type = ServerManager(), build_chatml_tokenizer(), "qwen3"
+    worker.dataset_cls, worker.tools = None, []
+    _agent_loop_registry["grouped"]["_target_"] = f"{__name__}.GROUPED"
+    globals()["GROUPED"] = grouped
+    prompt = {"uid": "u", "agent_name": "grouped", "global_steps": 1, "index": 0}
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+    asyncio.run(worker._run_prompt(prompt, {"temperature": 1.0}, trajectory))
+    assert kept.pop("u") == "finished"
+    assert sorted({int(key.split("_")[1]) for key in kept}) == trained
+    assert ("the only episode of its group that can be trained" in caplog.text) == (len(failed) == 2)
+
+
+async def test_an_episode_alone_by_the_settings_is_trained(episodes):
+    @agent_loop("single")
+    async def single(model, fields):
+        return episodes[0]
+
+    rollout = SimpleNamespace(prompt_length=1000, response_length=1000)
+    loop = object.__new__(single)
+    loop.server_manager, loop.tokenizer = ServerManager(), build_chatml_tokenizer()
+    loop.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    assert len(await loop.run({}, uid="u", session_id=0)) == 1
 
 
 def test_the_example_is_an_agent_loop():
@@ -255,11 +326,3 @@ def test_mixed_versions_above_the_limit_are_left_out(episodes, caplog):
     assert first.extra_fields == {"min_global_steps": 3, "max_global_steps": 4}
     assert agent_loop_outputs(mixed, max_staleness=2) == []
     assert "older than max_staleness=2" in caplog.text
-
-
-def test_a_logprob_that_is_nan_leaves_the_episode_out(episodes, caplog):
-    trajectory = type(episodes[0].trajectory).from_bytes(episodes[0].trajectory.to_bytes())
-    turn = trajectory.turns[0]
-    turn.generation = replace(turn.generation, logprobs=None)
-    assert agent_loop_outputs(replace(episodes[0], trajectory=trajectory)) == []
-    assert "a trained token has no logprob" in caplog.text

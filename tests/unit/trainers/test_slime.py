@@ -968,7 +968,7 @@ async def test_reward_is_kept_and_none_is_left_to_slime(reward, kept, chatml_tok
     assert [sample.reward for sample in samples] == [kept]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308])
 async def test_nonfinite_reward_removes_the_sample(reward, chatml_tokenizer, caplog):
     sample = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, reward=reward)
     assert (sample.status.name, sample.reward, sample.remove_sample) == ("COMPLETED", 0.0, True)

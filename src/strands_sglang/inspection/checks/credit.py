@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...credit import STD_EPSILON, group_advantages
+from ...credit import LARGEST_REWARD, STD_EPSILON, group_advantages
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason
 from ...trajectory.seals import is_comparable
 from ..records import Episode, Group, SequenceRecord
@@ -177,10 +177,13 @@ def _expected(scored: Sequence[Episode], settings: Mapping[str, Any]) -> dict[st
 
 
 def _scored(group: Group) -> list[Episode]:
+    def size(episode: Episode) -> float:
+        return sum(map(abs, (episode.reward or 0.0, *episode.facts.get("turn_rewards", {}).values())))
+
     return [
         episode
         for episode in group.episodes
-        if episode.reward is not None and math.isfinite(episode.reward) and not _has_no_reward(episode)
+        if episode.reward is not None and size(episode) <= LARGEST_REWARD and not _has_no_reward(episode)
     ]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...credit import LARGEST_REWARD
 from ...exceptions import SGLangDecodingError
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
 from ...protocol.generation import Generation
@@ -348,17 +349,19 @@ class _Export:
         if status == "COMPLETED" and (continues or not whole):
             status = "TRUNCATED"
         if reward is not None and not self._is_finite(reward):
-            logger.warning("reward=<%r> | a reward is not a finite number; its sample is removed", reward)
+            logger.warning(
+                "reward=<%r> | a reward is not a finite number, or exceeds 1e18; its sample is removed", reward
+            )
             return self.failed(status)
         own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
         return _Verdict(status, own, False)
 
     def _is_finite(self, reward: Any) -> bool:
         if not isinstance(reward, Mapping):
-            return math.isfinite(float(reward))
+            return abs(float(reward)) <= LARGEST_REWARD
         key = reward_key(self.args, evaluation=self.evaluation)
         values = [reward.get(key)] if key else [value for value in reward.values() if isinstance(value, float)]
-        return all(value is not None and _is_number(value) and math.isfinite(float(value)) for value in values)
+        return all(value is not None and _is_number(value) and abs(float(value)) <= LARGEST_REWARD for value in values)
 
     def fill(self, sample: Any, branch: _Branch | None, rows: Rows | None, verdict: _Verdict) -> None:
         images = branch.tokens.multimodal_train_inputs if branch is not None and branch.leaf.image_inputs() else None
