@@ -65,6 +65,7 @@ class Server:
         self.probe_interval = FIRST_PROBE_S
         self._lock = threading.Lock()
         self._failing_since: float | None = None
+        self._is_told = False
         self._failures = 0
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
@@ -88,6 +89,7 @@ class Server:
             self._last_failure = now
             if now < self._next_line:
                 return
+            self._is_told = True
             self._next_line = now + self._interval
             self._interval = min(2 * self._interval, MAX_LOG_INTERVAL_S)
             failures, seconds = self._failures, now - self._failing_since
@@ -100,12 +102,13 @@ class Server:
         )
 
     def log_answer(self) -> None:
-        """Log the end of an outage, if there was one."""
+        """Log the end of an outage, if there was one and a line told of it."""
         if self._failing_since is None:
             return
         with self._lock:
             since, self._failing_since = self._failing_since, None
-        if since is not None:
+            was_told, self._is_told = self._is_told, False
+        if since is not None and was_told:
             logger.info("base_url=<%s>, seconds=<%.0f> | server answers again", self.base_url, time.monotonic() - since)
 
 

@@ -1717,7 +1717,8 @@ async def test_thousand_failed_requests_log_a_few_lines(caplog):
     down = Counter(line.partition(",")[0] for line in said if "server does not answer" in line)
     assert set(down) == {"base_url=<http://one>", "base_url=<http://two>"}
     assert max(down.values()) <= 6
-    assert 1 <= sum("server answers again" in line for line in said) <= 2
+    again = Counter(line.partition(",")[0] for line in said if "server answers again" in line)
+    assert set(again) <= set(down) and 1 <= max(again.values()) <= 2  # a call that failed before may be late
 
 
 def client_of(server, **settings):
