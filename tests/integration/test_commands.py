@@ -78,7 +78,7 @@ async def test_killed_and_resumed_evaluation_has_each_sample_once(own_server, sm
         *("--backend", "sglang", "--base-url", smollm_server.base_url, "--tokenizer", smollm_server.model_path),
         *("--chat-template", local.CHATML_TOOLS_TEMPLATE, "--system-prompt", "You are a helpful assistant."),
         *("--env", "calculator", "--model", "smollm2", "--env-args", '{"max_tool_iterations": 3}'),
-        *("--temperature", 1.0, "--max-new-tokens", 40, "--n-samples", samples, "--concurrency", 8),
+        *("--temperature", 0.6, "--max-new-tokens", 40, "--n-samples", samples, "--concurrency", 8),
         *("--output", output, "--keep-trajectories", "--json"),
     ]
     tokenizer = get_tokenizer(str(smollm_server.model_path))
