@@ -1,11 +1,14 @@
 """Weights pushed to a real server are the ones that it serves, through a file and through the request."""
 
+import asyncio
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from strands_sglang import SGLangClient
 from strands_sglang.trainers.trl import SGLangWeights
+from support.real_servers import until_it_runs
 
 IDS = list(range(20, 60))
 
@@ -22,6 +25,26 @@ async def served(base_url):
     async with SGLangClient(base_url) as client:
         meta = (await client.generate(IDS, {"max_new_tokens": 1}, **fields))["meta_info"]
     return torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]]), meta["weight_version"]
+
+
+async def test_weights_are_pushed_while_requests_run(tiny_server, own_server):
+    model = AutoModelForCausalLM.from_pretrained(tiny_server.model_path, dtype=torch.float32)
+    weights = SGLangWeights(tiny_server.base_url)
+
+    def push(version):
+        weights.pause()
+        weights.push(model.state_dict().items(), version)
+        weights.resume()
+
+    params = {"max_new_tokens": 3000, "ignore_eos": True}
+    async with SGLangClient(tiny_server.base_url) as client:
+        for version in (1, 2, 3, 0):
+            running = [asyncio.create_task(client.generate(IDS, params)) for _ in range(4)]
+            await until_it_runs(tiny_server.base_url)
+            await asyncio.to_thread(push, version)
+            for task in running:
+                assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+    weights.close()
 
 
 @pytest.mark.parametrize("by_disk", [True, False])

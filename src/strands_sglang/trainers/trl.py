@@ -84,9 +84,12 @@ class SGLangWeights:
         return httpx.Client(timeout=self._timeout, trust_env=False)
 
     def pause(self) -> None:
-        """Stop generation; requests in flight return what they have sampled."""
+        """Stop generation, and wait until the servers are idle; requests in flight return what they have sampled."""
         self._is_paused = True
         self._post("/pause_generation", {})
+        # A server answers that it pauses before its scheduler is done with the aborted requests, and refuses weights
+        # until then.
+        self._post(f"/flush_cache?timeout={self._timeout}", {})
 
     def resume(self) -> None:
         """Continue generation."""

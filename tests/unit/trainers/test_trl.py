@@ -84,6 +84,16 @@ def test_an_unreadable_answer_keeps_no_server_from_the_request(respx_mock):
     assert other.called
 
 
+def test_weights_are_pushed_to_idle_servers(respx_mock):
+    server = respx_mock.route(host="one").respond(json={"success": True})
+    weights = SGLangWeights("http://one", timeout=20)
+    weights.pause()
+    weights.push(TENSORS, 1)
+    calls = [call.request.url for call in server.calls]
+    assert [url.path for url in calls[:2]] == ["/pause_generation", "/flush_cache"]
+    assert float(calls[1].params["timeout"]) > 0
+
+
 def test_a_folder_needs_the_model_it_is_copied_from(tmp_path):
     with pytest.raises(ValueError, match="model_path and folder belong together"):
         SGLangWeights("http://localhost:1", folder=tmp_path)
