@@ -7,6 +7,7 @@ float32 forward pass, with the weights of each version over the tokens that are 
 import asyncio
 import json
 import shutil
+import time
 
 import httpx
 import pytest
@@ -398,12 +399,13 @@ async def while_running(trainer, act):
     await act()
 
 
-async def test_samples_share_a_prefill_also_after_an_update(trainer, tiny_server, monkeypatch):
-    monkeypatch.setattr(prefill, "IDLE_S", 0.0)  # so tiny a model is loaded in less
+async def test_samples_share_a_prefill_also_after_an_update(trainer, tiny_server):
     question = "Which of these numbers is prime? " + " ".join(map(str, range(160)))
     async with SGLangClient(tiny_server.base_url) as client:
         for version in ("old", "new"):
-            await trainer.load(version)
+            began = time.monotonic()
+            while time.monotonic() - began <= prefill.IDLE_S:  # so tiny a model is loaded in less
+                await trainer.load(version)
             models = [
                 SGLangModel(
                     tokenizer=get_tokenizer(str(tiny_server.model_path)),
