@@ -65,21 +65,13 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages, earlier: Conversat
         messages: Strands messages.
         earlier: A conversation that this one may continue.
     """
-    exact = None
-    begins_with = 0
-    values = exact_bytes([dict(parts), *([message["role"], message["content"]] for message in messages)])
-    if values is not None:
-        hashed = hashlib.sha256()
-        length = 0
-        if earlier is not None and earlier.exact is not None and len(earlier.digests) <= len(messages):
-            length = earlier.exact[0]
-            hashed.update(values[:length])
-            if hashed.digest() == earlier.exact[1]:
-                begins_with = len(earlier.digests)
-        hashed.update(values[length:])
-        exact = (len(values), hashed.digest())
-    if earlier is not None and begins_with:
-        new = messages[begins_with:]
+    values: list[Any] = [dict(parts)]
+    for message in messages:
+        values += (message["role"], message["content"])
+    may_continue = earlier is not None and len(earlier.digests) <= len(messages)
+    exact, continues = _exact(values, earlier.exact if earlier is not None and may_continue else None)
+    if earlier is not None and continues:
+        new = messages[len(earlier.digests) :]
         digests = tuple(map(message_digest, new))
         chain = (*earlier.chain, *_links(earlier.key, digests))
         roles = (*earlier.roles, *(message["role"] for message in new))
@@ -93,20 +85,46 @@ def fingerprint(parts: Mapping[str, Any], messages: Messages, earlier: Conversat
 def exact_bytes(values: Sequence[Any]) -> bytes | None:
     """Serialize plain values, so that different values, or values of other types, give different bytes.
 
-    The bytes of the first values are a prefix of the bytes of all.
-
     Returns:
         The bytes; None if a value is not plain.
     """
+    data = _as_json(values)
+    return data if data is not None and b"null" not in data else _as_marshal(values)
+
+
+def _exact(values: Sequence[Any], earlier: tuple[int, bytes] | None) -> tuple[tuple[int, bytes] | None, bool]:
+    """Return length and digest of plain values, serialized, and whether they begin with those of an earlier call.
+
+    The bytes of the first values are a prefix of the bytes of all, and none is copied: fresh memory costs more than
+    hashing.
+    """
+    length, digest = earlier or (0, b"")
+    for serialize in (_as_json, _as_marshal):
+        data = serialize(values)
+        if data is None:
+            continue
+        view = memoryview(data)[:-1]  # without the bracket that closes the list
+        hashed = hashlib.sha256(view[:length])
+        continues = hashed.digest() == digest
+        if serialize is _as_json and data.find(b"null", length if continues else 0) >= 0:
+            continue  # orjson writes NaN as null, too; the earlier bytes hold none
+        hashed.update(view[length:])
+        return (len(view), hashed.digest()), continues
+    return None, False
+
+
+def _as_json(values: Sequence[Any]) -> bytes | None:
     try:
-        data = orjson.dumps(values)
-        if b"null" not in data:  # orjson writes NaN as null, too
-            return data[:-1]
+        return orjson.dumps(values)
     except TypeError:
-        pass
+        return None
+
+
+def _as_marshal(values: Sequence[Any]) -> bytes | None:
+    """Serialize each value, and end with a bracket, as JSON does."""
     try:
         # Version 2 has no references: equal values have equal bytes, whichever objects they are made of.
-        return b"".join([marshal.dumps(value, 2) for value in values])
+        return b"".join([*(marshal.dumps(value, 2) for value in values), b"]"])
     except ValueError:
         return None
 

@@ -159,7 +159,6 @@ class ModelCall:
     parts: list[Generation] = field(init=False, default_factory=list)
     _cancellation: Cancellation = field(init=False)
     _grammar: Mapping[str, Any] | None = field(init=False, default=None)
-    _prompt_tokens: int = field(init=False)
     _response: dict[str, Any] | None = field(init=False, default=None)
     _partial: dict[str, Any] | None = field(init=False, default=None)
     _prefill: Prefill | None = field(init=False, default=None)
@@ -204,7 +203,7 @@ class ModelCall:
                     part = await self._request(plan)
                 except ContextWindowOverflowException:
                     most = plan.sampling_params.get("max_new_tokens")
-                    total = None if most is None else self._prompt_tokens + int(most)
+                    total = None if most is None else self.turn.prompt_tokens + int(most)
                     if total != server.context_length:
                         raise
                     reserve_last_token(client)
@@ -274,7 +273,6 @@ class ModelCall:
         self.turn.chat_tools = self._tools(place.turn)
         self.turn.said = said_in(place.new_messages, self.chat.system if place.turn is None else None)
         self.trajectory.encoder = self.template.encoder
-        self._prompt_tokens = sum(len(turn.prompt_ids) + sampled for turn, sampled in self.turn.steps())
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
     async def _share_prefill(self) -> bool:
@@ -314,7 +312,7 @@ class ModelCall:
         Raises:
             ContextWindowOverflowException: The context has no room for an answer, or for one of `min_new_tokens`.
         """
-        config, turn, prompt_tokens = self.config, self.turn, self._prompt_tokens
+        config, turn, prompt_tokens = self.config, self.turn, self.turn.prompt_tokens
         grammar = self._grammar or {}  # None in it removes a configured parameter
         given = config.own_sampling_params()
         configured = {name: value for name, value in given.items() if name not in grammar}
@@ -350,7 +348,7 @@ class ModelCall:
                 plan = self.on_request(turn, plan)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
-            turn.request_fields = config.own_request_fields()
+            turn.request_fields = config.recorded_request_fields
         return plan
 
     async def _request(self, plan: RequestPlan) -> Generation:
@@ -390,7 +388,7 @@ class ModelCall:
             self._response = None  # one list per token, which the garbage collector would walk
         if part.output_ids or part.finish_type != "length" or not self.parts:  # else no budget was left
             before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
-            sent, added = self._prompt_tokens + len(so_far), len(self.turn.prompt_ids) + len(so_far)
+            sent, added = self.turn.prompt_tokens + len(so_far), len(self.turn.prompt_ids) + len(so_far)
             check_answer(part, self.config, sent, added, parent=before)
         return part
 

@@ -15,6 +15,7 @@ import base64
 import binascii
 import json
 import math
+import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,10 @@ def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMas
     return SamplingMask(token_ids, lengths)
 
 
+NO_LOGPROBS = array("d")
+"""Shared by all answers without logprobs of the prompt."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Generation:
     """The sampled tokens of one request and what the server reported about them.
@@ -154,7 +159,7 @@ class Generation:
     cached_tokens: int = 0
     weight_version: str | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
-    prompt_logprobs: array[float] = field(default_factory=lambda: array("d"))
+    prompt_logprobs: array[float] = field(default_factory=lambda: NO_LOGPROBS)
     request_id: str = ""
     resumed_ids: tuple[str, ...] = ()
     routed_experts: str | None = None
@@ -280,7 +285,7 @@ def read_generation(
         meta: Mapping[str, Any] = response["meta_info"]
         output_ids = array("i", response["output_ids"])
         finish = meta["finish_reason"]
-        finish_type = finish["type"]
+        finish_type = _shared(finish["type"])
         if finish_type not in ("stop", "length", "abort"):
             # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
@@ -303,11 +308,9 @@ def read_generation(
             # A request that was aborted in the queue returns a short meta_info.
             prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
-            weight_version=meta.get("weight_version"),
+            weight_version=_shared(meta.get("weight_version")),
             weight_versions=_read_versions(meta, len(output_ids)),
-            prompt_logprobs=array(
-                "d", (math.nan if entry[0] is None else entry[0] for entry in meta.get("input_token_logprobs") or [])
-            ),
+            prompt_logprobs=_read_prompt_logprobs(meta),
             request_id=str(meta.get("id", "")),
             routed_experts=meta.get("routed_experts"),
             sampling_mask=None if masks is None else _read_sampling_mask(masks, output_ids),
@@ -324,11 +327,23 @@ def read_generation(
         ) from error
 
 
+def _shared(text: Any) -> Any:
+    """Return the one object for a text that most answers of an episode have."""
+    return sys.intern(text) if type(text) is str else text
+
+
+def _read_prompt_logprobs(meta: Mapping[str, Any]) -> array[float]:
+    entries = meta.get("input_token_logprobs")
+    if not entries:
+        return NO_LOGPROBS
+    return array("d", [math.nan if entry[0] is None else entry[0] for entry in entries])
+
+
 def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     """Return the spans that the server reports, or its one version for all tokens (SGLang before 0.5.23)."""
     reported = meta.get("weight_versions")
     if reported is None:
-        version = meta.get("weight_version")
+        version = _shared(meta.get("weight_version"))
         return (VersionSpan(str(version), 0, count),) if version is not None and count else ()
     spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in reported]
     spans = [span for span in spans if span.start < span.end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ def reason_to_extend(
         differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
             return f"forks after call {turn.index}: {_deepest(differences, messages)}"
-    return f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)"
+    # Other episodes have the same text.
+    return sys.intern(f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)")
 
 
 def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> str:

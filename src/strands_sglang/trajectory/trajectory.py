@@ -152,8 +152,7 @@ class Trajectory:
         self._id = uuid.uuid4().hex
         self._turns: list[Turn] = []
         self._calls = 0
-        self._by_answer: dict[bytes, list[Turn]] = {}  # by the conversation that ends with their answer
-        self._by_question: dict[tuple[str, bytes], list[Turn]] = {}  # answered ones, by who asked what
+        self._by_answer: dict[bytes, Turn] = {}  # the latest one by the conversation that ends with its answer
         self._latest: dict[str, Turn] = {}  # answered ones, by agent
         self._unsettled: dict[str, list[Turn]] = {}  # those that no later call is known to have built on, by agent
         self._unanswered: dict[bytes, list[Turn]] = {}  # by what they asked: a retry replaces them
@@ -369,10 +368,9 @@ class Trajectory:
             self._unanswered.setdefault(turn.key, []).append(turn)
         if turn.answer_key is None:
             return
-        self._by_answer.setdefault(turn.answer_key, []).append(turn)
+        self._by_answer[turn.answer_key] = turn
         self.tool_calls.update((call["toolUseId"], call) for call in turn.tool_calls)
         if turn.agent is not None:
-            self._by_question.setdefault((turn.agent, turn.key), []).append(turn)
             self._latest[turn.agent] = turn
             self._unsettled.setdefault(turn.agent, []).append(turn)
 
@@ -424,7 +422,9 @@ class Trajectory:
             if link in questions:
                 after = After(conversation.digests[known:], place.new_messages, known, TurnStatus.COMMITTED, cycle)
                 asked = [turn for turn in undecided if turn.key == link]
-                self._warn_of_rewriting(judge(self._by_question[agent, link], asked, after))
+                same = (turn for turn in self._turns if turn.key == link and turn.agent == agent)
+                answered = [turn for turn in same if turn.answer_key is not None]
+                self._warn_of_rewriting(judge(answered, asked, after))
         latest = self._latest.get(agent)
         if latest is not None and latest is not place.turn and latest.key not in conversation.chain:
             note_if_gone(latest, conversation.digests)
@@ -527,10 +527,12 @@ class Trajectory:
                 chains += [chain_of(parts, conversation.digests) for parts in before.values()]
             for known in range(len(conversation.digests), 0, -1):
                 for chain in chains:
-                    same = self._by_answer.get(chain[known])
-                    if same:
-                        own = (turn for turn in reversed(same) if turn.agent == agent)
-                        return next(own, same[-1]), known
+                    latest = self._by_answer.get(chain[known])
+                    if latest is None:
+                        continue
+                    same = (turn for turn in reversed(self._turns) if turn.answer_key == latest.answer_key)
+                    own = (turn for turn in same if turn.agent == agent)
+                    return latest if latest.agent == agent else next(own, latest), known
             return None
 
     def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:

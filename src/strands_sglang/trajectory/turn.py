@@ -135,11 +135,17 @@ class Turn:
     chat_tools: ChatTools | None = None
     trajectory: Trajectory | None = None
     _root: Turn | None = field(default=None, init=False)
+    _before: int = field(default=0, init=False)
     _added: EncodedIds | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Look up the root once: walking up from every turn would be quadratic."""
-        self._root = None if self.parent is None else self.parent.root
+        """Look up the root and count the ids once: walking up from every turn would be quadratic."""
+        parent = self.parent
+        if parent is not None:
+            self._root = parent.root
+            kept = len(parent.output_ids) if self.parent_kept is None else self.parent_kept
+            self._before = parent.prompt_tokens + kept
+            self.roles = parent.roles if parent.roles == self.roles else self.roles  # one object for most turns
 
     def __reduce__(self) -> Any:
         """Pickle and copy the turn as part of its trajectory.
@@ -152,6 +158,11 @@ class Turn:
         if self.trajectory is None or self not in self.trajectory.turns:
             raise TypeError(f"{self!r} belongs to no trajectory, so it cannot be pickled or copied")
         return _turn_of, (self.trajectory, self.index)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of ids of the whole prompt: those before `prompt_ids`, and these."""
+        return self._before + len(self.prompt_ids)
 
     @property
     def output_ids(self) -> array[int]:

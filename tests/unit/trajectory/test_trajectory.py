@@ -70,6 +70,7 @@ def test_a_conversation_that_grows_is_one_sequence():
         turn = recorder.call(history, f"a{i}")
         history += [assistant(f"a{i}")]
         assert turn.reason == ("opens the first sequence" if i == 0 else f"extends call {i - 1} with 1 new message(s)")
+        assert turn.prompt_tokens == 4 * i + 2
 
     (sequence,) = recorder.trajectory.sequences()
     assert sequence.token_ids == list(range(120))
@@ -466,6 +467,7 @@ def test_a_turn_with_a_dropped_token_ends_its_own_sequence():
     recorder = Recorder()
     first = recorder.call([user("q")], "a")
     after = recorder.call([user("q"), assistant("a"), user("r")], "b", kept=1)
+    assert after.prompt_tokens == len(after.token_ids()) - len(after.output_ids)
     one, other = recorder.trajectory.sequences()
     assert (one.token_ids, one.loss_mask) == (first.token_ids(), [0, 0, 1, 1])
     assert (other.token_ids, other.loss_mask) == ([0, 1, 2, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1, 1])
