@@ -24,7 +24,7 @@ help:
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
-	@echo "make screenshots       the screenshots of docs/guides/viewer.md"
+	@echo "make screenshots       the screenshots of the guides"
 	@echo "make bench             what requests and agents cost, against other clients (five minutes); bench-full: everything"
 	@echo "make clean             remove .venv and what tools left in the clone"
 

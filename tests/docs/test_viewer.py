@@ -424,6 +424,20 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     assert page.get_by_label("State").input_value() == "never solved"
 
 
+@pytest.mark.parametrize(("name", "count"), [("report", 6), ("jars", 5)])
+def test_numbers_open_the_views_in_the_order_of_buttons(name, count, files, reports, open_page):
+    page = open_page((reports[0] if name == "report" else files) / f"{name}.html")
+    buttons = page.locator("nav a")
+    assert buttons.count() == count
+    for at in range(count):
+        page.keyboard.press(str(at + 1))
+        page.wait_for_function(
+            "at => document.querySelectorAll('nav a')[at].getAttribute('aria-current') === 'page'", arg=at
+        )
+    page.keyboard.press("?")
+    assert f"1 – {count}" in page.locator("#help").inner_text()
+
+
 def test_another_metric_has_its_own_plot_and_values(reports, open_page):
     page = open_page(reports[0] / "report.html")
     before = column(page, "pass@1")

@@ -99,6 +99,7 @@ class App {
     if (index.report) {
       document.querySelector("h1").textContent = index.report.name;
       document.querySelector("nav").prepend(h("a", { href: "#report", "data-view": "report" }, index.report.name));
+      document.querySelector("#help dt.views").textContent = "1 – 6";
     }
     window.addEventListener("hashchange", () => this.route());
     document.addEventListener("keydown", (event) => this.key(event));
@@ -214,7 +215,7 @@ class App {
       "?": () => document.getElementById("help").showModal(),
       d: () => this.toggleTheme(),
       f: () => this.index.findings.length && this.go(`finding-${(((this.finding ?? -1) + 1) % this.index.findings.length) + 1}`),
-      ...Object.fromEntries(VIEWS.map((name, i) => [String(i + 1), () => this.go(name)])),
+      ...Object.fromEntries([...document.querySelectorAll("nav a")].map((link, i) => [String(i + 1), () => this.go(link.dataset.view)])),
       ...(inEpisode && {
         "/": () => episode.parts.search.focus(),
         j: () => episode.nextTurn(1),
