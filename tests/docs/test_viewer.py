@@ -22,7 +22,7 @@ from strands_sglang.local.install import home
 from strands_sglang.viewer import render
 from support import specimens, written_episodes as written
 from support.environments import StubEnvironment
-from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS
+from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS, WRITTEN_FAULTS
 
 AXE = ("axe-core@4.11.0", "39bed7d72308f6d620789c169d699bfd7e8da80f65b545821a6b2215c3e83107")
 VIEWS = ("overview", "episode-3", "siblings-0", "credit", "drift")
@@ -167,12 +167,14 @@ def healthy(chatml_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("healthy")
     specimens.write_step(folder / "step" / "step-000003", chatml_tokenizer, experts=False)
     specimens.write_evaluation(folder / "evaluation", chatml_tokenizer)
+    specimens.write_trajectories(folder / "trajectories", chatml_tokenizer, 12)
     return folder
 
 
 FAULTS = [
     *(("step", plant) for plant in (*TRAJECTORY_FAULTS.values(), *STEP_FAULTS.values())),
     *(("evaluation", plant) for plant in EVALUATION_FAULTS.values()),
+    *(("trajectories", plant) for plant in WRITTEN_FAULTS.values()),
 ]
 FAULTS.remove(("step", TRAJECTORY_FAULTS["rows_of_experts_missing"]))  # that step has none
 

@@ -7,7 +7,10 @@ fault. It knows the file formats and nothing about their readers.
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -16,9 +19,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from strands_sglang import Trajectory, Turn
+from strands_sglang.protocol.generation import VersionSpan
+
 Plant = Callable[[Path, Random], "str | None"]
 
 TRAJECTORY_FAULTS: dict[str, Plant] = {}
+WRITTEN_FAULTS: dict[str, Plant] = {}
+"""Faults of a program that records wrongly: the file is sealed after them, so no seal tells."""
 STEP_FAULTS: dict[str, Plant] = {}
 EVALUATION_FAULTS: dict[str, Plant] = {}
 
@@ -415,6 +423,189 @@ def reward_changed(folder: Path, random: Random) -> str | None:
     return None
 
 
+def written(change: Callable[[Turn, Random], bool | None]) -> Callable[[Turn, Random], bool | None]:
+    """Register a change of one trained answer of at least 8 tokens; it returns False where it cannot be made."""
+
+    def plant(folder: Path, random: Random) -> str | None:
+        paths = sorted(folder.rglob("*.safetensors"))
+        for path in random.sample(paths, len(paths)):
+            trajectory = Trajectory.load(path)
+            turns = [
+                turn
+                for turn in trajectory.turns
+                if len(turn.output_ids) > 8 and not (turn.is_auxiliary or turn.constrained or turn.image_inputs())
+                if turn.status in ("answered", "committed", "final")
+            ]
+            for turn in random.sample(turns, len(turns)):
+                if change(turn, random) is False:
+                    continue
+                for one in trajectory.turns:
+                    one.seals = one.prompt_seal = one.seal = None
+                if trajectory.end is not None:
+                    trajectory.end = replace(trajectory.end, seal="")
+                for other in paths:
+                    other.unlink()
+                trajectory.save(path)
+                return f"{path.name}, turn {turn.index}"
+        return None
+
+    plant.__name__ = change.__name__
+    WRITTEN_FAULTS[change.__name__] = plant
+    return change
+
+
+def answer_with(turn: Turn, **changed: Any) -> None:
+    turn.generation = replace(turn.generation, **changed)  # type: ignore[type-var]
+
+
+def other_turn(turn: Turn) -> Turn | None:
+    turns = turn.trajectory.turns if turn.trajectory is not None else []
+    fits = (one for one in turns if one is not turn and len(one.output_ids) > 8 and one.output_ids != turn.output_ids)
+    return next(fits, None)
+
+
+@written
+def logprobs_all_equal(turn: Turn, random: Random) -> None:
+    answer_with(turn, logprobs=array("d", [random.choice((0.0, -1.25))] * len(turn.output_ids)))
+
+
+@written
+def logprob_impossible(turn: Turn, random: Random) -> None:
+    logprobs = array("d", turn.generation.logprobs)  # type: ignore[union-attr,arg-type]
+    logprobs[random.randrange(len(logprobs))] = random.choice((0.7, math.nan, math.inf, -math.inf))
+    answer_with(turn, logprobs=logprobs)
+
+
+@written
+def logprobs_of_another_answer(turn: Turn, random: Random) -> bool | None:
+    other = other_turn(turn)
+    if other is None:
+        return False
+    values = list(other.generation.logprobs) * 99  # type: ignore[union-attr,arg-type]
+    answer_with(turn, logprobs=array("d", values[: len(turn.output_ids)]))
+    return None
+
+
+@written
+def logprobs_missing_in_one_turn(turn: Turn, random: Random) -> bool | None:
+    if other_turn(turn) is None:
+        return False
+    answer_with(turn, logprobs=None)
+    return None
+
+
+@written
+def version_of_another_kind(turn: Turn, random: Random) -> bool | None:
+    if other_turn(turn) is None:
+        return False
+    answer_with(turn, weight_versions=(VersionSpan("step-7", 0, len(turn.output_ids)),))
+    return None
+
+
+@written
+def versions_overlap(turn: Turn, random: Random) -> None:
+    count = len(turn.output_ids)
+    ends = random.choice(((count - 1, count - 3, count), (count, 0, count + 5)))
+    answer_with(turn, weight_versions=(VersionSpan("3", 0, ends[0]), VersionSpan("3", *ends[1:])))
+
+
+@written
+def more_cached_than_asked(turn: Turn, random: Random) -> None:
+    answer_with(turn, cached_tokens=turn.generation.prompt_tokens + random.randrange(1, 9))  # type: ignore[union-attr]
+
+
+@written
+def prompt_cut(turn: Turn, random: Random) -> bool | None:
+    if len(turn.prompt_ids) < 8:
+        return False
+    turn.prompt_ids = turn.prompt_ids[random.randrange(1, 6) :]
+    return None
+
+
+@written
+def answers_exchanged(turn: Turn, random: Random) -> bool | None:
+    other = other_turn(turn)
+    if other is None:
+        return False
+    turn.generation, other.generation = other.generation, turn.generation
+    return None
+
+
+@written
+def end_of_the_parent_lost(turn: Turn, random: Random) -> bool | None:
+    if turn.parent is None or len(turn.parent.output_ids) < 4 or turn.parent_kept is not None:
+        return False
+    turn.parent_kept = len(turn.parent.output_ids) - random.randrange(2, 4)
+    return None
+
+
+@written
+def answer_goes_on_after_its_stop(turn: Turn, random: Random) -> bool | None:
+    stop = turn.generation.stop_token_id  # type: ignore[union-attr]
+    if stop is None or turn.generation.resumed_ids:  # type: ignore[union-attr]
+        return False
+    ids = array("i", turn.output_ids)
+    ids[random.randrange(1, len(ids) - 2)] = stop
+    answer_with(turn, output_ids=ids)
+    return None
+
+
+@written
+def more_tokens_than_allowed(turn: Turn, random: Random) -> None:
+    turn.sampling_params = {**turn.sampling_params, "max_new_tokens": len(turn.output_ids) - random.randrange(1, 5)}
+
+
+@written
+def call_recorded_twice(turn: Turn, random: Random) -> None:
+    names = [name for name in Turn.__slots__ if not name.startswith("_")]
+    turns = turn.trajectory._turns  # type: ignore[union-attr]
+    turns.append(Turn(**{**{name: getattr(turn, name) for name in names}, "index": turns[-1].index + 1}))
+
+
+@written
+def id_beyond_the_vocabulary(turn: Turn, random: Random) -> None:
+    ids = array("i", random.choice((turn.output_ids, turn.prompt_ids)))
+    is_sampled = ids == turn.output_ids
+    ids[random.randrange(len(ids))] = 2_000_000
+    if is_sampled:
+        answer_with(turn, output_ids=ids)
+    else:
+        turn.prompt_ids = ids
+
+
+@written
+def tool_calls_of_another_answer(turn: Turn, random: Random) -> None:
+    turn.tool_calls = () if turn.tool_calls else ({"toolUseId": "a", "name": "calculator", "id": "a"},)
+
+
+@written
+def words_that_are_in_no_token(turn: Turn, random: Random) -> bool | None:
+    name = random.choice(("said", "answered"))
+    parts = list(getattr(turn, name))
+    places = [place for place, part in enumerate(parts) if part.kind == "text"]
+    if not places:
+        return False
+    place = random.choice(places)
+    parts[place] = parts[place]._replace(text="Nobody ever wrote these words.")
+    setattr(turn, name, tuple(parts))
+    return None
+
+
+@written
+def grammar_called_free(turn: Turn, random: Random) -> None:
+    turn.sampling_params = {**turn.sampling_params, "regex": "[a-z]*"}
+
+
+@written
+def time_runs_backwards(turn: Turn, random: Random) -> None:
+    answer_with(turn, latency_s=random.choice((-3.0, math.nan)))
+
+
+@written
+def reward_of_a_turn_that_is_none(turn: Turn, random: Random) -> None:
+    turn.trajectory.note_end(turn_rewards={999: 0.5})  # type: ignore[union-attr]
+
+
 class Rows(Tensors):
     """The rows of a training step."""
 
@@ -701,6 +892,31 @@ def turn_of_another_call(file: Rows, random: Random) -> str | None:
     return row["episode"]
 
 
+@row_fault
+def trainer_logprobs_of_other_tokens(file: Rows, random: Random) -> str | None:
+    """The trainer computed them over a row in another order."""
+    known = file.tensors["trainer_logprobs"]
+    for number in random.sample(range(len(file.rows)), len(file.rows)):
+        trained = file.positions(number, 1)
+        if len(trained) >= 16:
+            known[trained] = np.roll(known[trained], len(trained) // 2)
+            return f"row {number}"
+    return None
+
+
+@row_fault
+def version_where_nothing_is_trained(file: Rows, random: Random) -> str | None:
+    place = int(random.choice(np.flatnonzero(file.tensors["loss_mask"] == 0)))
+    file.tensors["versions"][place] = 0
+    return f"token {place}"
+
+
+@row_fault
+def newer_than_the_update(file: Rows, random: Random) -> str | None:
+    file.json["settings"] |= {"version": 0, "max_staleness": random.randrange(3)}
+    return "version 0"
+
+
 @into(STEP_FAULTS)
 def trajectories_exchanged(folder: Path, random: Random) -> str | None:
     file = Rows(folder)
@@ -762,3 +978,49 @@ def files_exchanged(folder: Path, random: Random) -> str | None:
     left.write_bytes(theirs)
     right.write_bytes(ours)
     return f"{left.name} and {right.name}"
+
+
+def record_fault(change: Callable[[dict[str, Any]], None]) -> Plant:
+    """Register a change of one record of an evaluation."""
+
+    def plant(folder: Path, random: Random) -> str | None:
+        path, lines = records(folder)
+        line = random.choice(lines)
+        change(line)
+        save_records(path, lines)
+        return str(line["key"])
+
+    plant.__name__ = change.__name__
+    return into(EVALUATION_FAULTS)(plant)
+
+
+@into(EVALUATION_FAULTS)
+def record_twice(folder: Path, random: Random) -> str | None:
+    path, lines = records(folder)
+    save_records(path, [*lines, random.choice(lines)])
+    return "the last line"
+
+
+@record_fault
+def result_of_another_model(record: dict[str, Any]) -> None:
+    record["config"] = "0" * 32
+
+
+@record_fault
+def question_changed(record: dict[str, Any]) -> None:
+    record["observation"]["messages"][0]["content"][0]["text"] += " Please."
+
+
+@record_fault
+def answer_missing(record: dict[str, Any]) -> None:
+    record["observation"]["messages"].pop()
+
+
+@record_fault
+def rewarded_as_an_error(record: dict[str, Any]) -> None:
+    record["is_errored"] = True
+
+
+@record_fault
+def negative_time(record: dict[str, Any]) -> None:
+    record["seconds"] = -1.0

@@ -19,14 +19,14 @@ KINDS: Mapping[str, str] = {
     "mask-not-sampled": "a token is trained that the model did not sample",
     "mask-off-policy": "a token is trained that was constrained, auxiliary or discarded",
     "not-trained": "a sampled token is not trained, although nothing excludes it",
-    "trained-twice": "two sequences train one token",
+    "trained-twice": "two sequences, or two records of one answer, train one token",
     "id-text": "the id of a token and the recorded text disagree",
     "ids": "a token is not the recorded one",
     "drift": "a text was tokenized again, to other ids than were sampled",
     "re-rendered": "a boundary between turns was rendered again instead of continued",
     "version-missing": "the version of the weights that sampled a token is missing",
     "version-falls": "a later token was sampled by older weights",
-    "version": "a version is not the recorded one",
+    "version": "a version is not the recorded one, or cannot be the right one",
     "reward-sibling": "an episode has the reward of a sibling",
     "reward": "a reward is not the recorded one",
     "reward-failure": "an episode has a reward although the infrastructure failed",
@@ -38,7 +38,7 @@ KINDS: Mapping[str, str] = {
     "cut-complete": "an answer that was cut off counts as complete",
     "context-clamped": "the end of the context cut an answer off",
     "left-out": "an episode is missing in the update, or is in it, without a reason",
-    "group": "an episode is in the group of another prompt",
+    "group": "episodes of several prompts are in one group",
     "changed": "a recorded fact was changed later",
     "structure": "the parts of a file do not fit together",
 }
@@ -58,10 +58,11 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
         What is wrong, in the order of the files, episodes and tokens; empty if all is well.
     """
     from .checks.credit import check_credit
-    from .checks.dumps import check_sample
+    from .checks.dumps import check_prompts, check_sample
     from .checks.evaluations import check_record
     from .checks.rows import check_rows
     from .checks.turns import check_turns
+    from .checks.values import check_repeated, check_values
 
     groups = list(groups)
     found: list[Finding] = []
@@ -72,11 +73,12 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
         for episode in group.episodes:
             place = _Place(group, episode)
             before = len(found)
-            for check in (check_turns, check_rows, check_sample, check_record):
+            for check in (check_turns, check_values, check_rows, check_sample, check_record):
                 found.extend(place.finding(one) for one in _guarded(check(group, episode)))
             if len(found) == before and episode.facts.get("is_changed"):
                 found.append(place.finding({"kind": "changed", "why": "the file is no longer as it was written"}))
-        found.extend(place_in_group(group, one) for one in _guarded(check_credit(group)))
+        for check_group in (check_repeated, check_prompts, check_credit):
+            found.extend(place_in_group(group, one) for one in _guarded(check_group(group)))
     from .checks.credit import check_batch
 
     for batch in steps.values():

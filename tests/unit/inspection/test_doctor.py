@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import shutil
 import struct
@@ -613,6 +614,7 @@ def slime_samples():
     """Two rollouts of one prompt, as slime dumps them; the first has two samples, which share their start."""
     ours = {"strands_sglang": {"outcome": "task_complete"}}
     first = {"group_index": 0, "index": 1, "rollout_id": 1, "reward": 1.0, "status": "completed", "metadata": ours}
+    first["weight_versions"] = ["1"]
     long = {"tokens": [*range(12)], "response_length": 8, "loss_mask": [1, 1, 0, 0, 1, 1, 1, 1]}
     long["rollout_log_probs"] = [-1.0, -2.0, 0.0, 0.0, -3.0, -4.0, -5.0, -6.0]
     short = {"tokens": [0, 1, 2, 3, 4, 5, 20, 21], "response_length": 4, "loss_mask": [0, 0, 0, 1]}
@@ -634,6 +636,17 @@ def slime_samples():
         (2, {"rollout_routed_experts": [[1]] * 10}, "experts-missing"),
         (2, {"metadata": {"strands_sglang": {"outcome": "max_tokens_reached"}}}, "cut-complete"),
         (2, {"loss_mask": [1, 1]}, "structure"),
+        (2, {"loss_mask": [2, 1, 0, 0, 1, 1, 1, 1]}, "structure"),
+        (2, {"rollout_log_probs": None}, "logprobs"),
+        (2, {"rollout_log_probs": [-1.0, math.nan, 0.0, 0.0, -3.0, -4.0, -5.0, -6.0]}, "logprobs"),
+        (2, {"weight_versions": []}, "version-missing"),
+        (2, {"weight_versions": ["1", "step-2"]}, "version"),
+        (2, {"status": "aborted"}, "reward-failure"),
+        (2, {"reward": None}, "reward"),
+        (2, {"prompt": "another"}, "group"),
+        (2, {"prefix_cache_info": {"cached_tokens": 5, "total_prompt_tokens": 4}}, "structure"),
+        (2, {"teacher_log_probs": [-1.0] * 7}, "structure"),
+        (2, {"rollout_top_p_token_offsets": [0] * 8}, "structure"),
     ],
 )
 def test_a_fault_in_a_dump_of_slime_is_found(tmp_path, number, changed, kind):
@@ -751,6 +764,53 @@ def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path):
     credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
     found = findings(read([tmp_path]))
     assert [(finding.kind, finding.group, finding.episode) for finding in found] == [("group", "g1", "e2")]
+
+
+def test_two_prompts_in_one_group_are_found(rollout, tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    episodes = []
+    for number in range(4):
+        _, model = rollout([f"answer {number}"])
+        make_agent(model)(f"question {number // 2}")
+        episodes.append(credit.Episode(model.trajectory, number / 8, "g", f"e{number}"))
+        model.trajectory.save(tmp_path / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+    assert [(finding.kind, finding.group) for finding in findings(read([tmp_path]))] == [("group", "g")]
+
+
+def test_one_trajectory_under_two_names_is_found(rollout, tmp_path):
+    _, model = rollout(["one answer of several words"])
+    make_agent(model)("q")
+    for name in ("a", "b"):
+        model.trajectory.save(tmp_path / f"{name}.safetensors")
+    assert [finding.kind for finding in findings(read([tmp_path]))] == ["trained-twice"]
+
+
+def traced(**about):
+    """An OpenEnv trace of two calls, as `to_trace` writes it, with more about its episode."""
+    metadata = {"weight_versions": [["1", 0, 2]], "finish_reason": "abort", "parent": None}
+    about = {"id": "e", "group": "g", "reward": 1.0, "outcome": "task_complete", "left_out": None, **about}
+    turn = {"node_id": "0", "prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "loss_mask": [0, 0, 1, 1]}
+    turn |= {"per_token_logps": [-1.0, -2.0], "metadata": {**metadata, "episode": about}}
+    after = {**turn, "node_id": "1", "prompt_token_ids": [5], "loss_mask": [0, 1, 1], "per_token_logps": [-0.5, -0.25]}
+    return {"schema_version": 1, "turns": [turn, {**after, "metadata": {**metadata, "finish_reason": "stop"}}]}
+
+
+@pytest.mark.parametrize(
+    "about, is_trained, kinds",
+    [
+        ({}, True, []),  # an answer that was aborted is trained, too
+        ({"left_out": "no reward"}, True, ["left-out"]),
+        ({}, False, ["left-out"]),
+        ({"left_out": "no reward"}, False, []),
+    ],
+)
+def test_a_trace_is_trained_or_says_why_not(tmp_path, about, is_trained, kinds):
+    trace = traced(**about)
+    for turn in trace["turns"] if not is_trained else ():
+        turn["loss_mask"] = [0] * len(turn["loss_mask"])
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    assert [finding.kind for finding in findings(read([tmp_path / "trace.json"]))] == kinds
 
 
 def test_a_run_is_read_by_its_folder(healthy, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from strands_sglang.cli import main
 from support import specimens
-from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS
+from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS, WRITTEN_FAULTS
 
 PLACES = 10
 """How often each fault is planted, every time in another place."""
@@ -15,11 +15,12 @@ PLACES = 10
 
 @pytest.fixture(scope="module")
 def healthy(chatml_tokenizer, tmp_path_factory):
-    """A folder per specimen: two training steps, one of them with experts; an evaluation."""
+    """A folder per specimen: two training steps, one of them with experts; an evaluation; trajectories."""
     folder = tmp_path_factory.mktemp("healthy")
     specimens.write_step(folder / "dense" / "step-000003", chatml_tokenizer, experts=False)
     specimens.write_step(folder / "experts" / "step-000003", chatml_tokenizer)
     specimens.write_evaluation(folder / "evaluation", chatml_tokenizer)
+    specimens.write_trajectories(folder / "trajectories", chatml_tokenizer, 12)
     return folder
 
 
@@ -30,7 +31,7 @@ def examined(path, capsys):
     return code, told.out + told.err
 
 
-@pytest.mark.parametrize("specimen", ["dense", "experts", "evaluation"])
+@pytest.mark.parametrize("specimen", ["dense", "experts", "evaluation", "trajectories"])
 def test_healthy_specimens_are_not_accused(healthy, capsys, specimen):
     code, told = examined(healthy / specimen, capsys)
     assert code == 0, told
@@ -39,6 +40,7 @@ def test_healthy_specimens_are_not_accused(healthy, capsys, specimen):
 CASES = [
     *(("dense", plant) for plant in (*TRAJECTORY_FAULTS.values(), *STEP_FAULTS.values())),
     *(("experts", plant) for plant in TRAJECTORY_FAULTS.values()),
+    *(("trajectories", plant) for plant in WRITTEN_FAULTS.values()),
     *(("evaluation", plant) for plant in EVALUATION_FAULTS.values()),
 ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ...credit import LARGEST_REWARD, STD_EPSILON, group_advantages
+from ...credit import LARGEST_REWARD, STD_EPSILON, group_advantages, version_number
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason
 from ...trajectory.seals import is_comparable
 from ..records import Episode, Group, SequenceRecord
@@ -341,6 +342,7 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
     yield from _weights(known)
     yield from _exchanged(groups)
     for group in groups:
+        yield from _prompts(group)
         yield from _left_out(group)
     for name in groups[0].facts["strays"]:
         why = f"trajectories/{name}.safetensors is of no episode of the batch, and nothing says why"
@@ -351,6 +353,11 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
     settings = groups[0].facts["settings"]
     newest, behind = settings.get("version"), settings.get("max_staleness")
     for group, episode, number, sequence in rows if newest is not None and behind is not None else ():
+        used = {sequence.row["names"][at] for at in set(sequence.row["versions"].tolist()) - {-1}}
+        later = max((value for name in used if (value := version_number(name)) is not None), default=newest)
+        if later > newest:
+            why = f"its tokens of version {later} are newer than the weights to be updated, version {newest}"
+            yield {"kind": "version", "why": why, "group": group.id, "episode": episode.id, "sequence": number}
         oldest = sequence.row["episode_version"]
         if oldest is not None and newest - oldest > behind:
             why = f"its oldest tokens are of version {oldest}, more than max_staleness={behind} before {newest}"
@@ -382,10 +389,26 @@ def _exchanged(groups: Sequence[Group]) -> Iterator[Facts]:
                 yield {"kind": "group", "why": why, "group": name, "episode": episode}
 
 
-def _opening(episode: Episode) -> Any:
-    """Return the digest of the conversation that an episode opens with; None if its file does not tell."""
+def _prompts(group: Group) -> Iterator[Facts]:
+    """Find a group that several prompts share."""
+    asked = {episode.id: _opening(episode, "digests") for episode in group.episodes}
+    counts = Counter(messages for messages in asked.values() if messages)
+    (_, most), *others = counts.most_common() or [((), 0)]
+    if len(others) and others[0][1] > 1 and most + sum(count for _, count in others) == len(asked):
+        names = [next(name for name, messages in asked.items() if messages == one) for one in counts]
+        why = f"its episodes open with {len(counts)} prompts, such as those of {names[0]} and {names[1]}"
+        yield {"kind": "group", "why": why, "group": group.id}
+
+
+def _opening(episode: Episode, name: str = "key") -> Any:
+    """Return the digest of the conversation that an episode opens with; None if its file does not tell.
+
+    Args:
+        episode: The episode.
+        name: `"digests"` for those of the messages alone, without the system prompt and the tools.
+    """
     recorded = (turn.facts.get("turn") for turn in episode.turns if not turn.is_auxiliary)
-    return next((turn.key for turn in recorded if turn is not None), None)
+    return next((getattr(turn, name) for turn in recorded if turn is not None), None)
 
 
 def _left_out(group: Group) -> Iterator[Facts]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from ...credit import version_number
+from ...terminal import counted
 from ..records import Episode, Group, SequenceRecord
 from ..texts import joined
 from .turns import Facts
 
 _OURS = "strands_sglang"
+
+MANY = 16
+"""Number of tokens in a row that a model does not sample with probability 1."""
 
 
 def check_sample(group: Group, episode: Episode) -> Iterator[Facts]:
@@ -26,6 +31,22 @@ def check_sample(group: Group, episode: Episode) -> Iterator[Facts]:
     for number, sequence in enumerate(episode.sequences):
         for facts in _sample(group, episode, sequence):
             yield {"sequence": number, **facts}
+
+
+def check_prompts(group: Group) -> Iterator[Facts]:
+    """Find samples of another prompt in a group of slime, which are n copies of one."""
+    if group.kind != "slime":
+        return
+    asked = [
+        (repr(sequence.facts["sample"].get("prompt")), episode)
+        for episode in group.episodes
+        for sequence in episode.sequences
+    ]
+    usual = max((prompt for prompt, _ in asked), key=[prompt for prompt, _ in asked].count, default="")
+    for prompt, episode in asked:
+        if prompt != usual:
+            why = f"its prompt is {prompt[:60]}, and that of others in its group {usual[:60]}"
+            yield {"kind": "group", "why": why, "episode": episode.id}
 
 
 def _twice(episode: Episode) -> Iterator[Facts]:
@@ -69,9 +90,18 @@ def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterato
         at = next((i for i, (a, b) in enumerate(zip(text, given, strict=False)) if a != b), min(len(text), len(given)))
         why = f"its tokens say {text[at : at + 20]!r} where its response says {given[at : at + 20]!r}"
         yield {"kind": "id-text", "why": why, "token": _token_at(sequence, group, prompt, at), "count": 1}
-    versions = [int(version) for version in sample.get("weight_versions") or () if str(version).isdecimal()]
-    if any(later < earlier for earlier, later in pairwise(versions)):
-        yield {"kind": "version-falls", "why": f"its weight versions fall: {sample['weight_versions']}"}
+    yield from _versions(group, sample)
+    yield from _entries(sample, count)
+    if sequence.mask.max(initial=0) > 1:
+        at = int(sequence.mask.argmax())
+        why = f"its loss mask has the value {sequence.mask[at]}"
+        yield {"kind": "structure", "why": why, "token": at, "count": 1}
+    if not removed and str(sample.get("status")) in ("aborted", "pending") and sample.get("reward") is not None:
+        why = f"its status is {sample['status']}, but it has the reward {sample['reward']}"
+        yield {"kind": "reward-failure", "why": why}
+    if not removed and sample.get("reward") is None and group.facts["is_scored"]:
+        if str(sample.get("status")) in ("completed", "truncated"):
+            yield {"kind": "reward", "why": f"it has no reward, although it is {sample['status']} and others have one"}
     experts = sample.get("rollout_routed_experts")
     if experts is not None and len(experts) != len(sequence) - 1:
         why = f"{len(sequence)} tokens have {len(experts)} rows of routed experts instead of {len(sequence) - 1}"
@@ -84,13 +114,36 @@ def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterato
         yield {"kind": "cut-complete", "why": f"its status is completed, but the episode ended with {ours['outcome']}"}
 
 
+def _versions(group: Group, sample: Mapping[str, Any]) -> Iterator[Facts]:
+    versions = sample.get("weight_versions") or ()
+    numbers = [version_number(version) for version in versions]
+    known = [number for number in numbers if number is not None]
+    if any(later < earlier for earlier, later in pairwise(known)):
+        yield {"kind": "version-falls", "why": f"its weight versions fall: {versions}"}
+    if known and len(known) < len(numbers):
+        yield {"kind": "version", "why": f"its weight versions cannot be compared: {versions}"}
+    if not versions and group.facts["has_versions"] and not sample.get("remove_sample"):
+        yield {"kind": "version-missing", "why": "it has no weight versions, although others have"}
+
+
+def _entries(sample: Mapping[str, Any], count: int) -> Iterator[Facts]:
+    """Check the lengths of what slime replays, and its counts."""
+    teacher, offsets = sample.get("teacher_log_probs"), sample.get("rollout_top_p_token_offsets")
+    for name, values, wanted in (
+        ("teacher_log_probs", teacher, count),
+        ("rollout_top_p_token_offsets", offsets, count + 1),
+    ):
+        if values is not None and len(values) != wanted:
+            yield {"kind": "structure", "why": f"{count} response tokens came with {len(values)} {name}"}
+    cache = sample.get("prefix_cache_info") or {}
+    cached, total = cache.get("cached_tokens", 0), cache.get("total_prompt_tokens", 0)
+    if cached > total:
+        yield {"kind": "structure", "why": f"{cached} of its {total} prompt tokens are said to come from the cache"}
+
+
 def _logprobs(sequence: SequenceRecord, logprobs: Any, prompt: int, *, contract: bool) -> Iterator[Facts]:
     response = np.arange(prompt, len(sequence))
     values, mask = logprobs[prompt:], sequence.mask[prompt:] > 0
-    bad = np.flatnonzero(mask & (~np.isfinite(values) | (values > 1e-3)))
-    if len(bad):
-        at = int(response[bad[0]])
-        yield {"kind": "logprobs", "why": f"a trained token has the logprob {values[bad[0]]}", "token": at, "count": 1}
     if not contract:  # others may keep logprobs of tokens that they do not train
         return
     stray = np.flatnonzero(~mask & (values != 0.0))
@@ -108,8 +161,9 @@ def _logprobs(sequence: SequenceRecord, logprobs: Any, prompt: int, *, contract:
         why = "it was sampled, since it has a logprob, but is not trained"
         yield {"kind": "not-trained", "why": why, "token": int(response[stray[0]]), "count": len(stray)}
     for start, stop in _runs(mask):
-        if not values[start:stop].any() and (~mask).any():
-            why = "it is trained, but has no logprob: nothing sampled it"
+        zeros = max((b - a for a, b in _runs(values[start:stop] == 0.0)), default=0)
+        if not values[start:stop].any() and (~mask).any() or MANY <= zeros < stop - start:
+            why = f"{counted(zeros, 'trained token')} in a row without a logprob: nothing sampled them"
             yield {"kind": "mask-not-sampled", "why": why, "token": int(response[start]), "count": stop - start}
 
 

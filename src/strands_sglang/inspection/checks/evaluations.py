@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,11 @@ def check_record(group: Group, episode: Episode) -> Iterator[Facts]:
         return
     if record.get("seal") is not None and seal_of(record) != record["seal"]:
         yield _changed(group, episode, record)
+    if str(record.get("config")) != group.facts["config"]:
+        why = "it is of another configuration than the other samples: another model or other settings"
+        yield {"kind": "changed", "why": why}
+    if record["reward"] is not None and record.get("is_errored"):
+        yield {"kind": "reward", "why": f"it has the reward {record['reward']}, but counts as an error without one"}
     if record["reward"] is not None and (record.get("reward_error") or record.get("reward_error_is_infrastructure")):
         told = record.get("reward_error") or "by the infrastructure"
         yield {"kind": "reward-failure", "why": f"it has the reward {record['reward']}, but scoring failed: {told}"}
@@ -55,28 +60,42 @@ def _changed(group: Group, episode: Episode, record: Mapping[str, Any]) -> Facts
                 "kind": "reward-sibling",
                 "why": f"its reward and answer are those of sample {other['sample_index']}",
             }
-    return {"kind": "id-text", "why": "its answer, reward or end is not the recorded one"}
+    if _says(record.get("final_response"), _texts(episode)):
+        return {"kind": "reward", "why": "its reward, end, prompt or number is not the recorded one"}
+    return {"kind": "id-text", "why": "its final response is not the recorded one"}
 
 
 def _answers(episode: Episode, record: Mapping[str, Any]) -> Iterator[Facts]:
     """Compare the messages with the digests of the answers that the agent kept unchanged."""
-    known = set()
     try:
-        messages = [message for message in episode.messages if message["role"] == "assistant"]
-        known = {message_digest(message) for message in messages}  # type: ignore[arg-type]
-        texts = [block["text"] for message in messages[-1:] for block in message["content"] if "text" in block]
+        known = {message_digest(message) for message in episode.messages}  # type: ignore[arg-type]
+        first = [message_digest(message) for message in episode.messages[:1] if message["role"] == "user"]  # type: ignore[arg-type]
+        texts = _texts(episode)
     except (KeyError, TypeError):
         return
     final = record.get("final_response")
-    if isinstance(final, str) and texts and final.strip() not in "\n".join(texts) and texts[-1].strip() not in final:
+    if isinstance(final, str) and texts and not _says(final, texts):
         yield {"kind": "id-text", "why": "its final response is not the text of its last message"}
+    asked = {digest for turn in episode.turns if "turn" in turn.facts for digest in turn.facts["turn"].digests}
+    if asked and first and first[0] not in asked:
+        yield {"kind": "id-text", "why": "no call of its trajectory has asked the first of its messages"}
     for turn in episode.turns:
         recorded = turn.facts.get("turn")
         if turn.status != "final" or turn.note or recorded is None or recorded.answer_digest is None:
             continue
-        if messages and recorded.answer_digest not in known and not turn.is_auxiliary:
+        if known and recorded.answer_digest not in known and not turn.is_auxiliary:
             why = "the answer in the messages of the record is not the one that was sampled"
             yield {"kind": "id-text", "why": why, "turn": turn.number}
+
+
+def _texts(episode: Episode) -> list[str]:
+    """Return the texts of the last answer in the messages."""
+    answers = [message for message in episode.messages if message["role"] == "assistant"]
+    return [block["text"] for message in answers[-1:] for block in message["content"] if "text" in block]
+
+
+def _says(final: Any, texts: Sequence[str]) -> bool:
+    return isinstance(final, str) and bool(texts) and (final.strip() in "\n".join(texts) or texts[-1].strip() in final)
 
 
 def _tokens(episode: Episode, tokens: Mapping[str, Any]) -> Iterator[Facts]:

@@ -180,6 +180,10 @@ def _row_versions(episode: Episode, sequence: SequenceRecord, derived: SequenceR
     expected: list[str | None] = [None] * len(sequence)
     for version, start, stop in episode.versions(derived):
         expected[start:stop] = [version] * (stop - start)
+    stray = np.flatnonzero((sequence.mask == 0) & (np.asarray(row["versions"]) != -1))
+    if len(stray):
+        why = "it is not trained, but has a version of the weights"
+        yield {"kind": "version", "why": why, "token": int(stray[0]), "count": len(stray)}
     told: set[str] = set()
     for position in np.flatnonzero((sequence.mask > 0) & (derived.mask > 0)).tolist():
         number = int(row["versions"][position])
@@ -203,30 +207,51 @@ def _row_versions(episode: Episode, sequence: SequenceRecord, derived: SequenceR
             yield {"kind": kind, "why": f"its version is {given!r}, and the trajectory's {expected[position]!r}", **at}
 
 
+FAR = 0.5
+"""Mean distance in nats between two logprobs of the same tokens: clipping drops nearly all of such an update."""
+
+
 def _trainer(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord) -> Iterator[Facts]:
     own = np.asarray(sequence.trainer_logprobs, np.float64)
-    wrong = np.flatnonzero((sequence.mask == 0) & (derived.mask == 0) & (own != 0.0))
     known = episode.column(derived, "logprobs")
     trained = np.flatnonzero((derived.mask > 0) & (sequence.mask > 0) & ~np.isnan(known))
-    if len(trained) >= 4:
-        apart = np.abs(own[trained] - known[trained]).mean()
-        for step, where in ((-1, "before"), (1, "after")):
-            inside = trained[np.isin(trained + step, trained)]
-            if len(inside) >= 4 and np.abs(own[inside] - known[inside + step]).mean() < 0.2 * apart and apart > 0.5:
-                why = f"the trainer's own logprobs fit the token {where} each: they are shifted by one"
-                yield {"kind": "logprobs-shifted", "why": why, "token": int(trained[0]), "count": len(trained)}
-                return
     if len(trained) >= 4 and not own[trained].any() and known[trained].any():
         why = "the trainer's own logprobs of all trained tokens are 0, though the sampler's are not"
         yield {"kind": "logprobs", "why": why, "token": int(trained[0]), "count": len(trained)}
-    bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
+        return
+    for step in sequence.steps:
+        yield from _distance(own, known, trained[(trained >= step.sampled) & (trained < step.stop)])
     for positions, why in (
-        (bad, "the trainer's own logprob of it is none"),
-        (wrong, "it is not trained, but has a logprob by the trainer"),
+        (
+            np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3))),
+            "the trainer's own logprob {:g} is no logarithm of a probability",
+        ),
+        (
+            np.flatnonzero((sequence.mask == 0) & (derived.mask == 0) & (own != 0.0)),
+            "it is not trained, but has the logprob {:g} by the trainer",
+        ),
     ):
         if len(positions):
             at = int(positions[0])
-            yield {"kind": "logprobs", "why": why, "turn": _turn_at(episode, sequence, at), "token": at, "count": 1}
+            place = {"turn": _turn_at(episode, sequence, at), "token": at, "count": 1}
+            yield {"kind": "logprobs", "why": why.format(own[at]), **place}
+
+
+def _distance(own: Any, known: Any, trained: Any) -> Iterator[Facts]:
+    """Compare the trainer's logprobs of an answer with the sampler's."""
+    apart = float(np.abs(own[trained] - known[trained]).mean()) if len(trained) >= 4 else 0.0
+    if not apart > FAR:
+        return
+    at = {"token": int(trained[0]), "count": len(trained)}
+    for step, where in ((-1, "before"), (1, "after")):
+        inside = trained[np.isin(trained + step, trained)]
+        if len(inside) >= 3 and np.abs(own[inside] - known[inside + step]).mean() < 0.2 * apart:
+            why = f"the trainer's own logprobs fit the token {where} each: they are shifted by one"
+            yield {"kind": "logprobs-shifted", "why": why, **at}
+            return
+    if len(trained) >= 8:
+        why = f"the trainer's own logprobs are {apart:.2f} nats from the sampler's: of other tokens or temperature"
+        yield {"kind": "logprobs", "why": why, **at}
 
 
 def _trained_once(episode: Episode) -> Iterator[Facts]:

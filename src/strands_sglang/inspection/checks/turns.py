@@ -122,11 +122,6 @@ def _logprobs(turn: TurnRecord) -> Iterator[Facts]:
     sampled = turn.sampled
     values, seals, count = sampled.logprobs, sampled.seals, len(sampled)
     if seals is None:
-        if values is not None and count:
-            bad = np.flatnonzero((values > 1e-3) | np.isposinf(values))
-            if len(bad):
-                why = f"a logprob of {values[bad[0]]:g} is no logarithm of a probability"
-                yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
         return
     if len(seals) != count:  # other tokens were put in or taken out, which has been told
         return
@@ -442,12 +437,13 @@ _THROWN_AWAY = ("another answer was kept", "the agent asked the same again", "th
 
 
 def _status(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
-    """Compare the status of a turn with its note, its error and its end."""
+    """Compare the status of a turn with its note, its error and its end; records of other libraries have none."""
     if turn.status not in ("answered", "committed", "final"):
         return
     if turn.note in _THROWN_AWAY:
         yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
-    if turn.finish == "abort" or turn.failure is not None:
+    recorded = turn.facts.get("turn")
+    if (turn.finish == "abort" or turn.failure is not None) and recorded is not None and recorded.digests:
         why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
         yield {"kind": "cut-complete", "why": why}
 

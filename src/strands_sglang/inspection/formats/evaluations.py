@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,29 @@ def read_evaluation(results: Path) -> list[Group]:
             raise
         raise EvaluationFileError(f"{plan_file}: damaged: {error}") from error
     failures = results.with_name(f"{stem}.failures.jsonl")
+    twice: set[str] = set()
     records: dict[str, tuple[Path, Mapping[str, Any]]] = {}
     for file in (failures, results):
         if file.exists():
-            records.update((record["key"], (file, record)) for record in _records(file))
+            for own in _records(file):
+                if records.get(own["key"], (None,))[0] == file == results:
+                    twice.add(own["key"])
+                records[own["key"]] = (file, own)
     vocabulary: dict[int, bytes] = {}
     for key, (file, record) in records.items():
         episode, pieces = _episode(file, record, results.with_name(f"{stem}.trajectories") / f"{key}.safetensors")
+        if key in twice:
+            episode.problems.append(
+                ("structure", f"{results.name} has several records of it; the last one is examined")
+            )
         vocabulary.update(pieces)
         prompt = str(record["prompt_id"])
         groups.setdefault(prompt, Group(prompt, [], kind="evaluation", file=str(results))).episodes.append(episode)
+    configs = Counter(str(record.get("config")) for _, record in records.values())
+    usual = configs.most_common(1)[0][0] if configs else None
     for group in groups.values():
         group.vocabulary = vocabulary
-        group.facts = {"benchmark": plan["benchmark"], "plan": plan}
+        group.facts = {"benchmark": plan["benchmark"], "plan": plan, "config": usual}
         group.episodes.sort(key=lambda episode: episode.facts["record"]["sample_index"])
     return [group for group in groups.values() if group.episodes]
 

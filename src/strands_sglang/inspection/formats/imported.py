@@ -46,6 +46,7 @@ def read_imported(path: Path) -> list[Group]:
             episode.outcome = None if one.outcome is None else one.outcome.value
             for turn in episode.turns:
                 turn.reward = one.turn_rewards.get(turn.number)
+            episode.problems += _untrained(value) if kind == "openenv" else ()
             group.episodes.append(episode)
     return list(groups.values())
 
@@ -78,6 +79,17 @@ def _imported(value: Any) -> tuple[str, list[Imported]]:
 
         return "verifiers", from_record(value)
     raise ImportedFileError("no TrainingTrace of OpenEnv, and no episode or trace of verifiers")
+
+
+def _untrained(trace: Any) -> list[tuple[str, str]]:
+    """Compare what our export says of an episode of OpenEnv with its masks: it is trained, or left out."""
+    turns = trace["turns"]
+    about = (turns[0].get("metadata") or {}).get("episode") or {} if turns else {}
+    trains = any(any(turn["loss_mask"]) for turn in turns)
+    if "left_out" not in about or trains == (about["left_out"] is None):
+        return []
+    why = f"it is said to be left out ({about['left_out']}), but is trained"
+    return [("left-out", why if trains else "none of its tokens is trained, and nothing says why")]
 
 
 def _kind(why: str) -> str:

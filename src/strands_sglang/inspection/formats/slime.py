@@ -48,6 +48,8 @@ def read_dump(path: Path) -> list[Group]:
         raise DumpFileError(f"{path}: no rollout dump of slime: {type(error).__name__}: {what[0][:200]}") from error
     for group in groups.values():
         group.facts["rollout_id"] = content.get("rollout_id")
+        group.facts["has_versions"] = any(sample.get("weight_versions") for sample in samples)
+        group.facts["is_scored"] = any(sample.get("reward") is not None for sample in samples)
     return list(groups.values())
 
 
