@@ -268,6 +268,8 @@ class LoopSession:
             self.closing.set_result(None)
         await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
         await self._guard.aclose()
+        for flight in self.flights.values():  # another transport than ours may not have ended them
+            flight.answer.cancel()
 
     def drop(self) -> None:
         """Drop the connections of a loop that no longer runs."""

@@ -264,11 +264,11 @@ async def _exchange(
         key: Routing key; None for none.
         over: Future to set at the end, which wakes its waiter an iteration earlier than the end of this task would.
     """
+    response: httpx.Response | Reply | None = None
     try:
         head = session.head(url)
         # The client is only asked for its transport: this is where respx replaces it.
         transport = session.http._transport_for_url(head.url)
-        response: httpx.Response | Reply
         if isinstance(transport, AiohttpTransport):
             headers = head.items if key is None else [*head.items, (ROUTING_HEADER, key)]
             response = await transport.post(head.address, headers, content)
@@ -277,13 +277,20 @@ async def _exchange(
             await request.aread()
             if key is not None:
                 request.headers[ROUTING_HEADER] = key
-            response = await transport.handle_async_request(request)
+            received = await transport.handle_async_request(request)
             try:
-                await response.aread()
+                await received.aread()
             except BaseException:
-                await response.aclose()
+                await received.aclose()
                 raise
+            response = received
         await session.turnstile.enter()  # the caller decodes it
+        return response
+    except asyncio.CancelledError:
+        if not session.closed:
+            raise
+        if response is None:  # the call that waits for it is not cancelled
+            raise ConnectionResetError("the client was closed") from None
         return response
     finally:
         settle(over)

@@ -795,6 +795,20 @@ async def test_closing_aborts_and_returns_partial_answers():
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def test_closing_ends_requests_that_a_transport_keeps():
+    async def respond(request):
+        arrived.set()
+        return await asyncio.get_running_loop().create_future()
+
+    arrived = asyncio.Event()
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.01)
+    task = asyncio.create_task(client.generate([1]))
+    await arrived.wait()
+    await client.close()
+    with pytest.raises(SGLangConnectionError, match="closed"):
+        await asyncio.wait_for(task, 5.0)
+
+
 async def test_closing_ends_the_wait_for_a_retry():
     server = scripted(ScriptedResponse(500))
     client = client_to(server, retry_delay=0.1)
