@@ -135,7 +135,10 @@ class Watched(AsyncGRPOTrainer):
         return loss
 
     def score(self, ids: list[int]) -> torch.Tensor:
-        """Return the logprobs of ids after the first, by the trainer's weights."""
+        """Return the logprobs of ids after the first, by the trainer's weights; the last layer in float64.
+
+        In float32 its rounding is larger than the server's, and of one sign.
+        """
         import numpy as np
 
         row = TreeRow()
@@ -147,13 +150,14 @@ class Watched(AsyncGRPOTrainer):
         packed = row.pack()
         longest = packed["tree_max_seqlens"].tolist()
         with torch.no_grad():
-            logits = self.model(
+            self.model(
                 input_ids=packed["input_ids"][None],
                 position_ids=packed["position_ids"][None],
                 **{name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
                 tree_max_seqlen_q=longest[0],
                 tree_max_seqlen_k=longest[1],
-            ).logits[0, :-1]
+            )
+            logits = self._hidden[0, :-1].double() @ self.model.lm_head.weight.double().T
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
