@@ -1,22 +1,26 @@
-"""The demo of GRPO on two cores, on a real server: kills neither end a run nor make it train anything twice."""
+"""The demo of GRPO on two cores, and the study beside it, on real servers."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from strands_sglang import local
+from strands_sglang import SGLangClient, get_tokenizer, local
 from strands_sglang.credit import TrainingRows
 from strands_sglang.trainers.trl import SGLangWeights
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "grpo_cpu"))
+import study_rollouts
 import training
 
 ROOT = Path(__file__).parents[3]
@@ -88,10 +92,41 @@ def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
     assert (demo.folder / "reward.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.timeout(600)
-def test_a_tensor_that_a_push_leaves_out_is_noticed(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory):
+    """A real server with a tiny random Qwen3, and the folder of its model."""
     python = local.ensure_sglang()
     model_path = local.ensure_tiny_qwen3(python)
+    with local.start_server(python, model_path, log_path=tmp_path_factory.mktemp("server") / "log") as server:
+        yield server.base_url, model_path
+
+
+@pytest.mark.timeout(600)
+async def test_the_studys_usual_way_has_what_was_sampled(tiny_server):
+    """Strands' OpenAI provider on `/v1`, with the server's account of what it really read and sampled."""
+    base_url, model_path = tiny_server
+    tokenizer = get_tokenizer(str(model_path))
+    setting = replace(study_rollouts.BASE, max_new_tokens=16)
+    async with SGLangClient(base_url) as client:
+        rollouts = study_rollouts.Rollouts(base_url, tokenizer, tokenizer.chat_template, setting, client)
+        found = await rollouts.run("openai", ("2 * 3",))
+        call, (row,) = found.calls[0], found.rows
+        prompt, sampled = call.prompt_ids, call.sampled_ids
+        scored = await client.generate(
+            [*prompt, *sampled], sampling_params={"max_new_tokens": 1}, return_logprob=True, logprob_start_len=0
+        )
+    known = [entry[0] for entry in scored["meta_info"]["input_token_logprobs"]][len(prompt) :]
+    assert 1 <= len(sampled) <= 16 and call.logprobs == pytest.approx(known, abs=1e-4)
+    for ids in (prompt, row.token_ids):
+        assert tokenizer.decode(ids).count("What is 2 * 3?") == 1
+    measured = [value for value in row.sampled_logprobs if not math.isnan(value)]
+    assert set(measured) <= {value for one in found.calls for value in one.logprobs}
+    assert len(measured) <= sum(row.loss_mask) and len(row.loss_mask) == len(row.token_ids)
+
+
+@pytest.mark.timeout(600)
+def test_a_tensor_that_a_push_leaves_out_is_noticed(tiny_server, tmp_path, monkeypatch):
+    base_url, model_path = tiny_server
     weights = dict(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters())
     left_out = ""
     push = SGLangWeights.push
@@ -100,16 +135,15 @@ def test_a_tensor_that_a_push_leaves_out_is_noticed(tmp_path, monkeypatch):
         push(self, [(name, tensor) for name, tensor in named_tensors if name != left_out], version)
 
     monkeypatch.setattr(SGLangWeights, "push", push_most)
-    with local.start_server(python, model_path, log_path=tmp_path / "server.log") as server:
-        for way in ({}, {"model_path": model_path, "folder": tmp_path / "pushed"}):
-            probed = training.ProbedWeights(server.base_url, **way)
-            for left_out in ("", "model.layers.1.self_attn.v_proj.weight", "model.norm.weight", ""):
-                with torch.no_grad():
-                    for tensor in weights.values():
-                        tensor.mul_(1.001)
-                if not left_out:
-                    probed.push(weights.items(), 1)
-                    continue
-                with pytest.raises(RuntimeError, match="but 1 of the server's .* tensors are others"):
-                    probed.push(weights.items(), 1)
-            probed.close()
+    for way in ({}, {"model_path": model_path, "folder": tmp_path / "pushed"}):
+        probed = training.ProbedWeights(base_url, **way)
+        for left_out in ("", "model.layers.1.self_attn.v_proj.weight", "model.norm.weight", ""):
+            with torch.no_grad():
+                for tensor in weights.values():
+                    tensor.mul_(1.001)
+            if not left_out:
+                probed.push(weights.items(), 1)
+                continue
+            with pytest.raises(RuntimeError, match="but 1 of the server's .* tensors are others"):
+                probed.push(weights.items(), 1)
+        probed.close()
