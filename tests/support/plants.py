@@ -586,7 +586,7 @@ def words_that_are_in_no_token(turn: Turn, random: Random) -> bool | None:
     if not places:
         return False
     place = random.choice(places)
-    parts[place] = parts[place]._replace(text="Nobody ever wrote these words.")
+    parts[place] = parts[place]._replace(text="These words were never written.")
     setattr(turn, name, tuple(parts))
     return None
 

@@ -310,10 +310,15 @@ class _Reader:
 def write_file(path: str | PathLike[str], content: bytes) -> None:
     """Write a whole file atomically: a full disk or a kill leaves the previous content.
 
+    Devices and pipes, such as `/dev/stdout`, are written to.
+
     Raises:
         OSError: The file cannot be written.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a new file would replace a device
+        path.write_bytes(content)
+        return
     # Not by tempfile, whose files only their owner can read.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

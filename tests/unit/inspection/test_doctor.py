@@ -813,6 +813,31 @@ def test_a_trace_is_trained_or_says_why_not(tmp_path, about, is_trained, kinds):
     assert [finding.kind for finding in findings(read([tmp_path / "trace.json"]))] == kinds
 
 
+def graph(**node):
+    """A trace of verifiers with one call; `node` changes what it sampled."""
+    asked = {"parent": None, "sampled": False, "token_ids": [1, 2], "mask": [False, False]}
+    said = {"parent": 0, "sampled": True, "token_ids": [3, 4], "mask": [True, True], "logprobs": [-1.0, -2.0], **node}
+    about = {"id": "e", "ok": True, "task": {"key": "g"}, "agent": {}, "rewards": {"r": {"score": 1.0}}}
+    return {**about, "nodes": [asked, said], "calls": [{"node": 1, "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    "node, call, copies, kinds",
+    [
+        ({"advantages": [0.5, 0.5]}, 1, 1, []),
+        ({"advantages": [0.5]}, 1, 1, ["advantage"]),
+        ({"advantages": [0.5, math.nan]}, 1, 1, ["advantage"]),
+        ({}, 0, 1, ["structure"]),
+        ({}, 1, 2, ["trained-twice"]),
+    ],
+)
+def test_a_fault_in_a_trace_of_verifiers_is_found(tmp_path, node, call, copies, kinds):
+    trace = graph(**node)
+    trace["calls"][0]["node"] = call
+    (tmp_path / "traces.json").write_text(json.dumps([trace] * copies))
+    assert [finding.kind for finding in findings(read([tmp_path / "traces.json"]))] == kinds
+
+
 def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     shutil.copytree(healthy, tmp_path / "run" / "steps" / "step-000003")
     assert len(read([tmp_path / "run"])) == 2

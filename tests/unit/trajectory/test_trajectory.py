@@ -1513,3 +1513,14 @@ def test_a_file_can_be_read_by_whom_the_umask_allows(rollout, tmp_path):
     model.trajectory.save(tmp_path / "episode.safetensors")
 
     assert (tmp_path / "episode.safetensors").stat().st_mode == usual.stat().st_mode
+
+
+def test_saving_to_a_pipe_writes_to_it(rollout, tmp_path):
+    _, model = rollout(["one"])
+    make_agent(model)("q")
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        content = pool.submit(pipe.read_bytes)
+        model.trajectory.save(pipe)
+        assert len(Trajectory.from_bytes(content.result()).turns) == 1

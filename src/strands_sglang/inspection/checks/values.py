@@ -47,14 +47,18 @@ def check_repeated(group: Group) -> Iterator[Facts]:
     """
     requests: dict[str, tuple[Episode, TurnRecord]] = {}
     columns: dict[bytes, tuple[Episode, TurnRecord]] = {}
+    names = Counter(episode.id for episode in group.episodes if group.kind in ("openenv", "verifiers"))
+    for name, count in names.items():
+        if count > 1:
+            yield {"kind": "trained-twice", "why": f"the file has {count} episodes of this id", "episode": name}
     for episode in group.episodes:
         for turn in episode.turns:
             recorded, logprobs = turn.facts.get("turn"), turn.sampled.logprobs
             at: Facts = {"episode": episode.id, "turn": turn.number}
-            name = recorded.generation.request_id if recorded is not None and recorded.generation is not None else ""
-            before, earlier = requests.setdefault(name, (episode, turn)) if name else (episode, turn)
+            request = recorded.generation.request_id if recorded is not None and recorded.is_answered else ""
+            before, earlier = requests.setdefault(request, (episode, turn)) if request else (episode, turn)
             if earlier is not turn:
-                why = f"its answer is that of {_named(before, earlier, episode)}: both are request {name}"
+                why = f"its answer is that of {_named(before, earlier, episode)}: both are request {request}"
                 yield {"kind": "trained-twice", "why": why, **at}
                 continue
             start = b"" if logprobs is None or len(set(logprobs[:ENOUGH])) < ENOUGH else logprobs[:ENOUGH].tobytes()

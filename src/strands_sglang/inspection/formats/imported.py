@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def read_imported(path: Path) -> list[Group]:
                 lost
             )
             continue
-        for one in episodes:
+        traces = [value] if kind == "openenv" or "nodes" in value else value["traces"]
+        for one, trace in zip(episodes, traces, strict=True):
             name = str(one.group)
             group = groups.setdefault(name, Group(name, [], kind=kind, file=str(path)))
             episode = episode_of(one.trajectory, one.id, file=str(path))
@@ -46,7 +48,7 @@ def read_imported(path: Path) -> list[Group]:
             episode.outcome = None if one.outcome is None else one.outcome.value
             for turn in episode.turns:
                 turn.reward = one.turn_rewards.get(turn.number)
-            episode.problems += _untrained(value) if kind == "openenv" else ()
+            episode.problems += _untrained(trace) if kind == "openenv" else _misplaced(trace)
             group.episodes.append(episode)
     return list(groups.values())
 
@@ -90,6 +92,23 @@ def _untrained(trace: Any) -> list[tuple[str, str]]:
         return []
     why = f"it is said to be left out ({about['left_out']}), but is trained"
     return [("left-out", why if trains else "none of its tokens is trained, and nothing says why")]
+
+
+def _misplaced(trace: Any) -> list[tuple[str, str]]:
+    """Check what is not imported of a trace of verifiers: advantages of nodes, and where its calls belong."""
+    problems = []
+    for number, node in enumerate(trace["nodes"]):
+        advantages, trained = node.get("advantages"), sum(node.get("mask") or ())
+        if advantages is not None and (len(advantages) != trained or not all(map(math.isfinite, advantages))):
+            why = f"node {number} has {len(advantages)} advantages for {trained} trained tokens, or one is not finite"
+            problems.append(("advantage", why))
+    for number, call in enumerate(trace.get("calls") or ()):
+        place = call.get("node")
+        if place is not None and not (0 <= place < len(trace["nodes"]) and trace["nodes"][place].get("sampled")):
+            problems.append(
+                ("structure", f"call {number} is said to have sampled node {place}, which is none that was")
+            )
+    return problems
 
 
 def _kind(why: str) -> str:
