@@ -62,15 +62,19 @@ def answer_of(sample: EvalSample) -> str | None:
     if info.get("verdict") in _NO_ANSWER:
         return None
     if info.get("verdict") == "correct" and isinstance(info.get("ground_truth"), str):
-        return value_key(info["ground_truth"])
+        return _key_of(info["ground_truth"])
     for name in ("extracted", "answer"):
         if info.get(name) is not None:
-            return value_key(str(info[name]))
+            return _key_of(str(info[name]))
     text = sample.step_result.observation.final_response
     if text is None:
         return None
     boxed = last_boxed(text)
-    return value_key(text if boxed is None else boxed) or None
+    return _key_of(text if boxed is None else boxed) or None
+
+
+# Milliseconds for a long response. The same ones are asked for again by a page, and by each look at a run.
+_key_of = functools.lru_cache(maxsize=1 << 14)(value_key)
 
 
 def sample_sizes(n: int) -> list[int]:
