@@ -30,7 +30,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.packing import TreeRow
 
 from strands_env.core import StepResult
-from strands_sglang.credit import Episode, TrainingRow, TrainingRows
+from strands_sglang.credit import Episode, TrainingRow, TrainingRows, version_number
 from strands_sglang.drift import measure_drift
 from strands_sglang.mismatch import masked_logprobs, under_sampling_mask
 from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
@@ -324,7 +324,7 @@ class Recorder(TrainerCallback):
         older tokens, whose logprobs differ because the policy does.
         """
         tokens = [
-            (own - logprob, version - int(name or 0))
+            (own - logprob, version - (version_number(name) or 0))
             for row in batch
             for logprob, own, name, mask in zip(
                 row.logprobs, row.trainer_logprobs or (), row.versions, row.loss_mask, strict=True
