@@ -223,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prices",
         type=prices,
         metavar="P,C,S",
-        help="what a million prompt, cached and sampled tokens cost, as in 0.15,0.02,0.6: add costs",
+        help="price of a million prompt, cached and sampled tokens, as in 0.15,0.02,0.6; adds costs",
     )
     for command in (score, report, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
