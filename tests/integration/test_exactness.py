@@ -337,15 +337,16 @@ class Trainer:
         self.paths = {"old": server.model_path, "new": other_path}
 
     async def post(self, path, **body):
-        async with httpx.AsyncClient(base_url=self.base_url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=self.base_url, timeout=120, trust_env=False) as http:
             response = await http.post(path, json=body)
             assert response.is_success, f"{path}: {response.status_code} {response.text}"
             return response
 
-    async def load(self, version, **options):
-        await self.post(
-            "/update_weights_from_disk", model_path=str(self.paths[version]), weight_version=version, **options
-        )
+    async def load(self, version, *, when_idle=True):
+        """Load weights, once the server is idle: its answers come before its scheduler is done with the requests."""
+        if when_idle:
+            await self.post("/flush_cache?timeout=60")
+        await self.post("/update_weights_from_disk", model_path=str(self.paths[version]), weight_version=version)
 
 
 @pytest.fixture
@@ -356,7 +357,8 @@ async def trainer(own_server, tiny_server, tmp_path):
         yield trainer
     finally:
         trainer.paths["default"] = tiny_server.model_path
-        await trainer.load("default", abort_all_requests=True)
+        await abort_all(trainer.base_url)
+        await trainer.load("default")
 
 
 def assert_each_token_is_of_its_version(sequence, paths):
@@ -425,7 +427,6 @@ async def test_samples_share_a_prefill_also_after_an_update(trainer, tiny_server
 async def test_calls_continue_after_an_aborting_weight_update(trainer, tiny_server):
     async def update():
         await trainer.post("/pause_generation", mode="abort")
-        await trainer.post("/flush_cache?timeout=60")  # the scheduler may still be busy with what was aborted
         await trainer.load("new")
         await trainer.post("/continue_generation")
 
@@ -444,7 +445,7 @@ async def test_calls_continue_after_an_aborting_weight_update(trainer, tiny_serv
 async def test_spans_are_kept_where_requests_outlive_an_update(trainer, tiny_server):
     async def update():
         await trainer.post("/pause_generation", mode="retract")
-        await trainer.load("new")
+        await trainer.load("new", when_idle=False)
         await trainer.post("/continue_generation")
 
     async with SGLangClient(tiny_server.base_url) as client:
