@@ -1,4 +1,4 @@
-"""The demo of GRPO on two cores, and the study beside it, on real servers."""
+"""The demo of GRPO on two cores, and its study, on real servers."""
 
 import json
 import math
