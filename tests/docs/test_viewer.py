@@ -317,6 +317,14 @@ def test_a_phone_can_read_it(address, files, open_page):
     assert min(small) >= 11
 
 
+def test_a_phone_shows_the_token_of_a_finding_and_its_card(files, open_page):
+    page = open_page(files / "jars.html", "#finding-1", size=(390, 844))
+    page.locator(".t.hit").first.wait_for()
+    token, strip, card = (page.locator(name).first.bounding_box() for name in (".t.hit", ".strip", ".life"))
+    assert 0 < token["y"] < 844 - token["height"]
+    assert strip["y"] <= token["y"] and strip["y"] + strip["height"] <= card["y"] < 844 - 100
+
+
 def test_light_and_dark_follow_the_system_and_the_button(files, open_page):
     colors = {}
     for scheme in ("light", "dark"):

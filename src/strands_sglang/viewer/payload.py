@@ -375,7 +375,7 @@ def _halves(turn: TurnRecord) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
 def _sequence(episode: Episode, sequence: SequenceRecord, at: int) -> dict[str, Any]:
     trained = int((sequence.mask > 0).sum())
     turns = f"{len(sequence.steps)} turn{'s' if len(sequence.steps) != 1 else ''}"
-    name = f"Sequence {at + 1}: {turns}, {trained:,} of {len(sequence):,} tokens trained"
+    name = f"Sequence {at}: {turns}, {trained:,} of {len(sequence):,} tokens trained"
     return {"name": name, "steps": [[step.turn, step.stop - step.sampled] for step in sequence.steps]}
 
 

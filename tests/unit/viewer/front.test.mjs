@@ -157,7 +157,7 @@ test("text is found across tokens, and tokens by id and property", () => {
 
 test("a biography says whether a token is trained, and why not", () => {
   assert.equal(fate(page, body, 0, 2), "yes, in this sequence");
-  assert.equal(fate(page, body, 1, 2), "in sequence 1, so not again here");
+  assert.equal(fate(page, body, 1, 2), "in sequence 0, so not again here");
   assert.equal(fate(page, body, 0, 0), "no: the model did not sample it");
   assert.equal(fate(page, body, 0, 4), "no: its loss mask is 0");
   assert.match(fate(page, { columns: { ...body.columns, times: Uint8Array.of(0, 0, 2) } }, 0, 2), /in 2 sequences/);

@@ -227,7 +227,7 @@ def _advantages(group: Group) -> Iterator[Facts]:
     exact = _expected(scored, candidates[0])
     for episode, number, turn, position, value, expected in wrong:
         at = {"episode": episode.id, "sequence": number, "turn": turn, "token": position, "count": 1}
-        if any(_close(value, other) for other in explained.get((episode.id, number), ())):
+        if value and any(_close(value, other) for other in explained.get((episode.id, number), ())):
             why = f"its advantage {value:g} is normalized over sequences; over episodes it is {expected:g}"
             yield {"kind": "advantage-rows", "why": why, **at}
             continue

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import version_number
+from ...terminal import counted
 from ..records import Episode, Group, SequenceRecord, Writer
 from ..texts import joined
 from .turns import ALMOST_ALL, Facts
@@ -89,7 +90,7 @@ def _ids(group: Group, episode: Episode, sequence: SequenceRecord, different: An
         yield {"kind": _where(sequence, first, last), "why": "its text is that of the turns, in other tokens", **at}
     else:
         kind = "ids" if own is None else "id-text"
-        yield {"kind": kind, "why": f"{len(different)} tokens are not those of the trajectory", **at}
+        yield {"kind": kind, "why": f"{counted(len(different), 'token')} not as in the trajectory", **at}
 
 
 def _where(sequence: SequenceRecord, first: int, last: int) -> str:
@@ -155,7 +156,8 @@ def _row_logprobs(episode: Episode, sequence: SequenceRecord, derived: SequenceR
         why = f"the logprobs from here are those of the token {where} each: shifted by one"
         yield {"kind": "logprobs-shifted", "why": why, **at}
         return
-    why = f"{len(different)} logprobs are not those of the trajectory: {given[first]:g} instead of {expected[first]:g}"
+    told = counted(len(different), "logprob")
+    why = f"{told} not as in the trajectory: {given[first]:g} instead of {expected[first]:g}"
     yield {"kind": "logprobs", "why": why, **at}
 
 
@@ -220,7 +222,8 @@ def _trainer(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord
         yield {"kind": "logprobs", "why": why, "token": int(trained[0]), "count": len(trained)}
         return
     for step in sequence.steps:
-        yield from _distance(own, known, trained[(trained >= step.sampled) & (trained < step.stop)])
+        inside = trained[(trained >= step.sampled) & (trained < step.stop)]
+        yield from ({"turn": episode.turns[step.turn].number, **one} for one in _distance(own, known, inside))
     for positions, why in (
         (
             np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3))),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...messages import chain_of, next_link
+from ...terminal import counted
 from ...trajectory.seals import seal_ids, seal_logprobs, seal_turn
 from ..records import Episode, Group, TurnRecord
 from ..texts import joined
@@ -54,10 +55,11 @@ def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iter
     if len(changed):
         first = int(changed[0])
         if turn.text is not None and text is not None and _same(text, turn.text):
-            why = f"{len(changed)} sampled ids are not the recorded ones but have the same text: it was tokenized again"
+            told = counted(len(changed), "sampled id")
+            why = f"{told} changed after recording, to the same text: it was tokenized again"
             yield {"kind": "drift", "why": why, "token": first, "count": len(changed)}
         elif text is None or turn.text is None or not _same(text, turn.text):
-            why = f"{len(changed)} sampled ids are not the recorded ones"
+            why = f"{counted(len(changed), 'sampled id')} changed after recording"
             told = "" if turn.text is None else f", and the text that was sampled is another: {turn.text[:60]!r}"
             kind = "ids" if turn.text is None else "id-text"
             yield {"kind": kind, "why": why + told, "token": first, "count": int(changed[-1]) - first + 1}
@@ -147,7 +149,7 @@ def _logprobs(turn: TurnRecord) -> Iterator[Facts]:
             why = f"the logprobs of {len(changed)} tokens are those of the token {where} each: shifted by one"
             yield {"kind": "logprobs-shifted", "why": why, **at}
             return
-    why = f"{len(changed)} logprobs are not the recorded ones, the first is now {values[first]:g}"
+    why = f"{counted(len(changed), 'logprob')} changed after recording, the first to {values[first]:g}"
     yield {"kind": "logprobs", "why": why, **at}
 
 
@@ -309,7 +311,7 @@ def _versions(group: Group, episode: Episode) -> Iterator[Facts]:
             covered |= ~_trained_in_rows(episode, position)
         missing = np.flatnonzero(~covered)
         if len(missing):
-            why = f"{len(missing)} sampled tokens have no version of the weights, although others have"
+            why = f"{counted(len(missing), 'sampled token')} without a version of the weights, although others have one"
             yield {
                 "kind": "version-missing",
                 "why": why,

@@ -105,9 +105,7 @@ def _misplaced(trace: Any) -> list[tuple[str, str]]:
     for number, call in enumerate(trace.get("calls") or ()):
         place = call.get("node")
         if place is not None and not (0 <= place < len(trace["nodes"]) and trace["nodes"][place].get("sampled")):
-            problems.append(
-                ("structure", f"call {number} is said to have sampled node {place}, which is none that was")
-            )
+            problems.append(("structure", f"call {number} is said to have sampled node {place}, which was not sampled"))
     return problems
 
 

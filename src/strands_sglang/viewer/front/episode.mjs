@@ -274,6 +274,7 @@ export class EpisodeView {
     this.strip.choose(position);
     this.strip.list.reveal(this.strip.rowOf(position), 0.35, true);
     this.parts.strip.focus({ preventScroll: true });
+    for (const part of [this.parts.life, this.parts.strip]) part.scrollIntoView({ block: "nearest" }); // on a phone
   }
 
   choose(position) {

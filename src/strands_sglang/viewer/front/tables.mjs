@@ -132,7 +132,7 @@ export class Credit {
     for (const episode of audit.episodes) {
       rows.push({ kind: "group", label: episode.name, note: episode.note, link: `#episode-${episode.episode}`, parts: episode.rows });
       for (const row of episode.rows) {
-        rows.push({ kind: "sequence", label: `sequence ${row.sequence + 1}`, link: `#episode-${episode.episode}-sequence-${row.sequence}`, parts: [row] });
+        rows.push({ kind: "sequence", label: `sequence ${row.sequence}`, link: `#episode-${episode.episode}-sequence-${row.sequence}`, parts: [row] });
         for (const turn of row.turns) {
           rows.push({ kind: "leaf", label: `turn ${turn.number}`, link: `#episode-${episode.episode}-sequence-${row.sequence}-turn-${turn.turn}`, parts: [{ ...turn, row: row.row }] });
         }
