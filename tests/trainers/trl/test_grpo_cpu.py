@@ -84,7 +84,7 @@ def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
         assert {path.stem for path in (folder / "trajectories").iterdir()} >= set(step["episodes"])
         assert all(row.trainer_logprobs and row.loss_weight == 1.0 for row in rows)
         metrics = step["metrics"]
-        assert metrics["gap_max"] < 1e-4
+        assert metrics["gap_max"] is None or metrics["gap_max"] < 1e-4  # None without a token of the newest weights
         assert metrics["push_difference_mean"] < 1e-5 and metrics["push_difference"] < 1e-4  # of equal weights
     assert len(list((demo.folder / "steps").iterdir())) == STEPS
 
