@@ -165,9 +165,13 @@ def test_each_finding_is_one_click_away(files, open_page):
 @pytest.fixture(scope="module")
 def healthy(chatml_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("healthy")
-    specimens.write_step(folder / "step" / "step-000003", chatml_tokenizer, experts=False)
-    specimens.write_evaluation(folder / "evaluation", chatml_tokenizer)
-    specimens.write_trajectories(folder / "trajectories", chatml_tokenizer, 12)
+    with ThreadPoolExecutor(max_workers=1) as pool:  # Playwright's event loop runs in this thread
+        for done in (
+            pool.submit(specimens.write_step, folder / "step" / "step-000003", chatml_tokenizer, experts=False),
+            pool.submit(specimens.write_evaluation, folder / "evaluation", chatml_tokenizer),
+            pool.submit(specimens.write_trajectories, folder / "trajectories", chatml_tokenizer, 12),
+        ):
+            done.result()
     return folder
 
 
