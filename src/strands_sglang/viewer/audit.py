@@ -1,7 +1,7 @@
 """The credit audit: what each turn contributes to an update, and what each trainer receives of it.
 
 The amounts are sums over trained tokens of |advantage x weight|. A trainer receives each advantage times the weight w_s
-of its row, and its loss then scales the sum by a factor of its own; the product is the same for every trainer. Losses
+of its row, and its loss then scales the sum by its own factor; the product is the same for every trainer. Losses
 with the same factor share a column.
 """
 

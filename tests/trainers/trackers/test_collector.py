@@ -1,6 +1,6 @@
 """What an evaluation reports to OpenTelemetry, as a real collector receives it: Rotel, over OTLP.
 
-The collector runs as a process of its own, and tells in words what arrived.
+The collector runs in its own process and logs what arrives as text.
 """
 
 import re

@@ -43,7 +43,7 @@ def check_values(group: Group, episode: Episode) -> Iterator[Facts]:
 def check_repeated(group: Group) -> Iterator[Facts]:
     """Find answers and logprobs that are in a group twice, and versions that cannot be compared.
 
-    Each request of a server has an id of its own, and no two answers the same logprobs by chance.
+    Every request has its own id, and no two answers get the same logprobs by chance.
     """
     requests: dict[str, tuple[Episode, TurnRecord]] = {}
     columns: dict[bytes, tuple[Episode, TurnRecord]] = {}
