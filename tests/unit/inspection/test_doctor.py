@@ -752,29 +752,26 @@ def test_weights_of_a_smaller_micro_batch_are_healthy(healthy, tmp_path, loss):
     assert findings(read([tmp_path])) == []  # also without the trajectories, which hold the versions of shared tokens
 
 
-def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path):
-    (tmp_path / "trajectories").mkdir()
+def write_asked(folder, rollout, asked):
+    """Write a step of episodes, each with its question and its group."""
+    (folder / "trajectories").mkdir()
     episodes = []
-    for number in range(6):
+    for number, (question, group) in enumerate(asked):
         _, model = rollout([f"answer {number}"])
-        make_agent(model)(f"question {number // 3}")
-        group = "g1" if number in (2, 3, 4, 5) else "g0"
+        make_agent(model)(question)
         episodes.append(credit.Episode(model.trajectory, number / 8, group, f"e{number}"))
-        model.trajectory.save(tmp_path / "trajectories" / f"e{number}.safetensors")
-    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+        model.trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(folder / "rows.safetensors")
+
+
+def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path):
+    write_asked(tmp_path, rollout, [("first", "g0")] * 2 + [("first", "g1")] + [("second", "g1")] * 3)
     found = findings(read([tmp_path]))
     assert [(finding.kind, finding.group, finding.episode) for finding in found] == [("group", "g1", "e2")]
 
 
 def test_two_prompts_in_one_group_are_found(rollout, tmp_path):
-    (tmp_path / "trajectories").mkdir()
-    episodes = []
-    for number in range(4):
-        _, model = rollout([f"answer {number}"])
-        make_agent(model)(f"question {number // 2}")
-        episodes.append(credit.Episode(model.trajectory, number / 8, "g", f"e{number}"))
-        model.trajectory.save(tmp_path / "trajectories" / f"e{number}.safetensors")
-    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+    write_asked(tmp_path, rollout, [("first", "g")] * 2 + [("second", "g")] * 2)
     assert [(finding.kind, finding.group) for finding in findings(read([tmp_path]))] == [("group", "g")]
 
 

@@ -14,25 +14,13 @@ from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
 from strands_sglang.trainers.slime import grpo_rewards_by_group, to_slime_samples
 from support.slime import Sample, slime_args
-from trainers import paper
+from trainers import conftest, paper
 
 TOLERANCE = 1e-5
 ARGS = slime_args(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return paper.tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def episodes(reference):
-    return paper.episodes(reference)
+folder, reference, episodes = conftest.folder, conftest.reference, conftest.episodes  # fixtures
 
 
 @pytest.fixture
