@@ -69,6 +69,22 @@ class Cancellation:
         finally:
             watch.remove(place)
 
+    async def wait(self, work: asyncio.Future[Any]) -> None:
+        """Wait for work that others may share; it continues if the call ends first.
+
+        Raises:
+            SGLangCancelledError: The signal was set.
+            SGLangDeadlineError: The deadline has passed.
+        """
+        limit = None if self.deadline is None else max(self.seconds_left, 0.0)
+        with self.watched() as signaled:
+            await asyncio.wait({work, *signaled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return
+        if self.is_signaled():
+            raise SGLangCancelledError("the call was cancelled by its signal before its answer began")
+        raise SGLangDeadlineError(f"the deadline of {self.deadline:g} s has passed before the answer began")
+
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, and cancel it if the call ends first.
 
@@ -77,17 +93,11 @@ class Cancellation:
             SGLangDeadlineError: The deadline has passed.
         """
         task = asyncio.ensure_future(work)
-        limit = None if self.deadline is None else max(self.seconds_left, 0.0)
         try:
-            with self.watched() as signaled:
-                await asyncio.wait({task, *signaled}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+            await self.wait(task)
+            return task.result()
         finally:
             discard(task)
-        if self.is_signaled():
-            raise SGLangCancelledError("the call was cancelled by its signal before its answer began")
-        raise SGLangDeadlineError(f"the deadline of {self.deadline:g} s has passed before the answer began")
 
 
 def discard(task: asyncio.Task[Any]) -> None:

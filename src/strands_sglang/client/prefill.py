@@ -142,7 +142,7 @@ class Openings:
                 other.has_sibling = own.has_sibling = self._come_in_groups = True
             if other is not None and other.prime is not None:
                 own.waited = True
-                await cancellation.finish(asyncio.wait({other.prime}))
+                await cancellation.wait(other.prime)
                 if not _succeeded(other.prime):
                     break
                 by_other = True
@@ -151,7 +151,7 @@ class Openings:
             if other is not None or self._come_in_groups:
                 own.prime, own.waited = prime(), True
                 own.prime.add_done_callback(lambda _: self._end_prime(own))
-                await cancellation.finish(asyncio.wait({own.prime}))
+                await cancellation.wait(own.prime)
             break
         return own
 

@@ -33,6 +33,9 @@ NO_SUCH_ENDPOINT = frozenset({404, 405, 501})
 
 NO_IDS = "input_ids is empty: a request needs at least one token"
 
+_NOT_IDS = (b"[", b"{", b'"', b"-", b".", b"e", b"l")
+"""What a JSON array holds unless it is a flat list of non-negative ints: "e" and "l" are of true, false and null."""
+
 MAX_BODY_CHARS = 4096
 EXCERPT_CHARS = 200
 
@@ -40,8 +43,8 @@ EXCERPT_CHARS = 200
 def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) -> bytes:
     """Check token ids and encode them as a JSON array.
 
-    The checks read the encoded bytes: in JSON, only a flat list of non-negative ints consists of digits and commas
-    between one pair of brackets. 32k ids take about half a millisecond, including the encoding.
+    The checks search the encoded bytes for what the JSON of anything else holds. 32k ids take a quarter of a
+    millisecond, of which the checks take a sixteenth; `vocab_size` doubles that.
 
     Args:
         input_ids: Prompt, shape `(T,)`, at least one token: a list, a tuple, or an object with `tolist` (array, numpy,
@@ -58,7 +61,7 @@ def encode_token_ids(input_ids: Sequence[int], vocab_size: int | None = None) ->
         encoded = orjson.dumps(ids)
     except TypeError:
         encoded = b""
-    is_id_list = encoded.translate(None, b"0123456789,") == b"[]"
+    is_id_list = encoded != b"" and all(encoded.find(mark, 1) < 0 for mark in _NOT_IDS)
     if not is_id_list or (vocab_size is not None and max(ids) >= vocab_size):
         raise ValueError(_first_bad_id(ids, vocab_size))
     return encoded
