@@ -44,6 +44,7 @@ from strands_sglang.exceptions import (
     SGLangThrottledError,
 )
 from strands_sglang.local.server import free_port
+from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedResponse
 from support.agents import advance, build_chatml_tokenizer, idle_for
 from support.servers import (
@@ -1795,11 +1796,22 @@ async def test_compressed_responses_of_a_proxy_are_read(is_whole):
 
 
 @pytest.mark.filterwarnings("error")
-async def test_large_bodies_are_sent_without_a_warning():
-    ids = list(range(300_000))
-    async with RawServer(answer) as server, client_of(server, max_retries=0) as client:
-        assert await client.generate(ids) == generation()
-    assert server.bodies("/generate")[0]["input_ids"] == ids
+@pytest.mark.parametrize("count", [5_000, 12_000, 60_000, 300_000])
+async def test_bodies_of_every_size_arrive_whole(count):
+    ids, grown = list(range(count)), EncodedIds()
+    for start in range(0, count, 1_000):
+        grown = grown.plus(ids[start : start + 1_000])
+
+    async def refuse_first(request):
+        if len(server.bodies("/generate")) % 2:
+            request.writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await answer(request)
+
+    async with RawServer(refuse_first) as server, client_of(server, max_retries=1) as client:
+        for prompt in (ids, grown):
+            assert await client.generate(prompt) == generation()
+    assert [body["input_ids"] == ids for body in server.bodies("/generate")] == [True] * 4
 
 
 async def test_credentials_in_an_address_are_sent_with_every_request():
