@@ -1,6 +1,6 @@
 """What options of `strands-env` name: environments, rewards and benchmarks of this package, of others, and your own.
 
-Another package declares what it has as entry points. Benchmarks name themselves with `@register_eval`, so their entry
+Other packages declare theirs as entry points. Benchmarks name themselves with `@register_eval`, so their entry
 point is the module that has them:
 
     [project.entry-points."strands_env.environments"]

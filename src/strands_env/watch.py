@@ -1,7 +1,7 @@
 """What `strands-env watch` shows: an evaluation or a training run while it is written, read from its files only.
 
 An evaluation is the folder of `strands-env eval`, and its numbers are those of `strands-env report`. A training run is
-a folder with `metrics.csv`: a line per step, whose columns are named in the first. If it also has
+a folder with `metrics.csv`: a header with the columns' names, then a line per step. If it also has
 `steps/step-000003/rows.safetensors`, as `TrainingRows.save` writes it, the view has the outcomes of the last step.
 """
 

@@ -1,7 +1,7 @@
 """Credit: which sampled tokens an episode trains, with which advantage and weight.
 
 An episode is one or more token sequences: forks, compactions and sub-agents open further ones. The advantage belongs to
-the episode, or to a turn if turns have rewards, and stands undivided on all of the episode's rows. Each sampled token
+the episode, or to a turn if turns have rewards, and all of the episode's rows carry it undivided. Each sampled token
 is trained in exactly one row. docs/understand/credit.md has the mathematics.
 
 - Baselines are computed over episodes, never over rows.

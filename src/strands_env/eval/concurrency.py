@@ -8,7 +8,7 @@ once three reports in a row agree that it should rise, or that it should fall. I
 stopped. A server that stops reporting leaves the number as it is.
 
 Episodes are counted rather than requests, because a server's own queue is the best place for a request to wait: there
-it is next in line the moment a place is free. An episode between two model calls holds no place, so the servers then
+it is next in line the moment a slot is free. An episode between two model calls holds no slot, so the servers then
 report room, and more episodes start.
 """
 

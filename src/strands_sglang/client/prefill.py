@@ -1,8 +1,8 @@
 """Shared prefills: of calls that begin with the same tokens at the same time, one computes them for all.
 
 A server finds a prefix in its cache once an earlier request has computed it. Requests that start together find nothing
-there, and each computes the whole prompt again: of eight samples of one prompt, a server computes about four.
-So one of the calls first sends a *prime*, its opening prompt without output, and the others wait for it.
+there: of eight samples of one prompt, a server computes about four. So one of the calls first sends a *prime*, its
+opening prompt without output, and the others wait for it.
 
 A call primes only if others need it: if another call that begins alike is in flight, or if the openings before it came
 in groups. No call waits for an opening that is known to be in the cache, and a call waits for at most `MAX_WAIT_S`. A

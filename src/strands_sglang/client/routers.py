@@ -1,7 +1,7 @@
 """The workers behind a router.
 
 Routers (sglang-router 0.3.2, smg 1.13.0) forward `/generate`, but neither `/abort_request` nor `/v1/loads`: they return
-404. What concerns one server then goes to the workers that the router lists, directly.
+404. Such requests go directly to the workers that the router lists.
 """
 
 from __future__ import annotations

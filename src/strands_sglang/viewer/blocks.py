@@ -1,7 +1,7 @@
 """The data of a page: values as base64 of deflated bytes, in script blocks that a browser never runs.
 
 An array is stored byte plane by byte plane: first the lowest bytes of all values, then the next ones. So the bytes that
-hardly change stand together and compress well. Floats keep 15 bits of their fraction, which is more than four digits.
+hardly change are adjacent and compress well. Floats keep 15 bits of their fraction, which is more than four digits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drift for the page: which tokens encoding the text again would change, and into which."""
+"""Drift for the page: which tokens would change if the text were encoded again, and into which."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a page knows: an index of groups, episodes and findings, and per episode its turns and a column per property.
 
-An episode's tokens stand once, turn after turn: what the prompt added, then what was sampled. A sequence is a list of
-turns, each with the number of its sampled tokens that the sequence has. All columns are in that order. `front/data.mjs`
-reads them.
+An episode's tokens are stored once, turn after turn: what the prompt added, then what was sampled. A sequence is a list
+of turns, each with the number of its sampled tokens that the sequence has. All columns are in that order.
+`front/data.mjs` reads them.
 """
 
 from __future__ import annotations
