@@ -881,6 +881,9 @@ def _sync_directory(path: Path) -> None:
 _MAX_DEPTH = 100
 """Most levels of nesting. Deeper values, and values that contain themselves, are written as text from there."""
 
+_MAX_BITS = 14_000
+"""Most bits of an integer, since Python writes at most 4,300 digits. Larger ones are written as hexadecimal text."""
+
 
 def encode(value: Any) -> bytes:
     """Encode a value as one line of JSON, newline included."""
@@ -909,7 +912,14 @@ def digest(value: Any) -> str:
 
 
 def nearest(value: Any) -> Any:
-    """Convert a value to the nearest one that JSON supports; text as the last resort."""
+    """Convert a value to the nearest one that JSON supports; its text, or that of its type, as the last resort."""
+    try:
+        return _nearest(value)
+    except Exception:  # its own code raises
+        return str(type(value))
+
+
+def _nearest(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -930,13 +940,20 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value)
+        return int(value) if value.bit_length() <= _MAX_BITS else hex(value)
     if isinstance(value, float):
         return float(value) if value - value == 0 else None  # JSON has no infinity; orjson also writes null
     if depth >= _MAX_DEPTH:
         return str(type(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return _plain(nearest(value), depth + 1)
+
+
+def _key(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # as in `nearest`; or a large integer
+        return str(_plain(value, _MAX_DEPTH))

@@ -616,6 +616,7 @@ def test_values_without_a_json_form_become_the_nearest_one():
         "inf": float("inf"),
         "object": object,
     }
+    digest(value)
     written = decode(encode(value))
     assert written["set"] == [1, 2] and written["bytes"] == {"base64": "YWI="} and written["number"] == 0.5
     assert (
@@ -626,6 +627,24 @@ def test_values_without_a_json_form_become_the_nearest_one():
     )
     assert written["inf"] is None and "object" in written["object"]
     assert encode(loop).endswith(b"\n")
+
+
+class Unreadable:
+    """Every conversion to text raises."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_values_that_have_no_text_are_written_as_their_type():
+    huge = 10**5000  # Python refuses to write so many digits
+    value = {"object": Unreadable(), "set": {Unreadable()}, "huge": [huge, -huge], Unreadable(): 1, huge: 2}
+    written = decode(encode(value))
+    assert "Unreadable" in written["object"] and written["huge"] == [hex(huge), hex(-huge)]
+    assert sorted(written.values(), key=str)[:2] == [1, 2]
+    assert digest(value) == digest(dict(reversed(value.items())))
 
 
 # === evaluator ===
@@ -1058,7 +1077,8 @@ async def test_kept_tokens_are_on_disk_and_not_in_memory(tmp_path):
 async def test_results_with_any_value_are_written(tmp_path):
     def play(action):
         result = step_result()
-        result.reward = RewardResult(reward=1.0, info={"set": {1}, "loop": print, "half": "\ud83d"})
+        info = {"set": {1}, "loop": print, "half": "\ud83d", "huge": 10**5000, "unreadable": Unreadable()}
+        result.reward = RewardResult(reward=1.0, info=info)
         return result
 
     path = tmp_path / "r.jsonl"
