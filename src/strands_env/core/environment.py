@@ -797,9 +797,9 @@ def episode_metrics(
             names[use["toolUseId"]] = use["name"]
             counts(use["name"])["calls"] += 1
         for block in message["content"]:
-            result = block.get("toolResult")
-            if result is not None and result.get("status") == "error" and result["toolUseId"] in names:
-                counts(names[result["toolUseId"]])["errors"] += 1
+            match block.get("toolResult"):  # a tool may have returned anything
+                case {"status": "error", "toolUseId": str(use_id)} if use_id in names:
+                    counts(names[use_id])["errors"] += 1
     parse_errors = trajectory.tool_parse_errors if trajectory is not None else {}
     for name, count in parse_errors.items():
         counts(name)["parse_errors"] += count

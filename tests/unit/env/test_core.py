@@ -32,6 +32,7 @@ from strands.hooks import (
     HookProvider,
     MessageAddedEvent,
 )
+from strands.tools.tools import PythonAgentTool
 
 from strands_env import slime
 from strands_env.core import (
@@ -1083,6 +1084,17 @@ async def test_every_exception_of_a_tool_is_shown_to_the_model(is_async, seconds
     told = [message["content"][0]["toolResult"] for message in result.observation.messages[2::2]]
     assert [one["status"] for one in told] == ["error"] * len(RAISED)
     assert "exit (3)" in told[0]["content"][0]["text"] and "KeyboardInterrupt" in told[1]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("odd", [{}, {"toolUseId": ["0"]}], ids=repr)
+async def test_a_malformed_result_of_a_tool_is_an_agent_error(odd):
+    result = {"status": "error", "content": [{"text": "no"}], **odd}
+    spec = {"name": "odd", "description": "Odd.", "inputSchema": {"json": {"type": "object", "properties": {}}}}
+    tools = [PythonAgentTool("odd", spec, lambda *args, **kwargs: result)]
+    env = CalculatorEnv(lambda: ScriptedModel([[tool_use("0", "odd")], ANSWER]), tools=tools)
+    ended = await asyncio.wait_for(env.step(ASK), LIMIT)
+    assert ended.termination_reason is TerminationReason.AGENT_ERROR and ended.error
+    assert ended.observation.metrics["tools"]["odd"]["calls"] == 1
 
 
 @pytest.mark.parametrize("place", ["reset", "get_tools", "get_hooks", "cleanup", "compute_metrics", "model", "reward"])
